@@ -1,0 +1,67 @@
+"""jaxckpt saves and restores the sharded state of JAX training.
+
+    jaxckpt.save("/checkpoints/run1", state)                    # every process, each its own shards
+    state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mesh
+    weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
+"""
+
+from jaxckpt._audit import Checkpoint, LazyLeaf, RestorePlan, open
+from jaxckpt._errors import (
+    CheckpointExistsError,
+    CorruptError,
+    DataError,
+    InputError,
+    JaxckptError,
+    LayoutError,
+    ManifestError,
+    MismatchError,
+    NotACheckpointError,
+    PathNotSharedError,
+    PeerError,
+    PeerFailedError,
+    PeersDisagreeError,
+    PeerTimeoutError,
+    SpecError,
+    StorageError,
+    TreeError,
+)
+from jaxckpt._options import Options
+from jaxckpt._progress import Progress
+from jaxckpt._restore import load_numpy, restore
+from jaxckpt._save import SaveInfo, save
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointExistsError",
+    "CorruptError",
+    "DataError",
+    "InputError",
+    "JaxckptError",
+    "LayoutError",
+    "LazyLeaf",
+    "ManifestError",
+    "MismatchError",
+    "NotACheckpointError",
+    "Options",
+    "PathNotSharedError",
+    "PeerError",
+    "PeerFailedError",
+    "PeerTimeoutError",
+    "PeersDisagreeError",
+    "Progress",
+    "RestorePlan",
+    "SaveInfo",
+    "SpecError",
+    "StorageError",
+    "TreeError",
+    "load_numpy",
+    "open",
+    "restore",
+    "save",
+]
+
+for _name in __all__:  # errors and tracebacks name things as users know them
+    globals()[_name].__module__ = __name__
+del _name

@@ -1,0 +1,460 @@
+"""Looking at a checkpoint without restoring it: lazy leaves, and the plan of a restore as a person reads it."""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, Sharding
+
+from jaxckpt import _manifest as manifests
+from jaxckpt._errors import InputError
+from jaxckpt._grid import Box, show_on_mesh, spec_of, volume, whole
+from jaxckpt._layout import (
+    Placement,
+    PlannedSharding,
+    Specs,
+    distinct,
+    partition_spec,
+    placement,
+    show_layout,
+)
+from jaxckpt._manifest import LeafRecord, Manifest
+from jaxckpt._options import Options
+from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
+from jaxckpt._restore import Goal, Rename, Request, read_box, resolve
+from jaxckpt._store import Array, Store
+from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
+
+
+def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Checkpoint:
+    """Open a checkpoint to look into it; only its manifest is read.
+
+    Args:
+        path: Where `save` wrote.
+        options: See `Options`.
+
+    Returns:
+        A `Checkpoint`. Any process may call this alone; no JAX backend is started.
+
+    Raises:
+        NotACheckpointError: No manifest at `path`.
+        ManifestError: The manifest is damaged or of a newer format.
+
+    Example:
+        >>> import numpy as np, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/open", {"w": np.arange(100)}, overwrite=True)
+        >>> jaxckpt.open("/tmp/jaxckpt-doc/open")["w"][8:12]
+        array([ 8,  9, 10, 11])
+    """
+    store = Store.at(path)
+    manifest, _ = manifests.load(store)
+    return Checkpoint(store, manifest, options or Options())
+
+
+class LazyLeaf:
+    """A leaf of a checkpoint. Indexing it as a NumPy array reads the chunks that are touched, and no others."""
+
+    def __init__(self, store: Store, manifest: Manifest, number: int, options: Options) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._number = number
+        self._options = options
+        self._record: LeafRecord = manifest.leaves[number]
+
+    @property
+    def path(self) -> str:
+        """Its path in the tree, for example "params/layers/3/kernel"."""
+        return self._record.path
+
+    @property
+    def kind(self) -> str:
+        """What it was: "jax", "numpy", "numpy_scalar", "key", "str", "bytes", "int", "float", "bool", "complex"."""
+        return self._record.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; () for a Python value; of the raw data for a PRNG key."""
+        return () if self._record.stack is None else self._manifest.leaf_shape(self._record)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its NumPy dtype (of ml_dtypes for bfloat16, float8 and int4)."""
+        if self._record.stack is None:
+            return np.asarray(self.value).dtype
+        return DTYPES[self._manifest.stacks[self._record.stack].dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data; 0 for a value that lies in the manifest."""
+        return 0 if self._record.stack is None else math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def spec(self) -> Any:
+        """The jax.sharding.PartitionSpec it was saved with; an empty one where it had none."""
+        return partition_spec(self._manifest.leaf_layout(self._record)[1])
+
+    @property
+    def layout(self) -> str:
+        """Mesh and spec it was saved with, in words."""
+        if self._record.layout is None:
+            return "host"
+        return show_layout(*self._manifest.leaf_layout(self._record))
+
+    @property
+    def value(self) -> Any:
+        """The whole leaf, without devices: a NumPy array or scalar, or the Python value."""
+        if self._record.value is not None:
+            return decode_value(self._record.kind, self._record.value)
+        array = self[...]
+        match self._record.kind:
+            case "str":
+                return array.tobytes().decode("utf-8", "surrogatepass")
+            case "bytes":
+                return array.tobytes()
+            case _:
+                return array
+
+    def __getitem__(self, index: Any) -> Any:
+        """NumPy indexing: integers, slices, Ellipsis and None read their own chunks; index arrays read their hull."""
+        if self._record.stack is None:
+            return np.asarray(self.value)[index]
+        box, rest = _hull(index, self.shape)
+        return read_box(self._store, self._manifest, self._number, box, self._options)[rest]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        array = np.asarray(self.value if self._record.stack is None else self[...])
+        return array if dtype is None else array.astype(dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d leaf")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        what = repr(self.value) if self._record.stack is None else f"{self.dtype}{list(self.shape)}"
+        return f"<leaf {self.path!r}: {what}, {self.layout}>"
+
+
+def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The box that an index touches, and the index that remains to be applied to it. Raises IndexError."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_dims(part) for part in parts)
+    if not any(part is Ellipsis for part in parts):
+        parts.append(Ellipsis)
+    if used > len(shape):
+        raise IndexError(f"too many indices: {used} for an array of shape {shape}")
+    box: list[tuple[int, int]] = []
+    rest: list[Any] = []
+    for part in parts:
+        if part is Ellipsis:
+            for _ in range(len(shape) - used):
+                box.append((0, shape[len(box)]))
+                rest.append(slice(None))
+        elif part is None:
+            rest.append(None)
+        else:
+            for _ in range(_dims(part) - 1):  # a boolean mask of several dimensions: all of them
+                box.append((0, shape[len(box)]))
+            length = shape[len(box)]
+            bounds, remaining = _axis_hull(part, length)
+            box.append(bounds)
+            rest.append(remaining)
+    return tuple(box), tuple(rest)
+
+
+def _dims(part: Any) -> int:
+    if part is None or part is Ellipsis:
+        return 0
+    array = np.asarray(part) if isinstance(part, (list, np.ndarray)) else None
+    return array.ndim if array is not None and array.dtype == bool else 1
+
+
+def _axis_hull(part: Any, length: int) -> tuple[tuple[int, int], Any]:
+    """(start, stop) of what an index of one dimension touches, and the index within that."""
+    if isinstance(part, slice):
+        numbers = range(*part.indices(length))
+        if not numbers:
+            return (0, 0), slice(0, 0)
+        low, high = min(numbers[0], numbers[-1]), max(numbers[0], numbers[-1])
+        return (low, high + 1), slice(None, None, numbers.step)
+    if isinstance(part, (list, np.ndarray)):
+        array = np.asarray(part)
+        if array.dtype == bool:
+            return (0, length), array
+        if array.size and (array.min() < -length or array.max() >= length):
+            raise IndexError(f"index out of bounds for a dimension of length {length}")
+        numbers = np.where(array < 0, array + length, array).astype(np.intp)
+        low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, -1)
+        return (low, high + 1), numbers - low
+    number = int(part.__index__())
+    if not -length <= number < length:
+        raise IndexError(f"index {number} is out of bounds for a dimension of length {length}")
+    number %= length
+    return (number, number + 1), 0
+
+
+class Checkpoint:
+    """An opened checkpoint: a mapping of leaf paths to lazy leaves."""
+
+    def __init__(self, store: Store, manifest: Manifest, options: Options) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._options = options
+        self._numbers = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self._store.url
+
+    @property
+    def save_id(self) -> str:
+        """Unique id of the save that made it."""
+        return self._manifest.save_id
+
+    @property
+    def created(self) -> str:
+        """When it was saved, UTC, ISO 8601."""
+        return self._manifest.created
+
+    @property
+    def metadata(self) -> Any:
+        """The JSON value that was given to `save`."""
+        return self._manifest.metadata
+
+    @property
+    def libraries(self) -> Mapping[str, str]:
+        """Versions of the libraries that saved it."""
+        return types.MappingProxyType(self._manifest.libraries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of array data, replicas once."""
+        return sum(math.prod(record.shape) * record.rows * DTYPES[record.dtype].itemsize for record in self._manifest.stacks)
+
+    @property
+    def leaves(self) -> dict[str, LazyLeaf]:
+        """Every leaf by path, in the tree's order."""
+        return {path: self._leaf(number) for path, number in self._numbers.items()}
+
+    def tree(self) -> Tree:
+        """The saved tree with lazy leaves."""
+        return unflatten(self._manifest.tree, [self._leaf(number) for number in range(len(self._manifest.leaves))])
+
+    def __getitem__(self, path: str) -> LazyLeaf:
+        if path not in self._numbers:
+            below = [found for found in self._numbers if found.startswith(f"{path}/")]
+            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(path, self._numbers)
+            raise KeyError(f"no leaf {show(path)} in {self.path}{hint}")
+        return self._leaf(self._numbers[path])
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
+
+    def _leaf(self, number: int) -> LazyLeaf:
+        return LazyLeaf(self._store, self._manifest, number, self._options)
+
+    def plan(
+        self,
+        target: Tree = None,
+        *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
+        devices_per_process: int = 8,
+        options: Options | None = None,
+    ) -> RestorePlan:
+        """What `restore` with these arguments would read, for every process, without reading it.
+
+        Args:
+            target, specs, select, rename, strict: As for `restore`.
+            mesh: As for `restore`, or a mesh that this machine does not have: a jax.sharding.AbstractMesh, or axis
+                sizes such as {"data": 64, "model": 8}.
+            devices_per_process: For a mesh that is not here, how many of its devices, in row-major order, each
+                process would have.
+            options: See `Options`.
+
+        Returns:
+            A `RestorePlan`; `print` shows it as a table.
+
+        Raises:
+            MismatchError, SpecError, LayoutError: As `restore` would.
+        """
+        if devices_per_process < 1:
+            raise InputError(f"devices_per_process must be at least 1, found {devices_per_process}")
+        options = options or self._options
+        asked = Request(
+            target, mesh, specs, select, rename, strict, None if isinstance(mesh, Mesh) else devices_per_process
+        )
+        goals, _ = resolve(self._manifest, asked, options)
+        return _restore_plan(self._manifest, list(goals.values()))
+
+
+# Plans ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """What one process would read."""
+
+    process: int
+    cost: ReadCost
+
+    device_bytes: Mapping[Any, int]
+    """Bytes of arrays on each of its devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """One leaf before and after."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    saved: str
+    """The layout it was saved in."""
+
+    wanted: str
+    """The layout it would get."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a restore would read, process by process."""
+
+    processes: tuple[ProcessPlan, ...]
+    leaves: tuple[LeafPlan, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes wanted, summed over processes; each box once in a process."""
+        return sum(part.cost.needed_bytes for part in self.processes)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the chunks and indexes that would be read for them (uncompressed), summed over processes."""
+        return sum(part.cost.read_bytes for part in self.processes)
+
+    @property
+    def requests(self) -> int:
+        """Reads of storage, summed over processes, before tensorstore merges neighbours."""
+        return sum(part.cost.requests for part in self.processes)
+
+    @property
+    def over_read(self) -> float:
+        """read_bytes / needed_bytes; 1.0 where nothing is needed."""
+        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most that any process holds in host memory for one step of reading."""
+        return max((part.cost.peak_host_bytes for part in self.processes), default=0)
+
+    def __str__(self) -> str:
+        busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
+        devices = [size for part in self.processes for size in part.device_bytes.values()]
+        lines = [
+            f"{len(self.leaves)} leaves onto {len(devices)} devices of {len(self.processes)} processes",
+            f"  needed     {show_bytes(self.needed_bytes)}",
+            f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed), {self.requests} requests",
+            f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
+            f" {busiest.cost.requests} requests",
+            f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
+            f"  host       {show_bytes(self.peak_host_bytes)} at most in one step of reading",
+        ]
+        width = max((len(leaf.path) for leaf in self.leaves), default=0)
+        changed = [leaf for leaf in self.leaves if leaf.saved != leaf.wanted]
+        for leaf in changed[:20]:
+            lines.append(f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}  {leaf.saved} → {leaf.wanted}")
+        if len(changed) > 20:
+            lines.append(f"  … and {len(changed) - 20} more leaves in another layout")
+        return "\n".join(lines)
+
+
+def _restore_plan(manifest: Manifest, goals: Sequence[Goal]) -> RestorePlan:
+    stacks = [record.stack() for record in manifest.stacks]
+    placements: dict[tuple[Any, tuple[int, ...]], Placement] = {}
+    wants: dict[int, list[Want]] = {}
+    device_bytes: dict[int, dict[Any, int]] = {}
+    boxes_of: dict[int, dict[int, tuple[Box, ...]]] = {}
+    everywhere: list[Want] = []
+    leaves: list[LeafPlan] = []
+    for goal in goals:
+        record = manifest.leaves[goal.leaf]
+        if record.stack is None or record.row is None:
+            continue
+        stack = stacks[record.stack]
+        leaves.append(_leaf_plan(manifest, record, goal))
+        if goal.sharding is None:
+            everywhere.append(Want(record.stack, record.row, (whole(stack.shape),)))
+            continue
+        key = (goal.sharding, stack.shape)
+        if key not in placements:
+            placements[key] = _placement(goal.sharding, stack.shape)
+        found = placements[key]
+        if id(found) not in boxes_of:
+            held: dict[int, list[Box]] = {}
+            for _, process, box in found:
+                held.setdefault(process, []).append(box)
+            boxes_of[id(found)] = {process: distinct(boxes) for process, boxes in held.items()}
+        for process, boxes in boxes_of[id(found)].items():
+            wants.setdefault(process, []).append(Want(record.stack, record.row, boxes))
+        for device, process, box in found:
+            sizes = device_bytes.setdefault(process, {})
+            sizes[device] = sizes.get(device, 0) + volume(box) * stack.itemsize
+    plans: list[ProcessPlan] = []
+    for process in sorted(wants) or [0]:
+        steps = plan_read(stacks, [*wants.get(process, ()), *everywhere])
+        plans.append(ProcessPlan(process, read_cost(stacks, steps), device_bytes.get(process, {})))
+    return RestorePlan(tuple(plans), tuple(leaves))
+
+
+def _placement(sharding: Sharding | PlannedSharding, shape: tuple[int, ...]) -> Placement:
+    return sharding.placement(shape) if isinstance(sharding, PlannedSharding) else placement(sharding, shape)
+
+
+def _leaf_plan(manifest: Manifest, record: LeafRecord, goal: Goal) -> LeafPlan:
+    assert record.stack is not None
+    stack = manifest.stacks[record.stack]
+    saved = "host" if record.layout is None else show_layout(*manifest.leaf_layout(record))
+    return LeafPlan(record.path, stack.dtype, tuple(stack.shape), saved, _show_wanted(goal))
+
+
+def _show_wanted(goal: Goal) -> str:
+    sharding = goal.sharding
+    if sharding is None:
+        return "default device" if goal.kind in ("jax", "key") else "host"
+    if isinstance(sharding, PlannedSharding):
+        return show_on_mesh(sharding.spec, dict(sharding.axes))
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return show_on_mesh(spec_of(sharding.spec), dict(sharding.mesh.shape))
+    if len(sharding.device_set) == 1:
+        return f"device {next(iter(sharding.device_set)).id}"
+    return str(sharding)
+
+
+def show_bytes(size: float) -> str:
+    """A size as people read it: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,325 @@
+"""Boxes, the grids that shardings cut arrays into, and the shapes of chunks and objects.
+
+Pure arithmetic on integers: nothing here knows of devices in use, of files, or of leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from jaxckpt._errors import SpecError
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
+
+Box = tuple[tuple[int, int], ...]
+"""A rectangular index region: (start, stop) of each dimension, start inclusive, stop exclusive."""
+
+Spec = tuple[tuple[str, ...], ...]
+"""A PartitionSpec as plain data: for each leading dimension, the mesh axes that split it."""
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The common region, or None where it would be empty."""
+    common = tuple(
+        (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
+    )
+    return None if any(start >= stop for start, stop in common) else common
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    return all(a0 <= b0 and b1 <= a1 for (a0, a1), (b0, b1) in zip(outer, inner, strict=True))
+
+
+def within(box: Box, origin: Box) -> tuple[slice, ...]:
+    """Slices that address `box` in an array that holds just `origin`."""
+    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
+
+
+# Shardings as boxes ---------------------------------------------------------------------------------------
+
+
+def spec_of(partition_spec: Iterable[object]) -> Spec:
+    """A jax PartitionSpec as plain data. Trailing unsplit dimensions are dropped: they mean the same."""
+    entries: list[tuple[str, ...]] = []
+    for entry in partition_spec:
+        if entry is None:
+            entries.append(())
+        elif isinstance(entry, str):
+            entries.append((entry,))
+        elif isinstance(entry, tuple) and all(isinstance(axis, str) for axis in entry):
+            entries.append(entry)
+        else:
+            raise SpecError(f"PartitionSpec entries must be mesh axis names, found {entry!r}")
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
+    """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None where it can."""
+    if len(spec) > len(shape):
+        return f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
+    names = [axis for entry in spec for axis in entry]
+    for axis in names:
+        if axis not in axes:
+            return f"PartitionSpec {show_spec(spec)} names mesh axis {axis!r}; the mesh has {dict(axes)}"
+        if names.count(axis) > 1:
+            return f"PartitionSpec {show_spec(spec)} names mesh axis {axis!r} twice"
+    dim = indivisible_dim(axes, spec, shape)
+    if dim is not None:
+        parts = math.prod(axes[axis] for axis in spec[dim])
+        return (
+            f"dimension {dim} of {tuple(shape)} does not divide by {parts}, the size of mesh axes {spec[dim]}"
+            f" in PartitionSpec {show_spec(spec)}"
+        )
+    return None
+
+
+def indivisible_dim(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> int | None:
+    """The first dimension that its mesh axes do not divide."""
+    for dim, entry in enumerate(spec):
+        if shape[dim] % math.prod(axes[axis] for axis in entry):
+            return dim
+    return None
+
+
+def replicate_indivisible(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Spec:
+    """`spec` with each dimension that its mesh axes do not divide left unsplit."""
+    return tuple(
+        () if shape[dim] % math.prod(axes[axis] for axis in entry) else entry for dim, entry in enumerate(spec)
+    )
+
+
+def spec_boxes(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Iterator[Box]:
+    """The box of each mesh position, positions in row-major order of the axes.
+
+    The same boxes as `NamedSharding(mesh, spec).devices_indices_map(shape)`, for a mesh that need not exist here.
+    """
+    names = tuple(axes)
+    for position in itertools.product(*(range(size) for size in axes.values())):
+        at = dict(zip(names, position, strict=True))
+        box: list[tuple[int, int]] = []
+        for dim, length in enumerate(shape):
+            index, parts = 0, 1
+            for axis in spec[dim] if dim < len(spec) else ():
+                index = index * axes[axis] + at[axis]
+                parts *= axes[axis]
+            piece = length // parts
+            box.append((index * piece, (index + 1) * piece))
+        yield tuple(box)
+
+
+def sharding_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[object, Box]]:
+    """(device, box) of every device of a JAX sharding, those of other processes too."""
+    return [
+        (device, tuple(index.indices(n)[:2] for index, n in zip(indices, shape, strict=True)))
+        for device, indices in sharding.devices_indices_map(shape).items()
+    ]
+
+
+def show_spec(spec: Spec) -> str:
+    """`P('data', None, ('x', 'y'))`."""
+    entries = (
+        "None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry) for entry in spec
+    )
+    return f"P({', '.join(entries)})"
+
+
+def show_on_mesh(spec: Spec, axes: Mapping[str, int]) -> str:
+    """`P('data') on data=2×model=4`."""
+    return f"{show_spec(spec)} on {'×'.join(f'{name}={size}' for name, size in axes.items())}"
+
+
+# Layouts: the regular grid of cells and who holds each ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An array cut into a regular grid of cells, and the processes that hold each cell whole."""
+
+    grid: tuple[int, ...]
+    """Number of cells along each dimension."""
+
+    holders: tuple[tuple[int, ...], ...]
+    """For each cell in row-major order, the processes that hold it, ascending."""
+
+
+def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout:
+    """The layout of an array whose (box, process) pairs are given, as a JAX sharding gives them.
+
+    Raises SpecError where the boxes are no regular grid; no JAX sharding is known to make such.
+    """
+    holders: dict[Box, set[int]] = {}
+    for box, process in held:
+        holders.setdefault(box, set()).add(process)
+    if 0 in shape:  # no element, so no cell to speak of
+        return Layout((1,) * len(shape), (tuple(sorted(set().union(*holders.values()))),))
+    sides = extent(next(iter(holders)))
+    grid = tuple(n // side for n, side in zip(shape, sides, strict=True))
+    cells = [
+        tuple((i * side, (i + 1) * side) for i, side in zip(index, sides, strict=True))
+        for index in itertools.product(*map(range, grid))
+    ]
+    if set(cells) != set(holders) or any(n % side for n, side in zip(shape, sides, strict=True)):
+        raise SpecError(f"the sharding of an array of shape {shape} is not a regular grid of boxes")
+    return Layout(grid, tuple(tuple(sorted(holders[cell])) for cell in cells))
+
+
+def cell_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
+
+
+def coarsen(layout: Layout) -> Layout:
+    """The coarsest grid whose every cell still lies whole in some process.
+
+    Small leaves are stored on this grid: devices of one process write together, so their cut need not show on disk.
+    """
+    for dim in reversed(range(len(layout.grid))):
+        for factor in reversed(divisors(layout.grid[dim])):
+            merged = _merge(layout, dim, factor)
+            if merged is not None:
+                layout = merged
+                break
+    return layout
+
+
+def _merge(layout: Layout, dim: int, factor: int) -> Layout | None:
+    """The layout with each `factor` neighbours along `dim` made one cell; None if no process holds them all."""
+    if factor == 1:
+        return layout
+    grid = tuple(n // factor if d == dim else n for d, n in enumerate(layout.grid))
+    strides = [math.prod(layout.grid[d + 1 :]) for d in range(len(layout.grid))]
+    holders: list[tuple[int, ...]] = []
+    for index in itertools.product(*map(range, grid)):
+        first = sum(i * (factor if d == dim else 1) * strides[d] for d, i in enumerate(index))
+        cells = [layout.holders[first + k * strides[dim]] for k in range(factor)]
+        common = cells[0] if all(cell == cells[0] for cell in cells) else _common(cells)
+        if not common:
+            return None
+        holders.append(common)
+    return Layout(grid, tuple(holders))
+
+
+def _common(cells: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(set(cells[0]).intersection(*cells[1:])))
+
+
+# Shapes of chunks and objects -----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """Divisors of n, ascending; (1,) for 0."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)})) or (1,)
+
+
+def _halved(length: int, current: int, free: bool) -> int:
+    """The next smaller side after `current`: about half, and a divisor of `length` unless the last may stick out."""
+    if free:
+        return math.ceil(length / (2 * math.ceil(length / current)))
+    return max(d for d in divisors(length) if d == 1 or d <= current / 2)
+
+
+def chunk_shape(
+    cell: Sequence[int], itemsize: int, chunk_bytes: int, free: Sequence[bool]
+) -> tuple[int, ...]:
+    """Sides of a chunk of about `chunk_bytes` within a cell, cut along the longest side first.
+
+    Near-cubic chunks make a cut along any dimension cheap to read. A cell's side is a multiple of the chunk's, but
+    along `free` dimensions (where the array is not split) the last chunk may stick out of the array. A prime side
+    that is not free is cut last, and only if the chunk would be over 16 × `chunk_bytes`.
+    """
+    sides = [max(1, n) for n in cell]
+    while math.prod(sides) * itemsize > chunk_bytes:
+        smaller = {
+            dim: _halved(cell[dim], side, free[dim]) for dim, side in enumerate(sides) if side > 1
+        }
+        gentle = {dim: side for dim, side in smaller.items() if sides[dim] <= 4 * side}
+        if not gentle and math.prod(sides) * itemsize <= 16 * chunk_bytes:
+            break
+        dim = max(gentle or smaller, key=lambda dim: (sides[dim], -dim))
+        sides[dim] = smaller[dim]
+    return tuple(sides)
+
+
+def object_shape(
+    cell: Sequence[int], chunk: Sequence[int], itemsize: int, object_bytes: int, free: Sequence[bool]
+) -> tuple[int, ...]:
+    """Sides of an object of at most `object_bytes` (but at least one chunk): whole chunks, leading dimensions cut first."""
+    counts = [math.ceil(max(1, n) / side) for n, side in zip(cell, chunk, strict=True)]
+    whole_counts = tuple(counts)
+    chunk_volume = math.prod(chunk) * itemsize
+    while math.prod(counts) * chunk_volume > object_bytes and math.prod(counts) > 1:
+        dim = next(dim for dim, count in enumerate(counts) if count > 1)
+        counts[dim] = _halved(whole_counts[dim], counts[dim], free[dim])
+    return tuple(count * side for count, side in zip(counts, chunk, strict=True))
+
+
+def grid_cells(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """(grid index, box clipped to the array) of every cell of a regular grid with these sides."""
+    counts = (math.ceil(n / side) for n, side in zip(shape, sides, strict=True))
+    for index in itertools.product(*map(range, counts)):
+        yield (
+            index,
+            tuple(
+                (i * side, min((i + 1) * side, n))
+                for i, side, n in zip(index, sides, shape, strict=True)
+            ),
+        )
+
+
+def touched(box: Box, sides: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Range of grid indices, per dimension, of the cells that `box` touches."""
+    return tuple((start // side, -(-stop // side)) for (start, stop), side in zip(box, sides, strict=True))
+
+
+# Cutting wanted boxes at chunk borders --------------------------------------------------------------------
+
+
+def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Regions that together cover `boxes`, with the boxes (by number) that each one serves.
+
+    No chunk lies in two regions, so reading each region once reads no chunk twice. Where a chunk serves several
+    boxes it falls in a region of its own kind; a region that serves one box lies in it but for the chunks' borders.
+    Regions are clipped to the hull of what they serve.
+    """
+    if not boxes:
+        return
+    edges: list[list[int]] = []
+    for dim, side in enumerate(chunk):
+        cuts: set[int] = set()
+        for box in boxes:
+            for edge in box[dim]:
+                cuts.update((edge // side * side, -(-edge // side) * side))
+        edges.append(sorted(cuts))
+    for cell in itertools.product(*(itertools.pairwise(cuts) for cuts in edges)):
+        served = [
+            (number, common)
+            for number, box in enumerate(boxes)
+            if (common := intersection(box, cell)) is not None
+        ]
+        if served:
+            hull = tuple(
+                (min(box[dim][0] for _, box in served), max(box[dim][1] for _, box in served))
+                for dim in range(len(chunk))
+            )
+            yield hull, tuple(number for number, _ in served)

@@ -1,0 +1,349 @@
+"""manifest.json: what a checkpoint holds, published last. docs/format.md is its specification.
+
+Decoding checks everything that can be checked without opening another file, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxckpt._errors import ManifestError, NotACheckpointError, listing
+from jaxckpt._grid import Spec
+from jaxckpt._plan import Stack
+from jaxckpt._store import MANIFEST, Store, object_key, zarr_json
+from jaxckpt._tree import DTYPES, Structure, decode_value, show, walk
+
+FORMAT = "jaxckpt"
+VERSION = 1
+_SEAL = b',"sha256":"'
+_LARGEST = 1 << 62  # of an array's bytes: beyond it offsets would overflow
+
+
+class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mesh that leaves were laid out on."""
+
+    axes: dict[str, int]
+    """Size of each axis, in order."""
+
+    devices: list[int]
+    """Ids of its devices, in row-major order of the axes."""
+
+    types: list[str]
+    """For each axis: "Auto", "Explicit" or "Manual"."""
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How leaves lay on devices when they were saved: on a mesh by a spec, or on one device they were committed to.
+
+    With neither they were uncommitted: JAX put them on its default device and may move them.
+    """
+
+    mesh: int | None = None
+    """Number of the mesh."""
+
+    spec: list[list[str]] = []
+    """For each leading dimension, the mesh axes that split it."""
+
+    device: int | None = None
+    """Id of the one device."""
+
+    memory: str | None = None
+    """Memory kind, where it was not the device's default."""
+
+    opaque: bool = False
+    """Whether it was a sharding of several devices that is no NamedSharding, and so cannot be written down."""
+
+
+class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A leaf: an array in a row of a stack, or a small value here."""
+
+    path: str
+
+    kind: str
+    """"jax", "numpy", "numpy_scalar", "key" (a typed PRNG key), "str", "bytes", "int", "float", "bool", "complex"."""
+
+    stack: int | None = None
+    row: int | None = None
+
+    layout: int | None = None
+    """Number of the layout, for kinds "jax" and "key"."""
+
+    value: str | None = None
+    """The value itself as text, for a leaf that lies in no stack."""
+
+    impl: str | None = None
+    """PRNG implementation, for kind "key"; the array holds its raw data with trailing dimensions of its own."""
+
+
+class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A Zarr array and its objects."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    """Shape of one row."""
+
+    rows: int
+    chunk: list[int]
+    object: list[int]
+    sha256: str
+    """Digest of its zarr.json."""
+
+    objects: dict[str, tuple[int, str]]
+    """For each object, by its place in the grid ("0/1/0"): its length in bytes and its digest."""
+
+    compression: str | None = None
+
+    @classmethod
+    def of(cls, stack: Stack, objects: dict[str, tuple[int, str]]) -> StackRecord:
+        return cls(
+            stack.name,
+            stack.dtype,
+            list(stack.shape),
+            stack.rows,
+            list(stack.chunk),
+            list(stack.object),
+            hashlib.sha256(zarr_json(stack)).hexdigest(),
+            objects,
+            stack.compression,
+        )
+
+    def stack(self) -> Stack:
+        return Stack(
+            self.name,
+            self.dtype,
+            tuple(self.shape),
+            self.rows,
+            tuple(self.chunk),
+            tuple(self.object),
+            self.compression,
+        )
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that is known of a checkpoint without reading its arrays."""
+
+    format: str
+    version: int
+    save_id: str
+    created: str
+    """UTC, ISO 8601. For people; nothing depends on it."""
+
+    libraries: dict[str, str]
+    metadata: Any
+    """The user's own, any JSON."""
+
+    tree: Structure
+    leaves: list[LeafRecord]
+    meshes: list[MeshRecord]
+    layouts: list[LayoutRecord]
+    stacks: list[StackRecord]
+
+    @property
+    def data(self) -> str:
+        """Name of the folder that holds the arrays."""
+        return f"data-{self.save_id}"
+
+    def leaf_shape(self, leaf: LeafRecord) -> tuple[int, ...]:
+        """Shape of a leaf that lies in a stack, of the raw data where it is a PRNG key."""
+        assert leaf.stack is not None
+        return tuple(self.stacks[leaf.stack].shape)
+
+    def leaf_layout(self, leaf: LeafRecord) -> tuple[MeshRecord | None, Spec, LayoutRecord]:
+        """(mesh, spec, record) of the layout a leaf was saved in."""
+        record = self.layouts[leaf.layout] if leaf.layout is not None else LayoutRecord()
+        mesh = None if record.mesh is None else self.meshes[record.mesh]
+        return mesh, tuple(tuple(axes) for axes in record.spec), record
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, its last member the SHA-256 of all the bytes before that member."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def decode(content: bytes, where: str) -> Manifest:
+    """The manifest, checked. Raises ManifestError."""
+    body, seal, digest = content.rpartition(_SEAL)
+    version = _version_of(content)
+    if version is not None and version > VERSION:
+        raise ManifestError(
+            f"{where}/{MANIFEST} is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
+        )
+    if not seal or digest != hashlib.sha256(body).hexdigest().encode() + b'"}':
+        raise ManifestError(f"{where}/{MANIFEST} is damaged: it does not match the SHA-256 at its own end")
+    try:
+        manifest = msgspec.json.decode(body + b"}", type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ManifestError(f"{where}/{MANIFEST} is malformed: {error}") from error
+    problems = list(itertools.islice(_problems(manifest), 20))
+    if problems:
+        raise ManifestError(f"{where}/{MANIFEST} contradicts itself:\n{listing(problems)}")
+    return manifest
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: int
+
+
+def _version_of(content: bytes) -> int | None:
+    try:
+        return msgspec.json.decode(content, type=_Head).version
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def load(store: Store) -> tuple[Manifest, bytes]:
+    """The manifest of the checkpoint at a store, and its bytes. Raises NotACheckpointError, ManifestError."""
+    content = store.read(MANIFEST)
+    if content is None:
+        raise NotACheckpointError(f"{store.url} is not a checkpoint: {_why_not(store)}")
+    return decode(content, store.url), content
+
+
+def _why_not(store: Store) -> str:
+    names = store.names()
+    if any(name.startswith("data-") for name in names):
+        return "a save to it never finished, so it has data but no manifest.json"
+    inside = [name for name in names[:1000] if Store.at(f"{store.url}/{name}").read(MANIFEST) is not None]
+    if inside:
+        return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
+    return "it holds no manifest.json" if names else "there is nothing there"
+
+
+# Checks ---------------------------------------------------------------------------------------------------
+
+
+def _problems(manifest: Manifest) -> Any:
+    """What contradicts itself, one line each."""
+    if (manifest.format, manifest.version) != (FORMAT, VERSION):
+        yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
+        return
+    if not _is_name(manifest.save_id):
+        yield f"save_id {manifest.save_id!r} is no plain name"
+    yield from _stack_problems(manifest.stacks)
+    for number, mesh in enumerate(manifest.meshes):
+        if any(size < 1 for size in mesh.axes.values()) or math.prod(mesh.axes.values()) != len(mesh.devices):
+            yield f"mesh {number} has axes {mesh.axes} for {len(mesh.devices)} devices"
+        if len(mesh.types) != len(mesh.axes):
+            yield f"mesh {number} has {len(mesh.types)} axis types for {len(mesh.axes)} axes"
+    for number, layout in enumerate(manifest.layouts):
+        if layout.mesh is not None and not 0 <= layout.mesh < len(manifest.meshes):
+            yield f"layout {number} is on mesh {layout.mesh}, of {len(manifest.meshes)}"
+            return
+        axes = manifest.meshes[layout.mesh].axes if layout.mesh is not None else {}
+        named = [axis for entry in layout.spec for axis in entry]
+        if any(axis not in axes for axis in named) or len(set(named)) != len(named):
+            yield f"layout {number} has spec {layout.spec} on a mesh of axes {axes}"
+    try:
+        found = list(walk(manifest.tree))
+    except (ValueError, RecursionError) as error:
+        yield f"tree: {error}"
+        return
+    if [number for _, number in found] != list(range(len(manifest.leaves))):
+        yield f"tree names other leaves than the {len(manifest.leaves)} listed"
+        return
+    rows: dict[tuple[int, int], str] = {}
+    for (path, _), leaf in zip(found, manifest.leaves, strict=True):
+        if path != leaf.path:
+            yield f"leaf {show(leaf.path)} stands at {show(path)} in the tree"
+        problem = _leaf_problem(manifest, leaf, rows)
+        if problem:
+            yield f"leaf {show(leaf.path)} {problem}"
+    if len(rows) != sum(stack.rows for stack in manifest.stacks):
+        yield f"{len(rows)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
+
+
+def _leaf_problem(manifest: Manifest, leaf: LeafRecord, rows: dict[tuple[int, int], str]) -> str | None:
+    if leaf.value is not None:
+        try:
+            decode_value(leaf.kind, leaf.value)
+        except ValueError as error:
+            return str(error)
+        if leaf.stack is not None or leaf.row is not None:
+            return "has both a value and a row"
+        return None
+    if leaf.kind not in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
+        return f"is of unknown kind {leaf.kind!r}"
+    if leaf.stack is None or not 0 <= leaf.stack < len(manifest.stacks):
+        return f"is in stack {leaf.stack}, of {len(manifest.stacks)}"
+    stack = manifest.stacks[leaf.stack]
+    if leaf.row is None or not 0 <= leaf.row < stack.rows:
+        return f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
+    if (leaf.stack, leaf.row) in rows:
+        return f"shares its row with {show(rows[leaf.stack, leaf.row])}"
+    rows[leaf.stack, leaf.row] = leaf.path
+    if leaf.layout is not None and not 0 <= leaf.layout < len(manifest.layouts):
+        return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
+    if leaf.layout is not None and len(manifest.layouts[leaf.layout].spec) > len(stack.shape):
+        return f"has a spec of more entries than the {len(stack.shape)} dimensions of its shape"
+    if (leaf.kind == "key") != (leaf.impl is not None):
+        return "must name a PRNG implementation if, and only if, it is a key"
+    if leaf.kind in ("str", "bytes") and (stack.dtype != "uint8" or len(stack.shape) != 1):
+        return f"is {leaf.kind} but is stored as {stack.dtype} of shape {stack.shape}"
+    return None
+
+
+def _stack_problems(stacks: Sequence[StackRecord]) -> Any:
+    names: set[str] = set()
+    for stack in stacks:
+        where = f"stack {stack.name!r}"
+        if not _is_name(stack.name) or stack.name in names:
+            yield f"{where} has no plain name of its own"
+        names.add(stack.name)
+        if stack.dtype not in DTYPES:
+            yield f"{where} has unknown dtype {stack.dtype!r}"
+            continue
+        if stack.compression not in (None, "zstd"):
+            yield f"{where} has unknown compression {stack.compression!r}"
+        ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
+        bad = (
+            len(ranks) > 1
+            or len(stack.shape) > 32
+            or stack.rows < 1
+            or any(n < 0 for n in stack.shape)
+            or any(c < 1 or o < 1 or o % c for c, o in zip(stack.chunk, stack.object, strict=False))
+            or stack.rows * math.prod(stack.shape) * DTYPES[stack.dtype].itemsize > _LARGEST
+            or math.prod(stack.object) * DTYPES[stack.dtype].itemsize > _LARGEST
+        )
+        if bad:
+            yield (
+                f"{where} has {stack.rows} rows of {stack.shape} in objects of {stack.object}, chunks of {stack.chunk}"
+            )
+            continue
+        yield from _object_problems(stack, where)
+
+
+def _object_problems(record: StackRecord, where: str) -> Any:
+    stack = record.stack()
+    count = math.prod(-(-n // o) for n, o in zip(stack.array_shape, stack.object, strict=True))
+    if count != len(record.objects):
+        yield f"{where} lists {len(record.objects)} of its {count} objects"
+        return
+    if hashlib.sha256(zarr_json(stack)).hexdigest() != record.sha256:
+        yield f"{where} has another zarr.json than its shape, dtype, chunk and object make"
+    for index, _ in stack.objects():
+        key = "/".join(map(str, index))
+        length = record.objects.get(key, (-1, ""))[0]
+        if length < stack.index_bytes:
+            yield f"{where}: object {key!r} is {'missing' if length < 0 else f'{length} bytes long'}"
+
+
+def _is_name(text: str) -> bool:
+    return text.replace("-", "").replace("_", "").isalnum() and text.isascii() and len(text) <= 200
+
+
+def lengths(record: StackRecord) -> Mapping[str, int]:
+    """Length of each object of a stack, by its key below the data folder."""
+    stack = record.stack()
+    return {
+        object_key(stack, tuple(map(int, key.split("/")))): length
+        for key, (length, _) in record.objects.items()
+    }

@@ -1,0 +1,69 @@
+"""The one home of every setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jaxckpt._errors import InputError
+
+if TYPE_CHECKING:
+    from jaxckpt._progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of a save or a restore; every one has a default that suits a training job.
+
+    Example:
+        >>> import jaxckpt
+        >>> jaxckpt.Options(compression="zstd").object_bytes
+        67108864
+    """
+
+    object_bytes: int = 64 << 20
+    """Bytes of one stored object (a file), at most: small leaves are packed up to it, large pieces split down to it."""
+
+    chunk_bytes: int = 512 << 10
+    """Bytes of one chunk, about: the unit that is read and checksummed."""
+
+    compression: Literal["zstd"] | None = None
+    """Codec of the chunks. None by default: trained weights do not compress."""
+
+    host_bytes: int = 256 << 20
+    """Bytes that may be in flight between devices and storage at once, beside the arrays themselves."""
+
+    sync: bool = True
+    """Whether a save reaches the disk (fsync of files and folders) before it returns."""
+
+    mmap: bool = True
+    """Whether local objects are read through memory maps (objects never change; lengths are checked first)."""
+
+    cast: Literal["safe", "unsafe"] = "safe"
+    """Restoring to another dtype: "safe" allows only casts that lose no value, "unsafe" all that NumPy can do."""
+
+    indivisible: Literal["error", "replicate"] = "error"
+    """A dimension that its mesh axes do not divide: an error, or stored and restored whole on every device."""
+
+    timeout_seconds: float = 300.0
+    """How long one process waits for another before it raises `PeerTimeoutError`, naming it."""
+
+    progress: bool | Callable[[Progress], None] | None = None
+    """True draws a bar on a terminal; a function is called with a `Progress` as bytes move. None is silent."""
+
+    def __post_init__(self) -> None:
+        for name in ("object_bytes", "chunk_bytes", "host_bytes", "timeout_seconds"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"Options.{name} must be above zero, found {getattr(self, name)!r}")
+        for name, allowed in (
+            ("compression", (None, "zstd")),
+            ("cast", ("safe", "unsafe")),
+            ("indivisible", ("error", "replicate")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise InputError(f"Options.{name} must be one of {allowed}, found {getattr(self, name)!r}")
+        if self.chunk_bytes > self.object_bytes:
+            raise InputError(
+                f"Options.chunk_bytes ({self.chunk_bytes}) must not be above object_bytes ({self.object_bytes})"
+            )

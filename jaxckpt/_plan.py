@@ -1,0 +1,409 @@
+"""Who writes and who reads which box: pure functions from shapes and layouts to frozen plans.
+
+Every process computes the same save plan from the same global layouts, so none has to ask another. A read plan is
+one process's own. Neither touches a device or a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxckpt._grid import (
+    Box,
+    Layout,
+    cell_shape,
+    chunk_shape,
+    coarsen,
+    cut_at_chunks,
+    extent,
+    grid_cells,
+    intersection,
+    object_shape,
+    touched,
+    volume,
+)
+from jaxckpt._options import Options
+from jaxckpt._tree import DTYPES
+
+PACK_BYTES = 4 << 20
+"""Pieces below this are packed, several rows to an object, through a host buffer; a larger one is an object of its
+own, written from where it lies. Measured on tmpfs with 8 MiB pieces: 2.1 GB/s in place, 1.2 GB/s packed."""
+
+TINY_BYTES = 4 << 10
+"""Rows below this share chunks: a chunk costs 20 bytes of index and about 10 µs to decode."""
+
+STEP_BYTES = 64 << 20
+"""Bytes that are read together into buffers, and stay in memory until the last array cut from them is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A Zarr array whose rows are leaves of one shape and dtype."""
+
+    name: str
+    """Its folder's name."""
+
+    dtype: str
+    """Dtype of the leaves; `stored_dtype` tells what Zarr calls it."""
+
+    shape: tuple[int, ...]
+    """Shape of one leaf."""
+
+    rows: int
+    """How many leaves."""
+
+    chunk: tuple[int, ...]
+    """Sides of a chunk, rows first."""
+
+    object: tuple[int, ...]
+    """Sides of an object, rows first: each a multiple of the chunk's."""
+
+    compression: str | None = None
+    """Codec of the chunks."""
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def chunks_per_object(self) -> int:
+        return math.prod(o // c for o, c in zip(self.object, self.chunk, strict=True))
+
+    @property
+    def chunk_stored_bytes(self) -> int:
+        """Bytes of an uncompressed chunk with its checksum."""
+        return math.prod(self.chunk) * self.itemsize + 4
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of an object's index: offset and length of each chunk, and a checksum."""
+        return 16 * self.chunks_per_object + 4
+
+    def objects(self) -> Iterator[tuple[tuple[int, ...], Box]]:
+        """(grid index, box) of every object."""
+        return grid_cells(self.array_shape, self.object)
+
+
+# Saving ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLeaf:
+    """What the planner must know of a leaf that is stored as an array."""
+
+    number: int
+    """Its place among all leaves of the tree."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    layout: Layout
+    """The cells it is stored in and the processes that could write each."""
+
+    moved: bool = False
+    """Whether the processes must first exchange its data, all together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One file to be written whole by one process."""
+
+    stack: int
+    index: tuple[int, ...]
+    """Its place in the stack's grid of objects."""
+
+    box: Box
+    """What it holds of the stack, rows first."""
+
+    process: int
+    """Who writes it."""
+
+    n_bytes: int
+    """Bytes of array data."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Everything a save will write, the same in every process."""
+
+    stacks: tuple[Stack, ...]
+    members: tuple[tuple[int, ...], ...]
+    """For each stack, the leaf number of each row."""
+
+    moved: tuple[bool, ...]
+    """For each stack, whether its leaves are exchanged between processes first."""
+
+    objects: tuple[Object, ...]
+
+    def process_bytes(self) -> dict[int, int]:
+        """Bytes that each process writes."""
+        loads: dict[int, int] = {}
+        for obj in self.objects:
+            loads[obj.process] = loads.get(obj.process, 0) + obj.n_bytes
+        return loads
+
+
+def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
+    """Equal leaves become rows of a stack, stacks are cut into objects, objects are dealt to the processes."""
+    groups: dict[tuple[str, tuple[int, ...], Layout, bool], list[int]] = {}
+    for leaf in leaves:
+        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.moved), []).append(leaf.number)
+    stacks: list[Stack] = []
+    unassigned: list[tuple[int, tuple[int, ...], Box, tuple[int, ...]]] = []
+    for (dtype, shape, layout, _), numbers in groups.items():
+        itemsize = DTYPES[dtype].itemsize
+        if math.prod(cell_shape(layout, shape)) * itemsize < PACK_BYTES:
+            layout = coarsen(layout)
+        name = f"{len(stacks):04d}-{dtype}-{'x'.join(map(str, shape)) or 'scalar'}"
+        stack = shape_stack(name, dtype, shape, len(numbers), layout, options)
+        if 0 not in shape:
+            sides = cell_shape(layout, shape)
+            for index, box in stack.objects():
+                cell = 0
+                for (start, _), side, parts in zip(box[1:], sides, layout.grid, strict=True):
+                    cell = cell * parts + start // side
+                unassigned.append((len(stacks), index, box, layout.holders[cell]))
+        stacks.append(stack)
+    return SavePlan(
+        tuple(stacks),
+        tuple(tuple(numbers) for numbers in groups.values()),
+        tuple(moved for _, _, _, moved in groups),
+        _deal(stacks, unassigned),
+    )
+
+
+def shape_stack(
+    name: str, dtype: str, shape: tuple[int, ...], rows: int, layout: Layout, options: Options
+) -> Stack:
+    """Choose the chunk and object shapes of a stack whose leaves are cut as `layout` says."""
+    itemsize = DTYPES[dtype].itemsize
+    cell = cell_shape(layout, shape)
+    free = [parts == 1 for parts in layout.grid]
+    cell_bytes = max(1, math.prod(cell) * itemsize)
+    # Where replicas share the work, at least four objects for each let the shares come out even.
+    replicas = min(map(len, layout.holders))
+    target = options.object_bytes
+    if replicas > 1:
+        target = min(target, max(options.chunk_bytes, cell_bytes * rows // (4 * replicas)))
+    chunk_bytes = min(options.chunk_bytes, target)
+    if cell_bytes > target or cell_bytes >= PACK_BYTES:
+        chunk = chunk_shape(cell, itemsize, chunk_bytes, free)
+        return Stack(
+            name,
+            dtype,
+            shape,
+            rows,
+            (1, *chunk),
+            (1, *object_shape(cell, chunk, itemsize, target, free)),
+            options.compression,
+        )
+    chunk = chunk_shape(cell, itemsize, chunk_bytes, free)
+    # Whole cells, so that rows can be packed; a free side sticks out to the chunk's next multiple.
+    sides = tuple(-(-max(1, n) // c) * c for n, c in zip(cell, chunk, strict=True))
+    chunk_rows = 1 if cell_bytes >= TINY_BYTES else min(rows, max(1, 4 * TINY_BYTES // cell_bytes))
+    packed = _even_rows(rows, max(1, target // cell_bytes), replicas)
+    packed = min(-(-packed // chunk_rows), -(-rows // chunk_rows)) * chunk_rows
+    return Stack(name, dtype, shape, rows, (chunk_rows, *chunk), (packed, *sides), options.compression)
+
+
+def _even_rows(rows: int, most: int, replicas: int) -> int:
+    """Rows of an object, at most `most`, such that the objects are of one size and come out even among the replicas."""
+    objects = -(-rows // most)
+    if replicas > 1 and rows >= replicas:
+        objects = -(-objects // replicas) * replicas
+    return -(-rows // objects)
+
+
+def _deal(
+    stacks: Sequence[Stack], unassigned: Sequence[tuple[int, tuple[int, ...], Box, tuple[int, ...]]]
+) -> tuple[Object, ...]:
+    """Give each object to one of its holders: the largest first, each to the least burdened (Graham's LPT rule, 1969).
+
+    Objects with one holder are that one's whatever the burden, so they go before all others.
+    """
+    sizes = [volume(box) * stacks[stack].itemsize for stack, _, box, _ in unassigned]
+    order = sorted(range(len(unassigned)), key=lambda i: (len(unassigned[i][3]) > 1, -sizes[i]))
+    loads: dict[int, int] = {}
+    process_of: dict[int, int] = {}
+    for i in order:
+        holders = unassigned[i][3]
+        process = holders[0] if len(holders) == 1 else min(holders, key=lambda p: (loads.get(p, 0), p))
+        loads[process] = loads.get(process, 0) + sizes[i]
+        process_of[i] = process
+    return tuple(
+        Object(stack, index, box, process_of[i], sizes[i])
+        for i, (stack, index, box, _) in enumerate(unassigned)
+    )
+
+
+# Reading --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """The boxes that this process wants of one leaf, each once however many devices want it."""
+
+    stack: int
+    row: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive rows of a stack of which the same boxes are wanted; each box has one buffer for all the rows."""
+
+    rows: tuple[int, int]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What is read in one request of tensorstore, and the buffers (run, box) that it serves."""
+
+    box: Box
+    serves: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """Buffers that are filled, delivered and forgotten together."""
+
+    stack: int
+    runs: tuple[Run, ...]
+    regions: tuple[Region, ...]
+    n_bytes: int
+    """Bytes of the buffers."""
+
+    staged_bytes: int
+    """Bytes of the regions that serve several buffers, or part of one, and so are read beside them first."""
+
+
+def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], step_bytes: int = STEP_BYTES) -> list[ReadStep]:
+    """Steps that read every wanted box once, and no chunk twice."""
+    by_stack: dict[int, list[Want]] = {}
+    for want in wants:
+        if want.boxes and any(volume(box) for box in want.boxes):
+            by_stack.setdefault(want.stack, []).append(want)
+    steps: list[ReadStep] = []
+    for number, found in sorted(by_stack.items()):
+        stack = stacks[number]
+        found.sort(key=lambda want: want.row)
+        steps.extend(_step(number, stack, group) for group in _grouped(stack, found, step_bytes))
+    return steps
+
+
+def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[list[Want]]:
+    """Wants of about `step_bytes` together; never parted within a chunk."""
+    group: list[Want] = []
+    held = 0
+    for want in wants:
+        size = sum(map(volume, want.boxes)) * stack.itemsize
+        parts_chunk = group and group[-1].row // stack.chunk[0] == want.row // stack.chunk[0]
+        if group and held + size > step_bytes and not parts_chunk:
+            yield group
+            group, held = [], 0
+        group.append(want)
+        held += size
+    if group:
+        yield group
+
+
+def _step(number: int, stack: Stack, wants: Sequence[Want]) -> ReadStep:
+    runs: list[Run] = []
+    for want in wants:
+        if runs and runs[-1].rows[1] == want.row and runs[-1].boxes == want.boxes:
+            runs[-1] = Run((runs[-1].rows[0], want.row + 1), want.boxes)
+        else:
+            runs.append(Run((want.row, want.row + 1), want.boxes))
+    regions: list[Region] = []
+    staged = 0
+    for together in _sharing_chunks(runs, stack.chunk[0]):
+        targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
+        boxes = [(runs[run].rows, *runs[run].boxes[box]) for run, box in targets]
+        for region, served in cut_at_chunks(boxes, stack.chunk):
+            regions.append(Region(region, tuple(targets[i] for i in served)))
+            if len(served) > 1:
+                staged += volume(region) * stack.itemsize
+    held = sum(
+        (run.rows[1] - run.rows[0]) * volume(box) * stack.itemsize for run in runs for box in run.boxes
+    )
+    return ReadStep(number, tuple(runs), tuple(regions), held, staged)
+
+
+def _sharing_chunks(runs: Sequence[Run], chunk_rows: int) -> Iterator[list[int]]:
+    """Runs, by number, grouped so that no two groups touch a common row of chunks."""
+    group: list[int] = []
+    for number, run in enumerate(runs):
+        if group and run.rows[0] // chunk_rows > (runs[group[-1]].rows[1] - 1) // chunk_rows:
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """What a read moves, counted from the plan."""
+
+    needed_bytes: int = 0
+    """Bytes of array data wanted, each box once."""
+
+    read_bytes: int = 0
+    """Bytes of the stored chunks and indexes that hold them (uncompressed)."""
+
+    requests: int = 0
+    """Reads of storage: one for an object that is read whole, else one for its index and one for each chunk."""
+
+    peak_host_bytes: int = 0
+    """The most that lies in host memory beside the finished arrays: the largest step's staging."""
+
+    def __add__(self, other: ReadCost) -> ReadCost:
+        return ReadCost(
+            self.needed_bytes + other.needed_bytes,
+            self.read_bytes + other.read_bytes,
+            self.requests + other.requests,
+            max(self.peak_host_bytes, other.peak_host_bytes),
+        )
+
+
+def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep]) -> ReadCost:
+    """Count what `steps` will read."""
+    total = ReadCost()
+    for step in steps:
+        stack = stacks[step.stack]
+        read = requests = 0
+        for region in step.regions:
+            for part, obj in objects_of(stack, region.box):
+                whole_object = part == obj
+                chunks = math.prod(b - a for a, b in touched(part, stack.chunk))
+                read += chunks * stack.chunk_stored_bytes + stack.index_bytes
+                requests += 1 if whole_object else 1 + chunks
+        total += ReadCost(step.n_bytes, read, requests, step.n_bytes + step.staged_bytes)
+    return total
+
+
+def objects_of(stack: Stack, box: Box) -> Iterator[tuple[Box, Box]]:
+    """(the part of `box` in it, its own box) of each object that `box` touches."""
+    for _, part, obj in indexed_objects_of(stack, box):
+        yield part, obj
+
+
+def indexed_objects_of(stack: Stack, box: Box) -> Iterator[tuple[tuple[int, ...], Box, Box]]:
+    """(grid index, the part of `box` in it, its own box) of each object that `box` touches."""
+    ranges = touched(box, stack.object)
+    shifted = tuple(
+        (start * side, min(stop * side, n))
+        for (start, stop), side, n in zip(ranges, stack.object, stack.array_shape, strict=True)
+    )
+    for offset, cell in grid_cells(extent(shifted), stack.object):
+        obj = tuple((a + s, b + s) for (a, b), (s, _) in zip(cell, shifted, strict=True))
+        part = intersection(box, obj)
+        if part is not None:
+            yield tuple(o + start for o, (start, _) in zip(offset, ranges, strict=True)), part, obj

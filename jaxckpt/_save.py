@@ -1,0 +1,578 @@
+"""Saving: tree → leaves → plan → device-to-host copies → store.write → barrier → manifest."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxckpt import _manifest as manifests
+from jaxckpt._coord import Group
+from jaxckpt._errors import (
+    CheckpointExistsError,
+    InputError,
+    LayoutError,
+    PathNotSharedError,
+    PeersDisagreeError,
+    SpecError,
+    TreeError,
+    listing,
+)
+from jaxckpt._grid import Box, Layout, Spec, contains, extent, intersection, layout_of, volume, within
+from jaxckpt._layout import (
+    LayoutTable,
+    Specs,
+    by_axis_name,
+    covers,
+    fit_spec,
+    mesh_axes,
+    partition_spec,
+    placement,
+    resolve_specs,
+)
+from jaxckpt._manifest import LeafRecord, Manifest, StackRecord
+from jaxckpt._options import Options
+from jaxckpt._plan import ArrayLeaf, Object, SavePlan, plan_save
+from jaxckpt._progress import Report, reporting
+from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, storage_errors
+from jaxckpt._tree import DTYPES, Leaf, Structure, Tree, encode_value, flatten, show
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """What a save wrote."""
+
+    path: str
+    save_id: str
+    leaves: int
+
+    total_bytes: int
+    """Bytes of array data in the checkpoint, replicas once."""
+
+    process_bytes: tuple[int, ...]
+    """Bytes of array data that each process wrote."""
+
+    files: int
+    """Files of the checkpoint: objects, one zarr.json a stack, and the manifest."""
+
+    stored_bytes: int
+    """Bytes of the objects, checksums and indexes included."""
+
+    seconds: Mapping[str, float]
+    """Seconds of each phase in this process: "plan", "begin", "write", "publish"."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Tree,
+    *,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    metadata: Any = None,
+    overwrite: bool = False,
+    options: Options | None = None,
+) -> SaveInfo:
+    """Write a pytree as a checkpoint; every process of the job calls it, with the same arguments.
+
+    Each process writes boxes that its own devices hold, each byte of the tree once in the whole job. The checkpoint
+    appears at `path` whole, when all is on disk, or not at all.
+
+    Args:
+        path: A local path, or a URL that tensorstore takes ("gs://…", "s3://…", "memory://…", "file://…").
+        tree: A pytree. Leaves: jax.Array of any sharding and dtype, typed PRNG keys, NumPy arrays and scalars, int,
+            float, complex, bool, str, bytes; None. Leaves on one host (all but jax.Array) are taken from process 0.
+        mesh: Store each jax.Array as if it lay on this mesh. Without it each is stored in the layout it has.
+        specs: With `mesh`, the PartitionSpec of each leaf: one for all, a pytree prefix of them, or a function of
+            (path, leaf). Without it each leaf keeps its own, by axis name.
+        metadata: Any JSON value; it comes back as `open(path).metadata`.
+        overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
+        options: Sizes, compression, timeouts, progress; see `Options`.
+
+    Returns:
+        What was written, how much by whom, and how long each phase took.
+
+    Raises:
+        TreeError: A leaf or key that cannot be stored.
+        SpecError: A spec that does not fit its leaf or the mesh.
+        CheckpointExistsError: Something is at `path`, and `overwrite` is false or it is no checkpoint.
+        StorageError: No space, no permission, an I/O error.
+        PeerError: Another process failed, is silent, was given another tree, or does not see `path`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/save", {"w": jnp.ones((8, 4)), "step": 3}, overwrite=True)
+        >>> info.total_bytes
+        128
+    """
+    options = options or Options()
+    store = Store.at(path)
+    group = Group.current(options.timeout_seconds)
+    clock = _Clock()
+    draft: _Draft | None = None
+    plan: SavePlan | None = None
+    writer: Writer | None = None
+    previous: bytes | None = None
+
+    def prepare() -> str:
+        nonlocal draft, plan
+        checked_metadata(metadata)
+        draft = describe(tree, mesh, specs, options)
+        plan = plan_save(draft.arrays, options)
+        clock.lap("plan")
+        return hashlib.sha256(repr(([r.path for r in draft.records], plan)).encode()).hexdigest()
+
+    def claim(digests: list[str]) -> str:
+        nonlocal writer, previous
+        assert plan is not None
+        if len(set(digests)) > 1:
+            others = [number for number, digest in enumerate(digests) if digest != digests[0]]
+            raise PeersDisagreeError(
+                f"processes {others} were given a tree of other leaves, shapes or shardings than process 0;"
+                " every process must pass the same global tree"
+            )
+        previous = _previous(store, overwrite)
+        store.sweep(None if previous is None else manifests.decode(previous, store.url).data)
+        save_id = uuid.uuid4().hex
+        with storage_errors(f"cannot write {store.url}"):
+            writer = store.begin(save_id)
+            for stack in plan.stacks:
+                store.create_array(writer.data, stack)
+        return save_id
+
+    def see() -> str:
+        if store.read(f"data-{save_id}/{WRITER}") is None:
+            raise PathNotSharedError(
+                f"process {group.index} does not see {store.url}/data-{save_id}, which process 0 has just made."
+                " All processes must be given one shared folder or object store."
+            )
+        return ""
+
+    def write() -> str:
+        assert draft is not None and plan is not None
+        own = sum(obj.n_bytes for obj in plan.objects if obj.process == group.index)
+        with reporting("save", own, options.progress) as report, storage_errors(f"cannot write {store.url}"):
+            written = list(_write(store, f"data-{save_id}", plan, draft, group.index, options, report))
+        clock.lap("write")
+        return json.dumps(written)
+
+    def publish(contributions: list[str]) -> str:
+        assert draft is not None and plan is not None and writer is not None
+        manifest = _compose(save_id, plan, draft, metadata, [json.loads(text) for text in contributions])
+        if options.sync:
+            store.sync_data(writer.data, plan.stacks)
+        with storage_errors(f"cannot publish {store.url}"):
+            store.publish(manifests.encode(manifest), previous, sync=options.sync)
+        return json.dumps(sum(length for stack in manifest.stacks for length, _ in stack.objects.values()))
+
+    try:
+        save_id = group.meet("preparing to save", prepare, claim)
+        group.meet("looking for the checkpoint's folder", see)
+        clock.lap("begin")
+        stored_bytes = int(group.meet("saving", write, publish))
+    except BaseException:
+        if writer is not None:
+            writer.release(keep=False)
+        raise
+    if writer is not None:
+        writer.release(keep=True)
+        if previous is not None:
+            store.delete(manifests.decode(previous, store.url).data)
+    clock.lap("publish")
+    assert draft is not None and plan is not None
+    loads = plan.process_bytes()
+    return SaveInfo(
+        store.url,
+        save_id,
+        len(draft.records),
+        sum(loads.values()),
+        tuple(loads.get(process, 0) for process in range(group.count)),
+        len(plan.objects) + len(plan.stacks) + 1,
+        stored_bytes,
+        clock.laps,
+    )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+def checked_metadata(metadata: Any) -> None:
+    """Raise InputError unless the user's metadata comes back from JSON as it is."""
+    try:
+        same = bool(json.loads(json.dumps(metadata, allow_nan=False)) == metadata)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"metadata must be plain JSON: {error}") from error
+    if not same:
+        raise InputError("metadata must be plain JSON (str keys, lists for tuples): it would not come back equal")
+
+
+def _previous(store: Store, overwrite: bool) -> bytes | None:
+    """The manifest that this save is to replace. Raises CheckpointExistsError where it may not."""
+    names = store.names()
+    if MANIFEST in names:
+        if not overwrite:
+            raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
+        return manifests.load(store)[1]
+    foreign = [name for name in names if not name.startswith(("data-", ".data-", f"{MANIFEST}."))]
+    if foreign:
+        raise CheckpointExistsError(
+            f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"
+            " give a new or empty folder"
+        )
+    return None
+
+
+# The tree as leaves with layouts --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The tree as it will be recorded, with the values of its array leaves by leaf number."""
+
+    structure: Structure
+    records: list[LeafRecord] = field(default_factory=list[LeafRecord])
+    arrays: list[ArrayLeaf] = field(default_factory=list[ArrayLeaf])
+    values: dict[int, jax.Array | Array] = field(default_factory=dict[int, "jax.Array | Array"])
+    table: LayoutTable = field(default_factory=LayoutTable)
+
+
+_HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
+
+
+def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options) -> _Draft:
+    """Flatten a tree and find how each leaf will be stored. Raises TreeError or SpecError, listing all leaves at fault."""
+    if specs is not None and mesh is None:
+        raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
+    leaves, structure = flatten(tree)
+    draft = _Draft(structure)
+    problems: list[str] = []
+    for leaf in leaves:
+        try:
+            record, value = _record(leaf)
+        except TreeError as error:
+            problems.append(f"{show(leaf.path)} {error}")
+            continue
+        draft.records.append(record)
+        if value is not None:
+            draft.values[len(draft.records) - 1] = value
+    if problems:
+        raise TreeError(f"{len(problems)} of {len(leaves)} leaves cannot be stored:\n{listing(problems)}")
+    _lay_out(leaves, draft, mesh, specs, options)
+    return draft
+
+
+def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
+    """What is recorded of a leaf, and the array to store for it. Raises TreeError (a reason, without the path)."""
+    value = leaf.value
+    if isinstance(value, jax.core.Tracer):
+        raise TreeError("is a tracer: call save outside of jit, grad and vmap")
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
+        return LeafRecord(leaf.path, "jax"), _stored(value)
+    if isinstance(value, np.generic):
+        return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
+    if isinstance(value, np.ndarray):
+        if type(value) not in (np.ndarray, np.memmap):
+            raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
+        return LeafRecord(leaf.path, "numpy"), _stored(value)
+    if type(value) not in (bool, int, float, complex, str, bytes):
+        raise TreeError(
+            f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
+            " and scalars, bool, int, float, complex, str, bytes"
+        )
+    inline = encode_value(value)
+    if inline is not None:
+        return LeafRecord(leaf.path, inline[0], value=inline[1]), None
+    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    return LeafRecord(leaf.path, type(value).__name__), np.frombuffer(raw, np.uint8)
+
+
+def _stored(value: Any) -> Any:
+    if value.dtype.name not in DTYPES:
+        raise TreeError(f"has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+        return value.astype(value.dtype.newbyteorder("="))
+    return value
+
+
+def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
+    """Fill in the layout of each array leaf, and its record's."""
+    on_devices = [
+        (leaf.path, leaf.value) for leaf, record in zip(leaves, draft.records, strict=True) if _on_devices(record)
+    ]
+    chosen = resolve_specs(specs, on_devices)
+    axes = {} if mesh is None else mesh_axes(mesh)
+    problems: list[str] = []
+    layouts: dict[tuple[Sharding, Sharding, tuple[int, ...]], tuple[Layout, bool]] = {}
+    for number, value in draft.values.items():
+        record = draft.records[number]
+        if not isinstance(value, jax.Array):
+            layout = Layout((1,) * value.ndim, _HOST)
+            draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout))
+            continue
+        sharding, committed = value.sharding, value.committed
+        if mesh is not None:
+            spec = chosen.get(record.path)
+            spec = by_axis_name(_own_spec(sharding), axes) if spec is None else spec
+            spec, problem = fit_spec(axes, spec, leaves[number].value.shape, options)
+            if problem:
+                problems.append(f"{show(record.path)}: {problem}")
+                continue
+            sharding, committed = NamedSharding(mesh, partition_spec(spec)), True
+        key = (value.sharding, sharding, value.shape)
+        if key not in layouts:
+            layouts[key] = _storage_layout(*key, record.path)
+        layout, moved = layouts[key]
+        draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout, moved))
+        draft.records[number] = msgspec.structs.replace(record, layout=draft.table.number(sharding, committed=committed))
+    if problems:
+        raise SpecError(f"{len(problems)} leaves do not fit their specs:\n{listing(problems)}")
+
+
+def _on_devices(record: LeafRecord) -> bool:
+    return record.kind in ("jax", "key")
+
+
+def _own_spec(sharding: Sharding) -> Spec:
+    return tuple(
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in (sharding.spec if isinstance(sharding, NamedSharding) else ())
+    )
+
+
+def _storage_layout(own: Sharding, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
+    """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first."""
+    layout = layout_of(((box, process) for _, process, box in placement(stored, shape)), shape)
+    if stored == own:
+        return layout, False
+    held: dict[int, set[Box]] = {}
+    for _, process, box in placement(own, shape):
+        held.setdefault(process, set()).add(box)
+    # A holder of the storage layout can write a cell only if the boxes on its own devices make it up.
+    able = [
+        tuple(process for process in holders if covers(held.get(process, ()), cell))
+        for cell, holders in zip(_cells(layout, shape), layout.holders, strict=True)
+    ]
+    if all(able):
+        return Layout(layout.grid, tuple(able)), False
+    if not isinstance(own, NamedSharding) or set(held) != set(range(jax.process_count())):
+        raise LayoutError(
+            f"leaf {show(path)} lies on the devices of processes {sorted(held)} alone, and specs= would have"
+            f" processes {sorted({p for holders in layout.holders for p in holders})} write it; leave it out of the"
+            " storage mesh, or lay it on all processes first"
+        )
+    return layout, True
+
+
+def _cells(layout: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
+    sides = tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
+    for index in np.ndindex(*layout.grid):
+        yield tuple((i * side, (i + 1) * side) for i, side in zip(index, sides, strict=True))
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+
+def _write(
+    store: Store, data: str, plan: SavePlan, draft: _Draft, process: int, options: Options, report: Report
+) -> Iterator[tuple[int, str, int, str]]:
+    """Write this process's objects; yields (stack, place, length, digest) of each."""
+    by_stack: dict[int, list[Object]] = {}
+    for obj in plan.objects:
+        by_stack.setdefault(obj.stack, []).append(obj)
+    flights = _Flights(options.host_bytes)
+    for number, objects in by_stack.items():
+        stack = plan.stacks[number]
+        mine = [obj for obj in objects if obj.process == process]
+        array = store.open_array(data, stack, sync=options.sync) if mine else None
+        for obj, sources in _with_sources(plan, draft, number, objects, mine):
+            source = gather(obj.box, sources, stack.itemsize)
+            for done in flights.launch(obj, store.write(array, obj.box, source)):
+                yield _landed(store, data, plan, done, report)
+        for done in flights.land_all():
+            yield _landed(store, data, plan, done, report)
+        if options.sync and mine:
+            store.sync_folders(data, stack, [obj.index for obj in mine])
+
+
+def _landed(store: Store, data: str, plan: SavePlan, obj: Object, report: Report) -> tuple[int, str, int, str]:
+    report(obj.n_bytes)
+    length, digest = store.digest(data, plan.stacks[obj.stack], obj.index)
+    return obj.stack, "/".join(map(str, obj.index)), length, digest
+
+
+class _Flights:
+    """Writes under way, at most so many bytes at once."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._queue: deque[tuple[Object, Pending]] = deque()
+
+    def launch(self, obj: Object, pending: Pending) -> Iterator[Object]:
+        """Add one; yields those that had to finish to make room."""
+        self._queue.append((obj, pending))
+        self._bytes += obj.n_bytes
+        while len(self._queue) > 1 and (self._bytes > self._most_bytes or self._queue[0][1].done()):
+            yield self._land()
+
+    def land_all(self) -> Iterator[Object]:
+        while self._queue:
+            yield self._land()
+
+    def _land(self) -> Object:
+        obj, pending = self._queue.popleft()
+        pending.result()
+        self._bytes -= obj.n_bytes
+        return obj
+
+
+Sources = Sequence[Sequence[tuple[Box, Any]]]
+"""For each row of an object, the pieces of that leaf which lie in this process: (box, array)."""
+
+
+def _with_sources(
+    plan: SavePlan, draft: _Draft, stack: int, objects: Sequence[Object], mine: Sequence[Object]
+) -> Iterator[tuple[Object, Sources]]:
+    """This process's objects of a stack with their rows' sources.
+
+    Leaves that must be exchanged are, row of objects by row of objects, by all processes in the same order.
+    """
+    members = plan.members[stack]
+    if not plan.moved[stack]:
+        for ahead, obj in zip([*mine[1:], None], mine, strict=True):
+            if ahead is not None:
+                _prefetch(draft, members[ahead.box[0][0] : ahead.box[0][1]])
+            yield obj, [pieces(draft.values[leaf]) for leaf in members[obj.box[0][0] : obj.box[0][1]]]
+        return
+    for rows in sorted({obj.box[0] for obj in objects}):
+        exchanged = [pieces(_replicated(draft.values[leaf])) for leaf in members[rows[0] : rows[1]]]
+        for obj in mine:
+            if obj.box[0] == rows:
+                yield obj, exchanged
+
+
+def _prefetch(draft: _Draft, leaves: Sequence[int]) -> None:
+    """Start the copies to the host of leaves that are written next; nothing where they lie there already."""
+    if jax.default_backend() == "cpu":
+        return
+    for leaf in leaves:
+        value = draft.values[leaf]
+        if isinstance(value, jax.Array):
+            for _, piece in pieces(value):
+                piece.copy_to_host_async()
+
+
+@functools.cache
+def _identity(sharding: Sharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def _replicated(value: Any) -> Any:
+    """A leaf on every device of its mesh whole: JAX moves data between processes only within one jitted call."""
+    replicated = _identity(NamedSharding(value.sharding.mesh, PartitionSpec()))(value)
+    return jax.block_until_ready(replicated)
+
+
+def pieces(value: Any) -> list[tuple[Box, Any]]:
+    """(box, array) of each distinct piece of a leaf in this process; the whole of a NumPy array."""
+    if not isinstance(value, jax.Array):
+        return [(tuple((0, n) for n in value.shape), value)]
+    return [(box, value.addressable_data(number)) for box, number in _own_boxes(value.sharding, value.shape)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Box, int]]:
+    """Each distinct box in this process with the number by which `addressable_data` knows it."""
+    numbers: dict[Box, int] = {}
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    for number, index in enumerate(indices):
+        box = tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
+        numbers.setdefault(box, number)  # pyright: ignore[reportArgumentType]
+    return list(numbers.items())
+
+
+def gather(box: Box, sources: Sources, itemsize: int) -> Array:
+    """The data of a box of rows. Where it is one box of one piece it stays where it lies."""
+    region = box[1:]
+    if len(sources) == 1:
+        for held, piece in sources[0]:
+            if contains(held, region):
+                return np.asarray(piece)[within(region, held)][None]
+    first = sources[0][0][1]
+    out = aligned_empty((len(sources), *extent(region)), np.dtype(first.dtype))
+    for row, found in zip(out, sources, strict=True):
+        filled = 0
+        for held, piece in found:
+            common = intersection(held, region) if region else region
+            if common is not None:
+                row[within(common, region)] = np.asarray(piece)[within(common, held)]
+                filled += volume(common)
+        assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
+    return out
+
+
+# The manifest ---------------------------------------------------------------------------------------------
+
+
+def _compose(
+    save_id: str,
+    plan: SavePlan,
+    draft: _Draft,
+    metadata: Any,
+    written: Sequence[Sequence[tuple[int, str, int, str]]],
+) -> Manifest:
+    """The manifest, once every process has told what it wrote."""
+    objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
+    for share in written:
+        for stack, place, length, digest in share:
+            objects[stack][place] = (length, digest)
+    records = list(draft.records)
+    for number, members in enumerate(plan.members):
+        for row, leaf in enumerate(members):
+            records[leaf] = msgspec.structs.replace(records[leaf], stack=number, row=row)
+    return Manifest(
+        format=manifests.FORMAT,
+        version=manifests.VERSION,
+        save_id=save_id,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        libraries=_libraries(),
+        metadata=metadata,
+        tree=draft.structure,
+        leaves=records,
+        meshes=draft.table.meshes,
+        layouts=draft.table.layouts,
+        stacks=[
+            StackRecord.of(stack, dict(sorted(found.items())))
+            for stack, found in zip(plan.stacks, objects, strict=True)
+        ],
+    )
+
+
+@functools.cache
+def _libraries() -> dict[str, str]:
+    return {name: version(name) for name in ("jax", "jaxlib", "numpy", "tensorstore")}

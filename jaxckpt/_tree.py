@@ -1,0 +1,467 @@
+"""Pytrees as leaves with paths, and their structure as JSON.
+
+A leaf's path joins the keys that lead to it with "/": `{"layers": [{"w": x}]}` has the leaf "layers/0/w". A "/" inside
+a key is written "~1" and a "~" is written "~0" (RFC 6901), so no two leaves share a path.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import difflib
+import fnmatch
+import functools
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxckpt._errors import TreeError, listing
+
+MAX_DEPTH = 200
+"""Containers may nest this deep; a deeper tree is refused when saved and when read."""
+
+INLINE_BYTES = 4096
+"""A str or bytes leaf up to this size is stored in the manifest itself; a larger one as an array of bytes."""
+
+Tree = Any
+"""A pytree: whatever JAX flattens."""
+
+Structure = Any
+"""A tree's structure as JSON: a leaf's number, null for None, or {"type": …, "keys": […], "children": […]}."""
+
+Key = str | int | float | bool | bytes | tuple["Key", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value of the tree and where it stands."""
+
+    path: str
+    value: Any
+
+
+# Paths ----------------------------------------------------------------------------------------------------
+
+
+def component(key: object) -> str:
+    """A key as one component of a path."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def join(parent: str, key: object, *, root: bool) -> str:
+    return component(key) if root else f"{parent}/{component(key)}"
+
+
+def show(path: str) -> str:
+    """A path as error messages write it."""
+    return repr(path) if path else "'' (the tree itself)"
+
+
+def closest(path: str, known: Iterable[str]) -> str:
+    """A hint for a path that was not found."""
+    near = difflib.get_close_matches(path, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+# Flattening -----------------------------------------------------------------------------------------------
+
+
+def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
+    """The leaves in JAX's order, and the structure around them.
+
+    Raises TreeError for keys that cannot be written down and for trees nested deeper than 200.
+    """
+    leaves: list[Leaf] = []
+    structure = _flatten(tree, "", True, 0, leaves)
+    paths = collections.Counter(leaf.path for leaf in leaves)
+    twice = [path for path, count in paths.items() if count > 1]
+    if twice:
+        raise TreeError(f"several leaves share a path; rename a key:\n{listing(map(show, twice))}")
+    return leaves, structure
+
+
+def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
+    if depth > MAX_DEPTH:
+        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
+    if node is None:
+        return None
+    children = _children(node, path)
+    if children is None:
+        leaves.append(Leaf(path, node))
+        return len(leaves) - 1
+    record = _container(node, children, path)
+    record["children"] = [
+        _flatten(child, join(path, key, root=root), False, depth + 1, leaves) for key, child in children
+    ]
+    return record
+
+
+def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
+    """One level of the tree in JAX's own order; None for a leaf."""
+    if isinstance(node, (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes)):
+        return None
+    try:
+        level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    except ValueError as error:
+        raise TreeError(f"JAX cannot flatten {show(path)} ({type(node).__name__}): {error}") from error
+    if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
+        return None
+    return [(plain_key(entry[0], path), child) for entry, child in level]
+
+
+def plain_key(entry: Any, path: str) -> Key:
+    """JAX's key-path entry as the plain key inside it."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return _checked_key(getattr(entry, attribute), path)
+    return str(entry)
+
+
+def _checked_key(key: object, path: str) -> Key:
+    if isinstance(key, tuple):
+        return tuple(_checked_key(part, path) for part in cast("tuple[object, ...]", key))
+    if isinstance(key, np.generic):
+        key = key.item()
+    if isinstance(key, (str, int, float, bool, bytes)):
+        return key
+    raise TreeError(
+        f"the container at {show(path)} has the key {key!r} of type {type(key).__name__};"
+        " keys may be str, int, float, bool, bytes, or tuples of them"
+    )
+
+
+def _container(node: Tree, children: list[tuple[Key, Tree]], path: str) -> dict[str, Any]:
+    """The record of a container, but for its children."""
+    kind = type(cast("object", node))
+    if kind is list:
+        return {"type": "list"}
+    if kind is tuple:
+        return {"type": "tuple"}
+    keys = [_encode_key(key) for key, _ in children]
+    if kind is dict:
+        return {"type": "dict", "keys": keys}
+    if kind is collections.OrderedDict:
+        return {"type": "ordered_dict", "keys": keys}
+    if isinstance(node, tuple) and hasattr(kind, "_fields"):
+        return {"type": "namedtuple", "name": kind.__name__, "keys": list(cast("Any", kind)._fields)}
+    return {"type": "custom", "name": f"{kind.__module__}.{kind.__qualname__}", "keys": keys}
+
+
+def _encode_key(key: Key) -> Any:
+    """A key as JSON that keeps its type: str and int as they are, others tagged."""
+    if isinstance(key, bool):
+        return {"bool": key}
+    if isinstance(key, (str, int)) and not (isinstance(key, int) and abs(key) >= 1 << 63):
+        return key
+    if isinstance(key, int):
+        return {"int": hex(key)}
+    if isinstance(key, float):
+        return {"float": encode_float(key)}
+    if isinstance(key, bytes):
+        return {"bytes": base64.b64encode(key).decode()}
+    return {"tuple": [_encode_key(part) for part in key]}
+
+
+def _decode_key(record: Any) -> Key:
+    match record:
+        case bool():
+            pass
+        case str() | int():
+            return record
+        case {"bool": bool(value)}:
+            return value
+        case {"int": str(text)}:
+            return decode_int(text)
+        case {"float": str(text)}:
+            return decode_float(text)
+        case {"bytes": str(text)}:
+            return base64.b64decode(text, validate=True)
+        case {"tuple": list(parts)}:
+            return tuple(_decode_key(part) for part in cast("list[Any]", parts))
+        case _:
+            pass
+    raise ValueError(f"{record!r} is no key")
+
+
+# Structure: checking, walking, rebuilding -----------------------------------------------------------------
+
+_CONTAINERS = ("list", "tuple", "dict", "ordered_dict", "namedtuple", "custom")
+
+
+def walk(structure: Structure) -> Iterator[tuple[str, int]]:
+    """(path, leaf number) of every leaf in order. Raises ValueError where the structure is malformed."""
+    yield from _walk(structure, "", True, 0)
+
+
+def _walk(node: Structure, path: str, root: bool, depth: int) -> Iterator[tuple[str, int]]:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
+    if node is None:
+        return
+    if isinstance(node, int) and not isinstance(node, bool):
+        yield path, node
+        return
+    keys, children = _parts(node)
+    for key, child in zip(keys, children, strict=True):
+        yield from _walk(child, join(path, key, root=root), False, depth + 1)
+
+
+def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
+    """Keys and children of a container's record, checked."""
+    match node:
+        case {"type": "list" | "tuple", "children": list(children), **rest} if not rest:
+            children = cast("list[Structure]", children)
+            return range(len(children)), children
+        case {"type": "namedtuple", "name": str(name), "keys": list(keys), "children": list(children), **rest}:
+            fields = cast("list[object]", keys)
+            names_ok = all(isinstance(field, str) and field.isidentifier() for field in (name, *fields))
+            if not rest and names_ok and len(set(fields)) == len(fields) == len(cast("list[Any]", children)):
+                return cast("list[str]", fields), cast("list[Structure]", children)
+        case {"type": "dict" | "ordered_dict" | "custom", "keys": list(keys), "children": list(children), **rest}:
+            decoded = [_decode_key(key) for key in cast("list[Any]", keys)]
+            children = cast("list[Structure]", children)
+            if set(rest) <= {"name"} and len(set(decoded)) == len(decoded) == len(children):
+                return decoded, children
+        case _:
+            pass
+    raise ValueError(f"{str(node)[:200]} is no container record of type {', '.join(_CONTAINERS)}")
+
+
+ABSENT = object()
+"""Stands for a leaf that was not selected."""
+
+
+def structure_of(tree: Tree) -> Structure:
+    """Nested dicts with leaf numbers for leaves, as `nested` makes them, as a structure."""
+    if isinstance(tree, dict):
+        made = cast("dict[str, Tree]", tree)
+        return {"type": "dict", "keys": list(made), "children": [structure_of(child) for child in made.values()]}
+    return tree
+
+
+def subtree(structure: Structure, path: str) -> Structure:
+    """The part of a structure at a path. Raises KeyError where there is none."""
+    if not path:
+        return structure
+    for part in path.split("/"):
+        if structure is None or isinstance(structure, int):
+            raise KeyError(path)
+        keys, children = _parts(structure)
+        structure = dict(zip(map(component, keys), children, strict=True))[part]
+    return structure
+
+
+def unflatten(structure: Structure, values: Sequence[Any]) -> Tree:
+    """The tree with `values` for its leaves, containers as they were saved.
+
+    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. An ABSENT value
+    leaves its dict without the key, and a list or tuple with None in its place; containers left empty by that vanish.
+    """
+    tree = _unflatten(structure, values)
+    return None if tree is ABSENT else tree
+
+
+def _unflatten(node: Structure, values: Sequence[Any]) -> Tree:
+    if node is None:
+        return None
+    if isinstance(node, int):
+        return values[node]
+    keys, records = _parts(node)
+    children = [_unflatten(record, values) for record in records]
+    if children and all(child is ABSENT for child in children):
+        return ABSENT
+    kind = node["type"]
+    if kind in ("dict", "ordered_dict", "custom"):
+        made = collections.OrderedDict[Any, Any]() if kind == "ordered_dict" else dict[Any, Any]()
+        made.update((key, child) for key, child in zip(keys, children, strict=True) if child is not ABSENT)
+        return made
+    children = [None if child is ABSENT else child for child in children]
+    if kind == "list":
+        return children
+    if kind == "tuple":
+        return tuple(children)
+    return _namedtuple(node["name"], tuple(cast("Sequence[str]", keys)))(*children)
+
+
+@functools.lru_cache(maxsize=1024)
+def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+    """One class for each name and fields, so that two restored trees have equal structure."""
+    return cast("Callable[..., Any]", collections.namedtuple(name, fields))  # noqa: PYI024  # pyright: ignore[reportUntypedNamedTuple]
+
+
+def nested(values: Mapping[str, Any]) -> Tree:
+    """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError where a leaf is also a container."""
+    if set(values) == {""}:
+        return values[""]
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise TreeError(f"after rename, the leaf {show(path)} lies below another leaf")
+        if last in node:
+            raise TreeError(f"after rename, the leaf {show(path)} is also a container of others")
+        node[last] = value
+    return tree
+
+
+# Choosing leaves ------------------------------------------------------------------------------------------
+
+Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
+
+
+def selector(select: Select | None) -> Callable[[str], bool]:
+    """A test of leaf paths.
+
+    A glob (`*` within one component, `**` across components) or a compiled regular expression (`fullmatch`) selects
+    the leaves whose path, or the path of a container above them, it matches. Several select what any of them does.
+    """
+    if select is None:
+        return lambda path: True
+    if callable(select):
+        return select
+    patterns = [select] if isinstance(select, (str, re.Pattern)) else list(select)
+    expressions = [_glob(pattern) if isinstance(pattern, str) else pattern for pattern in patterns]
+
+    def selected(path: str) -> bool:
+        parts = path.split("/")
+        heads = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(expression.fullmatch(head) for expression in expressions for head in heads)
+
+    return selected
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    out: list[str] = []
+    for token in re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern):
+        match token:
+            case "**":
+                out.append(".*")
+            case "*":
+                out.append("[^/]*")
+            case "?":
+                out.append("[^/]")
+            case _ if token.startswith("[") and token.endswith("]"):
+                out.append(fnmatch.translate(token)[4:-3])
+            case _:
+                out.append(re.escape(token))
+    return re.compile("".join(out))
+
+
+def renamer(rename: Callable[[str], str] | Mapping[str, str] | None) -> Callable[[str], str]:
+    """Saved path → wanted path. A mapping's keys are paths of leaves or of containers; the longest that fits is used."""
+    if rename is None:
+        return lambda path: path
+    if callable(rename):
+        return rename
+    heads = sorted(rename.items(), key=lambda item: -len(item[0]))
+
+    def renamed(path: str) -> str:
+        for old, new in heads:
+            if path == old:
+                return new
+            if path.startswith(f"{old}/"):
+                rest = path[len(old) + 1 :]
+                return f"{new}/{rest}" if new else rest
+        return path
+
+    return renamed
+
+
+# Leaves that are no arrays --------------------------------------------------------------------------------
+
+
+def encode_float(value: float) -> str:
+    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr cannot tell apart."""
+    return repr(value) if math.isfinite(value) else f"0x{struct.pack('>d', value).hex()}"
+
+
+def decode_float(text: str) -> float:
+    return struct.unpack(">d", bytes.fromhex(text[2:]))[0] if text.startswith("0x") else float(text)
+
+
+def decode_int(text: str) -> int:
+    # Hexadecimal beyond 64 bits: decimal takes quadratic time, so Python refuses it beyond 4,300 digits.
+    return int(text, 0)
+
+
+def encode_value(value: object) -> tuple[str, str] | None:
+    """(kind, text) of a leaf small enough to be stored in the manifest; None for one that is stored as an array."""
+    match value:
+        case np.generic():
+            return None
+        case bool():
+            return "bool", str(value).lower()
+        case int():
+            return "int", str(value) if abs(value) < 1 << 63 else hex(value)
+        case float():
+            return "float", encode_float(value)
+        case complex():
+            return "complex", f"{encode_float(value.real)} {encode_float(value.imag)}"
+        case str() if len(value) <= INLINE_BYTES and _is_utf8(value):
+            return "str", value
+        case bytes() if len(value) <= INLINE_BYTES:
+            return "bytes", base64.b64encode(value).decode()
+        case _:
+            return None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate: JSON could not carry it
+        return False
+    return True
+
+
+def decode_value(kind: str, text: str) -> object:
+    """The leaf back from its text. Raises ValueError where the text is malformed."""
+    match kind:
+        case "bool" if text in ("true", "false"):
+            return text == "true"
+        case "int":
+            return decode_int(text)
+        case "float":
+            return decode_float(text)
+        case "complex":
+            real, imag = text.split(" ")
+            return complex(decode_float(real), decode_float(imag))
+        case "str":
+            return text
+        case "bytes":
+            return base64.b64decode(text, validate=True)
+        case _:
+            raise ValueError(f"{text[:40]!r} is no value of kind {kind!r}")
+
+
+# Dtypes ---------------------------------------------------------------------------------------------------
+
+# What Zarr v3's core specification defines is stored as itself; any other dtype as unsigned integers of its width,
+# which every Zarr reader opens and which keeps every bit.
+_CORE = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+)
+_EXTENDED = (
+    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2"
+    " float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn int2 int4 uint2 uint4"
+).split()
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    **{name: np.dtype(name) for name in _CORE},
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)},
+}
+"""Every dtype that can be stored, by name."""
+
+
+def stored_dtype(name: str) -> str:
+    """The Zarr data type that holds dtype `name` on disk."""
+    return name if name in _CORE else f"uint{8 * DTYPES[name].itemsize}"
