@@ -1,8 +1,8 @@
 """jaxckpt saves and restores the sharded state of JAX training.
 
-    jaxckpt.save("/checkpoints/run1", state)                    # every process, each its own shards
-    state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mesh
-    weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
+jaxckpt.save("/checkpoints/run1", state)                    # every process, each its own shards
+state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mesh
+weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
 """
 
 from jaxckpt._audit import Checkpoint, LazyLeaf, RestorePlan, open

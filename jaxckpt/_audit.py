@@ -28,8 +28,9 @@ from jaxckpt._layout import (
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
-from jaxckpt._restore import Goal, Rename, Request, read_box, resolve
+from jaxckpt._restore import read_box
 from jaxckpt._store import Array, Store
+from jaxckpt._target import Goal, Rename, Request, resolve
 from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
 
 
@@ -237,7 +238,10 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of array data, replicas once."""
-        return sum(math.prod(record.shape) * record.rows * DTYPES[record.dtype].itemsize for record in self._manifest.stacks)
+        return sum(
+            math.prod(record.shape) * record.rows * DTYPES[record.dtype].itemsize
+            for record in self._manifest.stacks
+        )
 
     @property
     def leaves(self) -> dict[str, LazyLeaf]:
@@ -246,7 +250,9 @@ class Checkpoint:
 
     def tree(self) -> Tree:
         """The saved tree with lazy leaves."""
-        return unflatten(self._manifest.tree, [self._leaf(number) for number in range(len(self._manifest.leaves))])
+        return unflatten(
+            self._manifest.tree, [self._leaf(number) for number in range(len(self._manifest.leaves))]
+        )
 
     def __getitem__(self, path: str) -> LazyLeaf:
         if path not in self._numbers:
@@ -265,7 +271,9 @@ class Checkpoint:
         return len(self._numbers)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
+        return (
+            f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
+        )
 
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._store, self._manifest, number, self._options)
@@ -302,7 +310,13 @@ class Checkpoint:
             raise InputError(f"devices_per_process must be at least 1, found {devices_per_process}")
         options = options or self._options
         asked = Request(
-            target, mesh, specs, select, rename, strict, None if isinstance(mesh, Mesh) else devices_per_process
+            target,
+            mesh,
+            specs,
+            select,
+            rename,
+            strict,
+            None if isinstance(mesh, Mesh) else devices_per_process,
         )
         goals, _ = resolve(self._manifest, asked, options)
         return _restore_plan(self._manifest, list(goals.values()))
@@ -383,7 +397,9 @@ class RestorePlan:
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
         changed = [leaf for leaf in self.leaves if leaf.saved != leaf.wanted]
         for leaf in changed[:20]:
-            lines.append(f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}  {leaf.saved} → {leaf.wanted}")
+            lines.append(
+                f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}  {leaf.saved} → {leaf.wanted}"
+            )
         if len(changed) > 20:
             lines.append(f"  … and {len(changed) - 20} more leaves in another layout")
         return "\n".join(lines)

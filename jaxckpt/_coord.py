@@ -1,8 +1,14 @@
 """Meetings of the processes of one job, over JAX's own coordination service.
 
-A meeting has one shape: every process contributes a text, process 0 hears them all and decides, all get the decision.
-Where one fails, all raise, and the message names it. One that is silent for `timeout_seconds` is named too; one that
-works on is not: while in a meeting each process beats, and only a beat that stops counts as silence.
+    with group.meeting("saving") as meeting:
+        heard = meeting.gather(mine)        # every process gives a text; process 0 gets them all
+        if group.index == 0:
+            decision = decide(heard)
+        decision = meeting.share(decision)  # every process gets process 0's
+
+Whatever one process raises inside the block, all raise, and the message names that process. One that is silent for
+`timeout_seconds` is named too. One that works on is not silent: while in a meeting each process beats, and only a beat
+that stops counts.
 """
 
 from __future__ import annotations
@@ -11,157 +17,159 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
 
 from jax._src import distributed  # the only door to the coordination service; orbax and flax use it too
 
-from jaxckpt._errors import JaxckptError, PeerFailedError, PeerTimeoutError
+from jaxckpt._errors import PeerError, PeerFailedError, PeerTimeoutError
 
 _POLL_SECONDS = 0.5
 _operations = itertools.count()
 
 
-def process_index() -> int:
-    """This process's number, without starting a JAX backend."""
-    return distributed.global_state.process_id or 0 if distributed.global_state.client else 0
-
-
-def process_count() -> int:
-    """How many processes the job has, without starting a JAX backend."""
-    return distributed.global_state.num_processes or 1 if distributed.global_state.client else 1
-
-
 @dataclass(slots=True)
 class Group:
-    """The processes of the job during one operation, which all of them must call, in the same order."""
+    """The processes of the job during one operation, which all of them must call, in the same order.
+
+    Made without starting a JAX backend: a job of one process never needs one.
+    """
 
     index: int
     count: int
     timeout_seconds: float
-    _client: Any
-    _prefix: str
-    _meetings: int = 0
+    client: Any
+    prefix: str
+    meetings: int = 0
 
     @classmethod
     def current(cls, timeout_seconds: float) -> Group:
-        return cls(
-            process_index(),
-            process_count(),
-            timeout_seconds,
-            distributed.global_state.client,
-            f"jaxckpt/{next(_operations)}",
-        )
+        state: Any = distributed.global_state
+        prefix = f"jaxckpt/{next(_operations)}"
+        if state.client is None:
+            return cls(0, 1, timeout_seconds, None, prefix)
+        return cls(state.process_id, state.num_processes, timeout_seconds, state.client, prefix)
 
-    def meet(
-        self,
-        phase: str,
-        contribute: Callable[[], str],
-        decide: Callable[[list[str]], str] = lambda contributions: "",
-    ) -> str:
-        """Run `contribute` here and `decide` in process 0 on what all contributed; return what it decided.
+    def meeting(self, what: str) -> Meeting:
+        """The next meeting; `what` the processes are doing, for messages ("saving")."""
+        self.meetings += 1
+        return Meeting(self, what, f"{self.prefix}/{self.meetings}")
 
-        Raises the error of this process's own `contribute` or `decide`; for another's, PeerFailedError; where one is
-        silent, PeerTimeoutError.
-        """
-        if self.count == 1:
-            return decide([contribute()])
-        self._meetings += 1
-        key = f"{self._prefix}/{self._meetings}"
-        with self._beating(key):
-            try:
-                answer = {"ok": contribute()}
-            except BaseException as error:
-                self._post(f"{key}/in/{self.index}", _failure(self.index, error))
-                if self.index == 0:
-                    self._post(f"{key}/out", _failure(self.index, error))
-                raise
-            self._post(f"{key}/in/{self.index}", answer)
-            if self.index == 0:
-                return self._preside(phase, key, decide)
-            return _unwrap(self._await(phase, f"{key}/out", key, 0))
 
-    def _preside(self, phase: str, key: str, decide: Callable[[list[str]], str]) -> str:
+@dataclass(slots=True)
+class Meeting:
+    """One round: all give, process 0 decides, all get. Every process must gather once, then share once."""
+
+    group: Group
+    what: str
+    key: str
+    _gave: bool = False
+    _closed: bool = False
+    _done: threading.Event = field(default_factory=threading.Event)
+    _beat: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self.group.count > 1:
+            self._beat = threading.Thread(target=self._keep_beating, daemon=True, name="jaxckpt-beat")
+            self._beat.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._beat is None:
+            return
         try:
-            answers = [
-                _unwrap(self._await(phase, f"{key}/in/{process}", key, process)) for process in range(self.count)
-            ]
-            decision = decide(answers)
-        except BaseException as error:
-            self._post(f"{key}/out", _failure(0, error))
-            raise
-        self._post(f"{key}/out", {"ok": decision})
+            if error is not None:
+                failure = _failure(self.group.index, error)
+                if not self._gave:
+                    self._post(f"in/{self.group.index}", failure)
+                if self.group.index == 0 and not self._closed:
+                    self._post("out", failure)
+        finally:
+            self._done.set()
+            self._beat.join()
+
+    def gather(self, text: str) -> list[str]:
+        """Give a text. Process 0 waits for all and gets them in order of process; the others get nothing, at once.
+
+        Raises, in process 0, PeerFailedError or PeerTimeoutError once all have answered or fallen silent.
+        """
+        group = self.group
+        if group.count == 1:
+            return [text]
+        self._post(f"in/{group.index}", {"ok": text})
+        self._gave = True
+        if group.index != 0:
+            return []
+        answers = [self._hear(f"in/{process}", process) for process in range(group.count)]
         # All have answered this meeting, so all have left the one before.
-        self._client.key_value_delete(f"{self._prefix}/{self._meetings - 1}/")
-        return decision
+        group.client.key_value_delete(f"{group.prefix}/{group.meetings - 1}/")
+        return [_unwrap(answer) for answer in answers]
 
-    def _post(self, key: str, message: dict[str, Any]) -> None:
-        self._client.key_value_set(key, json.dumps(message))
+    def share(self, text: str) -> str:
+        """Get process 0's text, once it has it; the others' own does not matter. Raises what process 0 raised."""
+        if self.group.count == 1:
+            return text
+        if self.group.index == 0:
+            self._post("out", {"ok": text})
+            self._closed = True
+            return text
+        return _unwrap(self._hear("out", 0))
 
-    def _await(self, phase: str, key: str, meeting: str, process: int) -> dict[str, Any]:
-        """The message under `key`, which `process` is to post."""
+    def _post(self, name: str, message: dict[str, Any]) -> None:
+        self.group.client.key_value_set(f"{self.key}/{name}", json.dumps(message))
+
+    def _hear(self, name: str, process: int) -> dict[str, Any]:
+        """The message that `process` posts under `name`; its silence as a message of failure."""
+        group = self.group
         last_beat, heard = None, time.monotonic()
         while True:
             try:
-                return json.loads(self._client.blocking_key_value_get(key, int(_POLL_SECONDS * 1000)))
+                return json.loads(
+                    group.client.blocking_key_value_get(f"{self.key}/{name}", int(_POLL_SECONDS * 1000))
+                )
             except Exception as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise PeerFailedError(
-                        f"the coordination service failed while {phase}, waiting for process {process}: {error}"
+                        f"JAX's coordination service failed while {self.what} (waiting for process {process}): {error}"
                     ) from error
-            beat = self._beat_of(meeting, process)
+            beat = self._beat_of(process)
             if beat != last_beat:
                 last_beat, heard = beat, time.monotonic()
-            elif time.monotonic() - heard > self.timeout_seconds:
-                raise PeerTimeoutError(
-                    f"process {process} of {self.count} has been silent for {self.timeout_seconds:g} s while {phase}."
-                    " It may have died, be suspended, or not have made the same call; every process must."
-                    " Options.timeout_seconds sets how long to wait."
-                )
+            elif time.monotonic() - heard > group.timeout_seconds:
+                return {
+                    "error": f"process {process} of {group.count} has been silent for {group.timeout_seconds:g} s while"
+                    f" {self.what}. It may have died, be suspended, or not have made the same call: every process must."
+                    " Options.timeout_seconds sets how long to wait.",
+                    "timeout": True,
+                }
 
-    def _beat_of(self, meeting: str, process: int) -> str | None:
+    def _beat_of(self, process: int) -> str | None:
         try:
-            return self._client.key_value_try_get(f"{meeting}/beat/{process}")
+            return self.group.client.key_value_try_get(f"{self.key}/beat/{process}")
         except Exception as error:
             if "NOT_FOUND" in str(error):
                 return None
-            raise PeerFailedError(f"the coordination service failed: {error}") from error
+            raise PeerFailedError(f"JAX's coordination service failed while {self.what}: {error}") from error
 
-    @contextmanager
-    def _beating(self, meeting: str) -> Iterator[None]:
-        done = threading.Event()
-        interval = min(5.0, self.timeout_seconds / 4)
-
-        def beat() -> None:
-            for number in itertools.count():
-                if done.wait(interval):
-                    return
-                try:
-                    self._client.key_value_set(f"{meeting}/beat/{self.index}", str(number), allow_overwrite=True)
-                except Exception:  # the service is gone; the waiting thread reports it
-                    return
-
-        thread = threading.Thread(target=beat, daemon=True, name="jaxckpt-beat")
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+    def _keep_beating(self) -> None:
+        interval = min(5.0, self.group.timeout_seconds / 4)
+        key = f"{self.key}/beat/{self.group.index}"
+        for number in itertools.count():
+            if self._done.wait(interval):
+                return
+            try:
+                self.group.client.key_value_set(key, str(number), allow_overwrite=True)
+            except Exception:  # the service is gone: whoever waits in this process reports it
+                return
 
 
 def _failure(process: int, error: BaseException) -> dict[str, Any]:
-    # A failure that is already another's keeps that one's name.
-    if isinstance(error, (PeerFailedError, PeerTimeoutError)):
+    if isinstance(error, PeerError):  # already tells whose fault it was
         return {"error": str(error), "timeout": isinstance(error, PeerTimeoutError)}
-    kind = type(error).__name__
-    return {
-        "error": f"process {process} failed with {kind}: {error}"
-        if isinstance(error, JaxckptError) or str(error)
-        else f"process {process} failed with {kind}"
-    }
+    return {"error": f"process {process} failed with {type(error).__name__}: {error}"}
 
 
 def _unwrap(message: dict[str, Any]) -> str:

@@ -1,22 +1,22 @@
 """Every error this library raises on purpose.
 
-    JaxckptError
-    ├── InputError (ValueError)            the caller's arguments
-    │   ├── TreeError                      a leaf or key that cannot be stored; a path or pattern that matches nothing
-    │   ├── SpecError                      a PartitionSpec that does not fit its leaf or its mesh
-    │   ├── MismatchError                  target against checkpoint: missing, extra, misshaped, lossily cast leaves
-    │   └── LayoutError                    the saved layout needs devices that are not here
-    ├── CheckpointExistsError (FileExistsError)
-    ├── NotACheckpointError (FileNotFoundError)
-    ├── CorruptError                       what is stored is not what was saved
-    │   ├── ManifestError                  manifest.json is damaged, hostile, or of a newer format
-    │   └── DataError                      an object or a zarr.json is missing, cut, or altered
-    ├── StorageError (OSError)             the file system or object store refused
-    └── PeerError                          another process of the job
-        ├── PeerFailedError                it raised; its own error is quoted
-        ├── PeerTimeoutError (TimeoutError)  it did not answer in time
-        ├── PeersDisagreeError             it saw another tree or another checkpoint
-        └── PathNotSharedError             it does not see the path that process 0 sees
+JaxckptError
+├── InputError (ValueError)            the caller's arguments
+│   ├── TreeError                      a leaf or key that cannot be stored; a path or pattern that matches nothing
+│   ├── SpecError                      a PartitionSpec that does not fit its leaf or its mesh
+│   ├── MismatchError                  target against checkpoint: missing, extra, misshaped, lossily cast leaves
+│   └── LayoutError                    the saved layout needs devices that are not here
+├── CheckpointExistsError (FileExistsError)
+├── NotACheckpointError (FileNotFoundError)
+├── CorruptError                       what is stored is not what was saved
+│   ├── ManifestError                  manifest.json is damaged, hostile, or of a newer format
+│   └── DataError                      an object or a zarr.json is missing, cut, or altered
+├── StorageError (OSError)             the file system or object store refused
+└── PeerError                          another process of the job
+    ├── PeerFailedError                it raised; its own error is quoted
+    ├── PeerTimeoutError (TimeoutError)  it did not answer in time
+    ├── PeersDisagreeError             it saw another tree or another checkpoint
+    └── PathNotSharedError             it does not see the path that process 0 sees
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ def volume(box: Box) -> int:
 
 def intersection(a: Box, b: Box) -> Box | None:
     """The common region, or None where it would be empty."""
-    common = tuple(
-        (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
-    )
+    common = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
 
@@ -104,7 +102,8 @@ def indivisible_dim(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -
 def replicate_indivisible(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Spec:
     """`spec` with each dimension that its mesh axes do not divide left unsplit."""
     return tuple(
-        () if shape[dim] % math.prod(axes[axis] for axis in entry) else entry for dim, entry in enumerate(spec)
+        () if shape[dim] % math.prod(axes[axis] for axis in entry) else entry
+        for dim, entry in enumerate(spec)
     )
 
 
@@ -137,9 +136,7 @@ def sharding_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[obj
 
 def show_spec(spec: Spec) -> str:
     """`P('data', None, ('x', 'y'))`."""
-    entries = (
-        "None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry) for entry in spec
-    )
+    entries = ("None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry) for entry in spec)
     return f"P({', '.join(entries)})"
 
 
@@ -250,9 +247,7 @@ def chunk_shape(
     """
     sides = [max(1, n) for n in cell]
     while math.prod(sides) * itemsize > chunk_bytes:
-        smaller = {
-            dim: _halved(cell[dim], side, free[dim]) for dim, side in enumerate(sides) if side > 1
-        }
+        smaller = {dim: _halved(cell[dim], side, free[dim]) for dim, side in enumerate(sides) if side > 1}
         gentle = {dim: side for dim, side in smaller.items() if sides[dim] <= 4 * side}
         if not gentle and math.prod(sides) * itemsize <= 16 * chunk_bytes:
             break
@@ -280,10 +275,7 @@ def grid_cells(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[tup
     for index in itertools.product(*map(range, counts)):
         yield (
             index,
-            tuple(
-                (i * side, min((i + 1) * side, n))
-                for i, side, n in zip(index, sides, shape, strict=True)
-            ),
+            tuple((i * side, min((i + 1) * side, n)) for i, side, n in zip(index, sides, shape, strict=True)),
         )
 
 

@@ -209,6 +209,8 @@ def load(store: Store) -> tuple[Manifest, bytes]:
 
 
 def _why_not(store: Store) -> str:
+    if store.is_file():
+        return "it is a file, not a folder"
     names = store.names()
     if any(name.startswith("data-") for name in names):
         return "a save to it never finished, so it has data but no manifest.json"

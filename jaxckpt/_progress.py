@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ Report = Callable[[int], None]
 @contextmanager
 def reporting(
     verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None
-) -> Iterator[Report]:
+) -> Generator[Report]:
     """A function to call as bytes move; what it shows, if anything, ends with the block."""
     if callable(progress):
         yield _callback(verb, total_bytes, progress)
@@ -57,7 +57,7 @@ def _callback(verb: str, total_bytes: int, tell: Callable[[Progress], None]) -> 
 
 
 @contextmanager
-def _bar(verb: str, total_bytes: int) -> Iterator[Report]:
+def _bar(verb: str, total_bytes: int) -> Generator[Report]:
     # rich takes 50 ms to import: only for those who look.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn

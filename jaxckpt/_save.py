@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -121,78 +122,43 @@ def save(
     options = options or Options()
     store = Store.at(path)
     group = Group.current(options.timeout_seconds)
+    first = group.index == 0
     clock = _Clock()
-    draft: _Draft | None = None
-    plan: SavePlan | None = None
-    writer: Writer | None = None
-    previous: bytes | None = None
-
-    def prepare() -> str:
-        nonlocal draft, plan
-        checked_metadata(metadata)
-        draft = describe(tree, mesh, specs, options)
-        plan = plan_save(draft.arrays, options)
-        clock.lap("plan")
-        return hashlib.sha256(repr(([r.path for r in draft.records], plan)).encode()).hexdigest()
-
-    def claim(digests: list[str]) -> str:
-        nonlocal writer, previous
-        assert plan is not None
-        if len(set(digests)) > 1:
-            others = [number for number, digest in enumerate(digests) if digest != digests[0]]
-            raise PeersDisagreeError(
-                f"processes {others} were given a tree of other leaves, shapes or shardings than process 0;"
-                " every process must pass the same global tree"
-            )
-        previous = _previous(store, overwrite)
-        store.sweep(None if previous is None else manifests.decode(previous, store.url).data)
-        save_id = uuid.uuid4().hex
-        with storage_errors(f"cannot write {store.url}"):
-            writer = store.begin(save_id)
-            for stack in plan.stacks:
-                store.create_array(writer.data, stack)
-        return save_id
-
-    def see() -> str:
-        if store.read(f"data-{save_id}/{WRITER}") is None:
-            raise PathNotSharedError(
-                f"process {group.index} does not see {store.url}/data-{save_id}, which process 0 has just made."
-                " All processes must be given one shared folder or object store."
-            )
-        return ""
-
-    def write() -> str:
-        assert draft is not None and plan is not None
-        own = sum(obj.n_bytes for obj in plan.objects if obj.process == group.index)
-        with reporting("save", own, options.progress) as report, storage_errors(f"cannot write {store.url}"):
-            written = list(_write(store, f"data-{save_id}", plan, draft, group.index, options, report))
-        clock.lap("write")
-        return json.dumps(written)
-
-    def publish(contributions: list[str]) -> str:
-        assert draft is not None and plan is not None and writer is not None
-        manifest = _compose(save_id, plan, draft, metadata, [json.loads(text) for text in contributions])
-        if options.sync:
-            store.sync_data(writer.data, plan.stacks)
-        with storage_errors(f"cannot publish {store.url}"):
-            store.publish(manifests.encode(manifest), previous, sync=options.sync)
-        return json.dumps(sum(length for stack in manifest.stacks for length, _ in stack.objects.values()))
-
+    claim = _Claim()
     try:
-        save_id = group.meet("preparing to save", prepare, claim)
-        group.meet("looking for the checkpoint's folder", see)
+        with group.meeting("preparing to save") as meeting:
+            _check_metadata(metadata)
+            draft = describe(tree, mesh, specs, options)
+            plan = plan_save(draft.arrays, options)
+            clock.lap("plan")
+            digests = meeting.gather(_digest_of(draft, plan))
+            if first:
+                _require_one_tree(digests)
+                claim = _claim(store, plan, overwrite)
+            save_id = meeting.share(claim.save_id)
+        data = f"data-{save_id}"
+        with group.meeting("looking for the checkpoint's folder") as meeting:
+            _require_shared(store, data, group.index)
+            meeting.gather("")
+            meeting.share("")
         clock.lap("begin")
-        stored_bytes = int(group.meet("saving", write, publish))
+        with group.meeting("saving") as meeting:
+            own_bytes = plan.process_bytes().get(group.index, 0)
+            with reporting("save", own_bytes, options.progress) as report:
+                written = list(_write(store, data, plan, draft, group.index, options, report))
+            clock.lap("write")
+            shares = meeting.gather(json.dumps(written))
+            if first:
+                manifest = _compose(save_id, plan, draft, metadata, [json.loads(share) for share in shares])
+                if options.sync:
+                    store.sync_data(data, plan.stacks)
+                store.publish(data, manifests.encode(manifest), claim.previous, sync=options.sync)
+            stored_bytes = int(meeting.share(str(sum(share[2] for text in shares for share in json.loads(text)))))
     except BaseException:
-        if writer is not None:
-            writer.release(keep=False)
+        claim.release(keep=False)
         raise
-    if writer is not None:
-        writer.release(keep=True)
-        if previous is not None:
-            store.delete(manifests.decode(previous, store.url).data)
+    claim.release(keep=True)
     clock.lap("publish")
-    assert draft is not None and plan is not None
     loads = plan.process_bytes()
     return SaveInfo(
         store.url,
@@ -206,6 +172,62 @@ def save(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What process 0 holds of a path while it saves there; the other processes hold nothing."""
+
+    save_id: str = ""
+    writer: Writer | None = None
+    previous: bytes | None = None
+    """The manifest that this save replaces."""
+
+    def release(self, *, keep: bool) -> None:
+        """Let go: with the new data in place of the old, or without a trace."""
+        if self.writer is None:
+            return
+        self.writer.release(keep=keep)
+        if keep and self.previous is not None:
+            store = self.writer.store
+            store.delete(manifests.decode(self.previous, store.url).data)
+
+
+def _claim(store: Store, plan: SavePlan, overwrite: bool) -> _Claim:
+    """Sweep what dead saves left, and make the data folder with every stack's zarr.json."""
+    previous = _previous(store, overwrite)
+    store.sweep(None if previous is None else manifests.decode(previous, store.url).data)
+    claim = _Claim(save_id := uuid.uuid4().hex, store.begin(save_id), previous)
+    try:
+        for stack in plan.stacks:
+            store.create_array(f"data-{save_id}", stack)
+    except BaseException:
+        claim.release(keep=False)
+        raise
+    return claim
+
+
+def _digest_of(draft: _Draft, plan: SavePlan) -> str:
+    """What must be the same in every process: leaf paths, shapes, dtypes, who writes what."""
+    return hashlib.sha256(repr(([record.path for record in draft.records], plan)).encode()).hexdigest()
+
+
+def _require_one_tree(digests: Sequence[str]) -> None:
+    others = [process for process, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise PeersDisagreeError(
+            f"processes {others} were given a tree of other leaves, shapes or shardings than process 0; every process"
+            " must pass the same global tree. An array that each process committed to a device of its own is not"
+            " global: replicate it over the mesh, or pass it as NumPy, which process 0 then writes"
+        )
+
+
+def _require_shared(store: Store, data: str, process: int) -> None:
+    if store.read(f"{data}/{WRITER}") is None:
+        raise PathNotSharedError(
+            f"process {process} does not see {store.url}/{data}, which process 0 has just made."
+            " All processes must be given one shared folder or object store."
+        )
+
+
 class _Clock:
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -217,24 +239,28 @@ class _Clock:
         self._last = now
 
 
-def checked_metadata(metadata: Any) -> None:
+def _check_metadata(metadata: Any) -> None:
     """Raise InputError unless the user's metadata comes back from JSON as it is."""
     try:
         same = bool(json.loads(json.dumps(metadata, allow_nan=False)) == metadata)
     except (TypeError, ValueError) as error:
         raise InputError(f"metadata must be plain JSON: {error}") from error
     if not same:
-        raise InputError("metadata must be plain JSON (str keys, lists for tuples): it would not come back equal")
+        raise InputError(
+            "metadata must be plain JSON (str keys, lists for tuples): it would not come back equal"
+        )
 
 
 def _previous(store: Store, overwrite: bool) -> bytes | None:
     """The manifest that this save is to replace. Raises CheckpointExistsError where it may not."""
+    if store.is_file():
+        raise CheckpointExistsError(f"{store.url} is a file; give a new or empty folder")
     names = store.names()
     if MANIFEST in names:
         if not overwrite:
             raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
         return manifests.load(store)[1]
-    foreign = [name for name in names if not name.startswith(("data-", ".data-", f"{MANIFEST}."))]
+    foreign = [name for name in names if not name.startswith(("data-", ".data-"))]
     if foreign:
         raise CheckpointExistsError(
             f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"
@@ -290,8 +316,10 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     if isinstance(value, jax.Array):
         if value.is_deleted():
             raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(
+                value
+            )
         return LeafRecord(leaf.path, "jax"), _stored(value)
     if isinstance(value, np.generic):
         return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
@@ -319,10 +347,14 @@ def _stored(value: Any) -> Any:
     return value
 
 
-def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
+def _lay_out(
+    leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Specs, options: Options
+) -> None:
     """Fill in the layout of each array leaf, and its record's."""
     on_devices = [
-        (leaf.path, leaf.value) for leaf, record in zip(leaves, draft.records, strict=True) if _on_devices(record)
+        (leaf.path, leaf.value)
+        for leaf, record in zip(leaves, draft.records, strict=True)
+        if _on_devices(record)
     ]
     chosen = resolve_specs(specs, on_devices)
     axes = {} if mesh is None else mesh_axes(mesh)
@@ -343,12 +375,17 @@ def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Sp
                 problems.append(f"{show(record.path)}: {problem}")
                 continue
             sharding, committed = NamedSharding(mesh, partition_spec(spec)), True
-        key = (value.sharding, sharding, value.shape)
-        if key not in layouts:
-            layouts[key] = _storage_layout(*key, record.path)
-        layout, moved = layouts[key]
+        if committed:
+            key = (value.sharding, sharding, value.shape)
+            if key not in layouts:
+                layouts[key] = _storage_layout(*key, record.path)
+            layout, moved = layouts[key]
+        else:  # each process has put its own on its own default device
+            layout, moved = Layout((1,) * value.ndim, _HOST), False
         draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout, moved))
-        draft.records[number] = msgspec.structs.replace(record, layout=draft.table.number(sharding, committed=committed))
+        draft.records[number] = msgspec.structs.replace(
+            record, layout=draft.table.number(sharding, committed=committed)
+        )
     if problems:
         raise SpecError(f"{len(problems)} leaves do not fit their specs:\n{listing(problems)}")
 
@@ -364,7 +401,9 @@ def _own_spec(sharding: Sharding) -> Spec:
     )
 
 
-def _storage_layout(own: Sharding, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
+def _storage_layout(
+    own: Sharding, stored: Sharding, shape: tuple[int, ...], path: str
+) -> tuple[Layout, bool]:
     """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first."""
     layout = layout_of(((box, process) for _, process, box in placement(stored, shape)), shape)
     if stored == own:
@@ -410,16 +449,18 @@ def _write(
         mine = [obj for obj in objects if obj.process == process]
         array = store.open_array(data, stack, sync=options.sync) if mine else None
         for obj, sources in _with_sources(plan, draft, number, objects, mine):
-            source = gather(obj.box, sources, stack.itemsize)
-            for done in flights.launch(obj, store.write(array, obj.box, source)):
+            for done in flights.make_room(obj.n_bytes):
                 yield _landed(store, data, plan, done, report)
+            flights.launch(obj, store.write(array, obj.box, gather(obj.box, sources)))
         for done in flights.land_all():
             yield _landed(store, data, plan, done, report)
         if options.sync and mine:
             store.sync_folders(data, stack, [obj.index for obj in mine])
 
 
-def _landed(store: Store, data: str, plan: SavePlan, obj: Object, report: Report) -> tuple[int, str, int, str]:
+def _landed(
+    store: Store, data: str, plan: SavePlan, obj: Object, report: Report
+) -> tuple[int, str, int, str]:
     report(obj.n_bytes)
     length, digest = store.digest(data, plan.stacks[obj.stack], obj.index)
     return obj.stack, "/".join(map(str, obj.index)), length, digest
@@ -433,12 +474,14 @@ class _Flights:
         self._bytes = 0
         self._queue: deque[tuple[Object, Pending]] = deque()
 
-    def launch(self, obj: Object, pending: Pending) -> Iterator[Object]:
-        """Add one; yields those that had to finish to make room."""
+    def make_room(self, n_bytes: int) -> Iterator[Object]:
+        """Wait until `n_bytes` more may fly; yields those that are done."""
+        while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
+            yield self._land()
+
+    def launch(self, obj: Object, pending: Pending) -> None:
         self._queue.append((obj, pending))
         self._bytes += obj.n_bytes
-        while len(self._queue) > 1 and (self._bytes > self._most_bytes or self._queue[0][1].done()):
-            yield self._land()
 
     def land_all(self) -> Iterator[Object]:
         while self._queue:
@@ -446,7 +489,8 @@ class _Flights:
 
     def _land(self) -> Object:
         obj, pending = self._queue.popleft()
-        pending.result()
+        with storage_errors("cannot write the checkpoint"):
+            pending.result()
         self._bytes -= obj.n_bytes
         return obj
 
@@ -516,7 +560,7 @@ def _own_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Box, in
     return list(numbers.items())
 
 
-def gather(box: Box, sources: Sources, itemsize: int) -> Array:
+def gather(box: Box, sources: Sources) -> Array:
     """The data of a box of rows. Where it is one box of one piece it stays where it lies."""
     region = box[1:]
     if len(sources) == 1:
@@ -532,7 +576,9 @@ def gather(box: Box, sources: Sources, itemsize: int) -> Array:
             if common is not None:
                 row[within(common, region)] = np.asarray(piece)[within(common, held)]
                 filled += volume(common)
-        assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
+        assert filled == volume(region), (
+            f"{filled} of {volume(region)} elements of {region} lie in this process"
+        )
     return out
 
 

@@ -16,7 +16,7 @@ import mmap
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -79,12 +79,15 @@ class Store:
     def read(self, key: str) -> bytes | None:
         """The whole of a small file; None where it does not exist."""
         if self.folder is None:
-            found = self._kvstore().read(key).result()
+            with self._remote("read") as kvstore:
+                found = kvstore.read(key).result()
             return found.value if found.state == "value" else None
         try:
             with open(os.path.join(self.folder, key), "rb") as file:
                 if os.fstat(file.fileno()).st_size > _MANIFEST_LIMIT_BYTES:
-                    raise DataError(f"{self.url}/{key} is over {_MANIFEST_LIMIT_BYTES} bytes: no such file of ours is")
+                    raise DataError(
+                        f"{self.url}/{key} is over {_MANIFEST_LIMIT_BYTES} bytes: no such file of ours is"
+                    )
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -94,15 +97,18 @@ class Store:
     def names(self) -> list[str]:
         """Names directly in the folder; empty where it does not exist."""
         if self.folder is None:
-            return sorted({key.decode().split("/")[0] for key in self._kvstore().list().result()})
+            with self._remote("list") as kvstore:
+                return sorted({key.decode().split("/")[0] for key in kvstore.list().result()})
         try:
             return sorted(os.listdir(self.folder))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        except NotADirectoryError:
-            raise CheckpointExistsError(f"{self.url} is a file, not a folder") from None
         except OSError as error:
             raise self._refused("list", "", error) from error
+
+    def is_file(self) -> bool:
+        """Whether a plain file stands where the folder would be."""
+        return self.folder is not None and os.path.isfile(self.folder)
 
     def sizes(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> dict[str, int | None]:
         """Length of each object of a stack by its key; None where it is missing. Local stores only."""
@@ -123,14 +129,17 @@ class Store:
         data = f"data-{save_id}"
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
         if self.folder is None:
-            self._kvstore().write(f"{data}/{WRITER}", note).result()
+            with self._remote("write") as kvstore:
+                kvstore.write(f"{data}/{WRITER}", note).result()
             return Writer(self, data, None)
         # The folder appears under its name only with its locked note inside, so a sweep never takes it for an old one.
         fresh = os.path.join(self.folder, f".{data}")
         try:
             _make_folders(fresh)
             handle = os.open(os.path.join(fresh, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-            with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
+            with contextlib.suppress(
+                OSError
+            ):  # a file system without locks: then nothing is ever swept on it
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(handle, note)
             os.rename(fresh, os.path.join(self.folder, data))
@@ -150,46 +159,61 @@ class Store:
             path = os.path.join(self.folder, name)
             if not name.startswith(("data-", ".data-")) or name == current or not _abandoned(path):
                 continue
-            manifest = self.read(MANIFEST)  # read anew: the folder may have been published since we listed it
-            if manifest is None or f'"{name}"'.encode() not in manifest:
+            if not self.names_data(name):  # asked last: the folder may have been published since we listed it
                 shutil.rmtree(path, ignore_errors=True)
 
-    def publish(self, data: bytes, previous: bytes | None, *, sync: bool) -> None:
-        """Make `data` the manifest, atomically, if the manifest is still `previous`. Process 0."""
+    def names_data(self, data: str) -> bool:
+        """Whether the manifest that is published now names a data folder."""
+        manifest = self.read(MANIFEST)
+        return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
+
+    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
+        """Make `manifest`, of the data folder `data`, the manifest: atomically, if it still is `previous`. Process 0."""
         if self.folder is None:
-            self._publish_remote(data, previous)
+            self._publish_remote(manifest, previous)
             return
         path = os.path.join(self.folder, MANIFEST)
-        fresh = f"{path}.{os.getpid()}"
         try:
             handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)  # two publishers take turns; released on close or death
                 if self.read(MANIFEST) != previous:
                     raise self._overtaken()
-                with open(fresh, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    if sync:
-                        os.fsync(file.fileno())
-                os.rename(fresh, path)
+                self._replace(path, data, manifest, sync=sync)
                 if sync:
-                    os.fsync(handle)
+                    try:
+                        os.fsync(handle)
+                    except OSError:
+                        # In place, but perhaps not for ever: a save that raises must not have published.
+                        with contextlib.suppress(OSError):
+                            if previous is None:
+                                os.unlink(path)
+                            else:
+                                self._replace(path, data, previous, sync=sync)
+                        raise
             finally:
                 os.close(handle)
+        except CheckpointExistsError:
+            raise
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(fresh)
-            if isinstance(error, CheckpointExistsError):
-                raise
             raise self._refused("publish", MANIFEST, error) from error
 
+    def _replace(self, path: str, data: str, content: bytes, *, sync: bool) -> None:
+        """Write a file beside the data, then rename it into place: what a crash leaves goes with the data."""
+        fresh = os.path.join(self.folder or "", data, MANIFEST)
+        with open(fresh, "wb") as file:
+            file.write(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.rename(fresh, path)
+
     def _publish_remote(self, data: bytes, previous: bytes | None) -> None:
-        kvstore = self._kvstore()
-        found = kvstore.read(MANIFEST).result()
-        if (found.value if found.state == "value" else None) != previous:
-            raise self._overtaken()
-        stamp = kvstore.write(MANIFEST, data, if_equal=found.stamp.generation).result()
+        with self._remote("publish") as kvstore:
+            found = kvstore.read(MANIFEST).result()
+            if (found.value if found.state == "value" else None) != previous:
+                raise self._overtaken()
+            stamp = kvstore.write(MANIFEST, data, if_equal=found.stamp.generation).result()
         # An empty generation means that the condition failed, unless it was our own write whose answer was lost.
         if not stamp.generation and self.read(MANIFEST) != data:
             raise self._overtaken()
@@ -202,9 +226,19 @@ class Store:
     def delete(self, name: str) -> None:
         """Delete a folder directly below, with all it holds."""
         if self.folder is None:
-            self._kvstore().delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
+            with self._remote("delete") as kvstore:
+                kvstore.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
         else:
             shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
+    def remove(self, key: str) -> None:
+        """Delete a small file; nothing happens where it is not there."""
+        if self.folder is None:
+            with self._remote("delete") as kvstore:
+                kvstore.write(key, None).result()
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.folder, key))
 
     # Arrays -----------------------------------------------------------------------------------------------
 
@@ -213,7 +247,8 @@ class Store:
         text = zarr_json(stack)
         key = f"{data}/{stack.name}/zarr.json"
         if self.folder is None:
-            self._kvstore().write(key, text).result()
+            with self._remote("write") as kvstore:
+                kvstore.write(key, text).result()
             return text
         path = os.path.join(self.folder, key)
         try:
@@ -224,7 +259,9 @@ class Store:
             raise self._refused("write", key, error) from error
         return text
 
-    def open_array(self, data: str, stack: Stack, *, sync: bool = False, mapped: bool = False) -> ts.TensorStore:
+    def open_array(
+        self, data: str, stack: Stack, *, sync: bool = False, mapped: bool = False
+    ) -> ts.TensorStore:
         """The stack as a tensorstore array. Nothing is read: its metadata is built from the plan or the manifest."""
         spec = {
             "driver": "zarr3",
@@ -234,7 +271,8 @@ class Store:
             "store_data_equal_to_fill_value": True,
         }
         context = _context(sync=sync, mapped=mapped and self.folder is not None)
-        return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+        with storage_errors(f"cannot open {self.url}/{data}/{stack.name}"):
+            return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
     def write(self, array: ts.TensorStore, box: Box, source: Array) -> Pending:
         """Start writing `source` at `box`; it must stay unchanged until the result is there."""
@@ -258,7 +296,8 @@ class Store:
         """
         key = f"{data}/{object_key(stack, index)}"
         if self.folder is None:
-            found = self._kvstore().read(key).result()
+            with self._remote("read") as kvstore:
+                found = kvstore.read(key).result()
             if found.state != "value":
                 raise DataError(f"{self.url}/{key} is missing")
             return len(found.value), _digest(np.frombuffer(found.value, np.uint8), stack)
@@ -316,11 +355,16 @@ class Store:
             return f"{self.url}/{below}"
         return {"driver": "file", "path": f"{self.folder}/{below}"}
 
-    def _kvstore(self) -> ts.KvStore:
-        return ts.KvStore.open(self._spec(""), context=_context(sync=True, mapped=False)).result()
+    @contextlib.contextmanager
+    def _remote(self, verb: str) -> Generator[ts.KvStore]:
+        """The object store's keys below this checkpoint."""
+        with storage_errors(f"cannot {verb} {self.url}"):
+            yield ts.KvStore.open(self._spec(""), context=_context(sync=True, mapped=False)).result()
 
     def _refused(self, verb: str, key: str, error: OSError) -> StorageError:
-        return StorageError(error.errno or errno.EIO, f"cannot {verb} {self.url}/{key}: {error.strerror or error}")
+        return StorageError(
+            error.errno or errno.EIO, f"cannot {verb} {self.url}/{key}: {error.strerror or error}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,14 +376,11 @@ class Writer:
     handle: int | None
 
     def release(self, *, keep: bool) -> None:
-        """Drop the claim, and the data too unless it was published."""
-        if not keep:
+        """Drop the claim, and the data too unless it is published."""
+        if not keep and not self.store.names_data(self.data):
             self.store.delete(self.data)
-        elif self.store.folder is None:
-            self.store.delete(f"{self.data}/{WRITER}")
         else:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.store.folder, self.data, WRITER))
+            self.store.remove(f"{self.data}/{WRITER}")
         if self.handle is not None:
             os.close(self.handle)
 
@@ -385,16 +426,18 @@ def zarr_json(stack: Stack) -> bytes:
 
 
 def _digest(content: np.ndarray[Any, np.dtype[np.uint8]], stack: Stack) -> str:
-    """Digest of an object's bytes; raises DataError where its index points outside of it."""
+    """Digest of an object's bytes; "" where its index points outside of it."""
     data_bytes = len(content) - stack.index_bytes
     index = content[data_bytes : data_bytes + 16 * stack.chunks_per_object].view("<u8").reshape(-1, 2)
     present = index[index[:, 0] != 0xFFFFFFFFFFFFFFFF]
     starts, lengths = present[:, 0], present[:, 1]
     if len(present) and (
-        lengths.min() < 4 or lengths.max() > data_bytes or starts.max() > data_bytes - lengths.min()
+        lengths.min() < 4
+        or lengths.max() > data_bytes
+        or starts.max() > data_bytes - lengths.min()
         or (starts + lengths).max() > data_bytes
     ):
-        raise DataError(f"an object of stack {stack.name} has an index that points outside of it")
+        return ""
     ends = (starts + lengths).astype(np.int64)
     sums = content[ends[:, None] + np.arange(-4, 0)] if len(ends) else np.empty((0, 4), np.uint8)
     return f"{google_crc32c.value(sums.tobytes()):08x}"
@@ -455,16 +498,12 @@ def _fsync(path: str) -> None:
         os.close(handle)
 
 
-def storage_errors(what: str) -> contextlib.AbstractContextManager[None]:
-    """Turn tensorstore's errors inside the block into ours."""
-    return _translated(what)
-
-
 @contextlib.contextmanager
-def _translated(what: str) -> Iterator[None]:
+def storage_errors(what: str | Callable[[], str]) -> Generator[None]:
+    """Turn tensorstore's errors inside the block into ours, told as `what`."""
     try:
         yield
     except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise storage_error(error, what) from error
+        raise storage_error(error, what if isinstance(what, str) else what()) from error

@@ -219,12 +219,23 @@ def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
         case {"type": "list" | "tuple", "children": list(children), **rest} if not rest:
             children = cast("list[Structure]", children)
             return range(len(children)), children
-        case {"type": "namedtuple", "name": str(name), "keys": list(keys), "children": list(children), **rest}:
+        case {
+            "type": "namedtuple",
+            "name": str(name),
+            "keys": list(keys),
+            "children": list(children),
+            **rest,
+        }:
             fields = cast("list[object]", keys)
             names_ok = all(isinstance(field, str) and field.isidentifier() for field in (name, *fields))
             if not rest and names_ok and len(set(fields)) == len(fields) == len(cast("list[Any]", children)):
                 return cast("list[str]", fields), cast("list[Structure]", children)
-        case {"type": "dict" | "ordered_dict" | "custom", "keys": list(keys), "children": list(children), **rest}:
+        case {
+            "type": "dict" | "ordered_dict" | "custom",
+            "keys": list(keys),
+            "children": list(children),
+            **rest,
+        }:
             decoded = [_decode_key(key) for key in cast("list[Any]", keys)]
             children = cast("list[Structure]", children)
             if set(rest) <= {"name"} and len(set(decoded)) == len(decoded) == len(children):
@@ -242,7 +253,11 @@ def structure_of(tree: Tree) -> Structure:
     """Nested dicts with leaf numbers for leaves, as `nested` makes them, as a structure."""
     if isinstance(tree, dict):
         made = cast("dict[str, Tree]", tree)
-        return {"type": "dict", "keys": list(made), "children": [structure_of(child) for child in made.values()]}
+        return {
+            "type": "dict",
+            "keys": list(made),
+            "children": [structure_of(child) for child in made.values()],
+        }
     return tree
 
 
@@ -447,13 +462,38 @@ def decode_value(kind: str, text: str) -> object:
 
 # What Zarr v3's core specification defines is stored as itself; any other dtype as unsigned integers of its width,
 # which every Zarr reader opens and which keeps every bit.
-_CORE = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
-)
-_EXTENDED = (
-    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2"
-    " float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn int2 int4 uint2 uint4"
-).split()
+_CORE = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+_EXTENDED = [
+    "bfloat16",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+    "int2",
+    "int4",
+    "uint2",
+    "uint4",
+]
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     **{name: np.dtype(name) for name in _CORE},

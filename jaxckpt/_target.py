@@ -1,0 +1,460 @@
+"""What is wanted of each saved leaf: the user's target, mesh, specs, select and rename held against the manifest."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+
+from jaxckpt._errors import InputError, LayoutError, MismatchError, SpecError, TreeError, listing
+from jaxckpt._grid import Spec, show_spec, spec_of
+from jaxckpt._layout import (
+    PlannedSharding,
+    Specs,
+    by_axis_name,
+    fit_spec,
+    mesh_axes,
+    partition_spec,
+    resolve_specs,
+    saved_sharding,
+    show_layout,
+)
+from jaxckpt._manifest import LeafRecord, Manifest
+from jaxckpt._options import Options
+from jaxckpt._tree import (
+    ABSENT,
+    DTYPES,
+    Select,
+    Structure,
+    Tree,
+    closest,
+    decode_value,
+    flatten,
+    nested,
+    renamer,
+    selector,
+    show,
+    structure_of,
+    subtree,
+    unflatten,
+)
+
+Rename = Callable[[str], str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of a restore."""
+
+    target: Tree = None
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None
+    specs: Specs = None
+    select: Select | None = None
+    rename: Rename | None = None
+    strict: bool = True
+    devices_per_process: int | None = None
+    """For a plan on a mesh that is not here; None where the arrays will be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What one saved leaf is to become."""
+
+    leaf: int
+    """Its number in the manifest."""
+
+    kind: Literal["jax", "key", "numpy", "numpy_scalar", "str", "bytes", "python"]
+
+    dtype: Any = None
+    """Wanted NumPy dtype, where it is another than the stored one; the Python type for kind "python"."""
+
+    sharding: Sharding | PlannedSharding | None = None
+    """For kinds "jax" and "key"; None puts it, uncommitted, on JAX's default device."""
+
+
+Build = Callable[[Mapping[int, Any]], Tree]
+"""Makes the tree from the leaves' values by leaf number."""
+
+
+def numpy_goal(manifest: Manifest, number: int) -> Goal:
+    """A leaf as it is without devices."""
+    kind = manifest.leaves[number].kind
+    return Goal(number, "numpy" if kind in ("jax", "key") else kind)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedLeaf:
+    """What a `specs` function is given of a saved leaf."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: Spec
+
+
+def resolve(manifest: Manifest, asked: Request, options: Options) -> tuple[dict[int, Goal], Build]:
+    """Match the target with the checkpoint: what becomes of each leaf, and how the tree is built of them.
+
+    Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault.
+    """
+    if asked.specs is not None and asked.mesh is None:
+        raise InputError("specs= needs mesh=: the mesh that the specs are of")
+    selected = selector(asked.select)
+    chosen = {leaf.path: number for number, leaf in enumerate(manifest.leaves) if selected(leaf.path)}
+    if asked.select is not None and not chosen and manifest.leaves:
+        raise TreeError(f"select={asked.select!r} matches none of the {len(manifest.leaves)} leaves")
+    structure, found = _renamed(manifest, asked.rename)
+    wanted = {path: number for path, number in found.items() if manifest.leaves[number].path in chosen}
+    layouts = _Layouts(manifest, asked, options, wanted)
+    if asked.target is None:
+        goals = {number: layouts.saved_goal(path, number) for path, number in wanted.items()}
+        layouts.raise_problems()
+
+        def build(values: Mapping[int, Any]) -> Tree:
+            return unflatten(structure, [values.get(n, ABSENT) for n in range(len(manifest.leaves))])
+
+        return goals, build
+    return _match(manifest, asked, layouts, structure, found, wanted)
+
+
+def _renamed(manifest: Manifest, rename: Rename | None) -> tuple[Structure, dict[str, int]]:
+    """The structure as it is wanted, and the wanted path of each leaf."""
+    if rename is None:
+        return manifest.tree, {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+    renamed = renamer(rename)
+    numbers: dict[str, int] = {}
+    for number, leaf in enumerate(manifest.leaves):
+        path = renamed(leaf.path)
+        if path in numbers:
+            other = manifest.leaves[numbers[path]].path
+            raise TreeError(f"rename= gives {show(other)} and {show(leaf.path)} the same path {path!r}")
+        numbers[path] = number
+    return structure_of(nested(numbers)), numbers
+
+
+def _match(
+    manifest: Manifest,
+    asked: Request,
+    layouts: _Layouts,
+    structure: Structure,
+    found: Mapping[str, int],
+    wanted: Mapping[str, int],
+) -> tuple[dict[int, Goal], Build]:
+    """Goals for a target tree, or a prefix of one."""
+    leaves, _ = flatten(asked.target)
+    treedef = jax.tree_util.tree_structure(asked.target)
+    selected = selector(asked.select)
+    goals: dict[int, Goal] = {}
+    missing: list[str] = []
+    makers: list[Callable[[Mapping[int, Any]], Any]] = []
+    for leaf in leaves:
+        number = wanted.get(leaf.path)
+        if number is not None:
+            goals[number] = layouts.target_goal(leaf.path, number, leaf.value)
+            makers.append(functools.partial(_value_of, number))
+            continue
+        below = _below(leaf.path, wanted) if isinstance(leaf.value, Sharding) else []
+        if below:
+            for path in below:
+                goals[wanted[path]] = layouts.target_goal(path, wanted[path], leaf.value)
+            makers.append(functools.partial(_subtree_of, subtree(structure, leaf.path), len(manifest.leaves)))
+            continue
+        kept = leaf.path in found or (asked.select is not None and not selected(leaf.path))
+        abstract = isinstance(leaf.value, (jax.ShapeDtypeStruct, Sharding))
+        if not kept and (asked.strict or abstract):
+            missing.append(f"{show(leaf.path)} is not in the checkpoint{closest(leaf.path, wanted)}")
+        makers.append(functools.partial(_constant, leaf.value))
+    extra = [path for path, number in wanted.items() if number not in goals] if asked.strict else []
+    _raise_mismatch(manifest, missing, extra, layouts)
+
+    def build(values: Mapping[int, Any]) -> Tree:
+        return jax.tree_util.tree_unflatten(treedef, [make(values) for make in makers])
+
+    return goals, build
+
+
+def _value_of(number: int, values: Mapping[int, Any]) -> Any:
+    return values[number]
+
+
+def _subtree_of(structure: Structure, count: int, values: Mapping[int, Any]) -> Tree:
+    return unflatten(structure, [values.get(number, ABSENT) for number in range(count)])
+
+
+def _constant(value: Any, values: Mapping[int, Any]) -> Any:
+    return value
+
+
+def _below(path: str, wanted: Mapping[str, int]) -> list[str]:
+    return list(wanted) if not path else [found for found in wanted if found.startswith(f"{path}/")]
+
+
+def _raise_mismatch(manifest: Manifest, missing: list[str], extra: list[str], layouts: _Layouts) -> None:
+    layouts.raise_problems(only_layouts=True)
+    surplus = [f"{show(path)} is in the checkpoint but not in the target" for path in extra]
+    problems = [*missing, *surplus, *layouts.mismatches]
+    if problems:
+        ways = [
+            "strict=False keeps the target's value for missing leaves and leaves out extra ones"
+            if missing or extra
+            else "",
+            "rename= matches other names" if missing and extra else "",
+            'Options(cast="unsafe") allows lossy casts'
+            if any("lossy" in text for text in layouts.mismatches)
+            else "",
+        ]
+        raise MismatchError(
+            f"target and checkpoint differ in {len(problems)} of {len(manifest.leaves)} leaves:\n{listing(problems)}\n"
+            + "; ".join(way for way in ways if way),
+            problems,
+        )
+
+
+class _Layouts:
+    """Finds the sharding and dtype of each wanted leaf, and collects what does not fit."""
+
+    def __init__(
+        self, manifest: Manifest, asked: Request, options: Options, wanted: Mapping[str, int]
+    ) -> None:
+        self._manifest = manifest
+        self._asked = asked
+        self._options = options
+        self._axes = {} if asked.mesh is None else mesh_axes(asked.mesh)
+        arrays = [
+            (path, self._as_leaf(number))
+            for path, number in wanted.items()
+            if manifest.leaves[number].kind in ("jax", "key")
+        ]
+        self._specs = resolve_specs(asked.specs, arrays)
+        self._saved: dict[int, Sharding | None | LayoutError] = {}
+        self.mismatches: list[str] = []
+        self._spec_problems: list[str] = []
+        self._unavailable: list[str] = []
+        if asked.mesh is not None and asked.specs is None and math.prod(self._axes.values()) > 1:
+            self._require_common_axis(wanted)
+
+    def _require_common_axis(self, wanted: Mapping[str, int]) -> None:
+        """A mesh that shares no axis name with the saved specs would silently replicate everything."""
+        split = {
+            path: spec
+            for path, number in wanted.items()
+            if (spec := self._saved_spec(self._manifest.leaves[number]))
+        }
+        named = {axis for spec in split.values() for entry in spec for axis in entry}
+        if named and not named & set(self._axes):
+            raise SpecError(
+                f"the mesh {self._axes} has none of the axes that the saved specs name ({', '.join(sorted(named))}),"
+                " so every leaf would be replicated; pass specs=, or specs=PartitionSpec() if that is meant. Leaves:\n"
+                + listing(f"{show(path)}: {show_spec(spec)}" for path, spec in split.items())
+            )
+
+    def _as_leaf(self, number: int) -> _SavedLeaf:
+        record = self._manifest.leaves[number]
+        return _SavedLeaf(self._shape(record), self._dtype(record), self._saved_spec(record))
+
+    def _saved_spec(self, record: LeafRecord) -> Spec:
+        return self._manifest.leaf_layout(record)[1]
+
+    def _shape(self, record: LeafRecord) -> tuple[int, ...]:
+        """The shape as the user knows it: of the keys, not of their raw data."""
+        if record.stack is None:
+            return ()
+        shape = self._manifest.leaf_shape(record)
+        return shape[:-1] if record.kind == "key" else shape
+
+    def _dtype(self, record: LeafRecord) -> Any:
+        if record.kind == "key":
+            return _key_dtype(record.impl or "")
+        return DTYPES[self._manifest.stacks[record.stack].dtype] if record.stack is not None else None
+
+    # Goals -----------------------------------------------------------------------------------------------
+
+    def saved_goal(self, path: str, number: int) -> Goal:
+        """The leaf as it was saved."""
+        record = self._manifest.leaves[number]
+        if record.value is not None:
+            return Goal(number, "python")
+        if record.kind not in ("jax", "key"):
+            return numpy_goal(self._manifest, number)
+        self._check_x64(path, self._dtype(record))
+        return Goal(number, record.kind, None, self._sharding(path, number, None))  # pyright: ignore[reportArgumentType]
+
+    def target_goal(self, path: str, number: int, wanted: Any) -> Goal:
+        """The leaf as a target leaf, or a sharding for it, asks."""
+        record = self._manifest.leaves[number]
+        if isinstance(wanted, Sharding):
+            if record.value is not None or record.kind in ("str", "bytes"):
+                return self.saved_goal(path, number)
+            self._check_x64(path, self._dtype(record))
+            kind = "key" if record.kind == "key" else "jax"
+            return Goal(number, kind, None, self._sharding(path, number, wanted))
+        if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct)):
+            given = wanted.sharding
+            uncommitted = isinstance(wanted, jax.Array) and not wanted.committed
+            dtype = self._check_array(path, record, wanted)
+            kind = "key" if record.kind == "key" else "jax"
+            self._check_x64(path, dtype)
+            sharding = None if uncommitted else self._sharding(path, number, given)
+            return Goal(number, kind, dtype, sharding)
+        if isinstance(wanted, (np.ndarray, np.generic)):
+            dtype = self._check_array(path, record, wanted)
+            return Goal(number, "numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", dtype)
+        if type(wanted) in (bool, int, float, complex, str, bytes):
+            return self._python_goal(path, number, type(wanted))
+        self.mismatches.append(
+            f"{show(path)} is a {type(wanted).__qualname__} in the target, which is no leaf to restore"
+        )
+        return Goal(number, "python")
+
+    def _python_goal(self, path: str, number: int, kind: type) -> Goal:
+        record = self._manifest.leaves[number]
+        saved = record.kind if record.value is not None or record.kind in ("str", "bytes") else None
+        if saved == kind.__name__:
+            return Goal(number, "python" if record.value is not None else kind.__name__)  # pyright: ignore[reportArgumentType]
+        rank = ["bool", "int", "float", "complex"]
+        if kind.__name__ in rank and saved in rank and rank.index(saved) < rank.index(kind.__name__):
+            return Goal(number, "python", kind)
+        if kind.__name__ in rank and saved is None and record.kind != "key" and self._shape(record) == ():
+            dtype = self._dtype(record)
+            if np.can_cast(dtype, np.dtype(kind), "safe"):
+                return Goal(number, "python", kind)
+        shape = f"{self._dtype(record)}{list(self._shape(record))}" if saved is None else saved
+        self.mismatches.append(f"{show(path)} is {shape} in the checkpoint, {kind.__name__} in the target")
+        return Goal(number, "python")
+
+    def _check_array(self, path: str, record: LeafRecord, wanted: Any) -> Any:
+        """The dtype to convert to, if it is another; notes a mismatch of shape or dtype."""
+        shape, saved = self._shape(record), self._dtype(record)
+        if record.kind in ("str", "bytes"):
+            self.mismatches.append(f"{show(path)} is {record.kind} in the checkpoint, an array in the target")
+            return None
+        if shape != tuple(wanted.shape):
+            self.mismatches.append(
+                f"{show(path)} has shape {shape} in the checkpoint, {tuple(wanted.shape)} in the target"
+            )
+            return None
+        if saved is None:  # a Python number for a 0-d array: by its value
+            return self._check_number(path, record, wanted)
+        if saved == wanted.dtype:
+            return None
+        keys = [jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in (saved, wanted.dtype)]
+        if any(keys):
+            self.mismatches.append(
+                f"{show(path)} has dtype {saved} in the checkpoint, {wanted.dtype} in the target; PRNG keys do not cast"
+            )
+            return None
+        if self._options.cast == "safe" and not np.can_cast(saved, wanted.dtype, "safe"):
+            self.mismatches.append(
+                f"{show(path)} has dtype {saved} in the checkpoint, {wanted.dtype} in the target: a lossy cast"
+            )
+        return np.dtype(wanted.dtype)
+
+    def _check_number(self, path: str, record: LeafRecord, wanted: Any) -> Any:
+        value: Any = decode_value(record.kind, record.value or "")
+        try:
+            if (
+                self._options.cast == "unsafe"
+                or bool(np.asarray(value).astype(wanted.dtype) == value)
+                or value != value
+            ):
+                return np.dtype(wanted.dtype)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        self.mismatches.append(
+            f"{show(path)} is {record.kind} {record.value} in the checkpoint, {wanted.dtype} in the target: a lossy cast"
+        )
+        return np.dtype(wanted.dtype)
+
+    def _check_x64(self, path: str, dtype: Any) -> None:
+        if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # pyright: ignore[reportUnknownMemberType]
+            self.mismatches.append(
+                f"{show(path)} is {dtype}, which JAX here would make {jax.dtypes.canonicalize_dtype(dtype)}, a lossy"
+                " cast: set jax_enable_x64, or ask for the smaller dtype in a target"
+            )
+
+    def _sharding(self, path: str, number: int, given: Sharding | None) -> Sharding | PlannedSharding | None:
+        """Where the leaf goes: as given, else by mesh= and specs=, else as saved."""
+        record = self._manifest.leaves[number]
+        shape = self._shape(record)
+        if given is not None:
+            return self._checked(path, given, shape)
+        if self._asked.mesh is None:
+            return self._as_saved(path, record)
+        spec = self._specs.get(path)
+        spec = by_axis_name(self._saved_spec(record), self._axes) if spec is None else spec
+        spec, problem = fit_spec(self._axes, spec, shape, self._options)
+        if problem:
+            self._spec_problems.append(f"{show(path)}: {problem}")
+            return None
+        if isinstance(self._asked.mesh, Mesh) and self._asked.devices_per_process is None:
+            return NamedSharding(self._asked.mesh, partition_spec(spec))
+        return PlannedSharding(tuple(self._axes.items()), spec, self._asked.devices_per_process or 1)
+
+    def _checked(
+        self, path: str, sharding: Sharding, shape: tuple[int, ...]
+    ) -> Sharding | PlannedSharding | None:
+        """A sharding that the target gave, if the leaf's shape allows it."""
+        if isinstance(sharding, NamedSharding):
+            axes = dict(sharding.mesh.shape)
+            if not isinstance(sharding.mesh, Mesh) and self._asked.devices_per_process is None:
+                self._spec_problems.append(
+                    f"{show(path)}: its sharding is on an AbstractMesh, which has no devices"
+                )
+                return None
+            spec, problem = fit_spec(axes, spec_of(sharding.spec), shape, self._options)
+            if problem:
+                self._spec_problems.append(f"{show(path)}: {problem}")
+                return None
+            if not isinstance(sharding.mesh, Mesh):
+                return PlannedSharding(tuple(axes.items()), spec, self._asked.devices_per_process or 1)
+            return sharding if spec == spec_of(sharding.spec) else sharding.update(spec=partition_spec(spec))
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            self._spec_problems.append(f"{show(path)}: {error}")
+            return None
+        return sharding
+
+    def _as_saved(self, path: str, record: LeafRecord) -> Sharding | None:
+        if record.layout is None:
+            return None
+        if record.layout not in self._saved:
+            try:
+                self._saved[record.layout] = saved_sharding(self._manifest, record.layout)
+            except LayoutError as error:
+                self._saved[record.layout] = error
+        found = self._saved[record.layout]
+        if isinstance(found, LayoutError):
+            self._unavailable.append(
+                f"{show(path)}: {show_layout(*self._manifest.leaf_layout(record))}, i.e. {found}"
+            )
+            return None
+        return found
+
+    def raise_problems(self, *, only_layouts: bool = False) -> None:
+        if self._unavailable:
+            raise LayoutError(
+                f"{len(self._unavailable)} leaves were saved on devices that are not here. Pass mesh= to carry their"
+                " specs over to another mesh by axis name, or target= with the shardings wanted, or use"
+                f" jaxckpt.load_numpy for host arrays. Leaves:\n{listing(self._unavailable)}"
+            )
+        if self._spec_problems:
+            raise SpecError(
+                f"{len(self._spec_problems)} leaves do not fit their specs:\n{listing(self._spec_problems)}"
+            )
+        if self.mismatches and not only_layouts:
+            raise MismatchError(
+                f"{len(self.mismatches)} leaves cannot be restored as saved:\n{listing(self.mismatches)}",
+                self.mismatches,
+            )
+
+
+@functools.cache
+def _key_dtype(impl: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
