@@ -64,4 +64,3 @@ __all__ = [
 
 for _name in __all__:  # errors and tracebacks name things as users know them
     globals()[_name].__module__ = __name__
-del _name

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _manifest as manifests
@@ -311,7 +312,7 @@ def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options) -> _
 def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     """What is recorded of a leaf, and the array to store for it. Raises TreeError (a reason, without the path)."""
     value = leaf.value
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TreeError("is a tracer: call save outside of jit, grad and vmap")
     if isinstance(value, jax.Array):
         if value.is_deleted():
@@ -447,7 +448,7 @@ def _write(
     for number, objects in by_stack.items():
         stack = plan.stacks[number]
         mine = [obj for obj in objects if obj.process == process]
-        array = store.open_array(data, stack, sync=options.sync) if mine else None
+        array = store.open_array(data, stack, sync=options.sync)
         for obj, sources in _with_sources(plan, draft, number, objects, mine):
             for done in flights.make_room(obj.n_bytes):
                 yield _landed(store, data, plan, done, report)
@@ -569,12 +570,12 @@ def gather(box: Box, sources: Sources) -> Array:
                 return np.asarray(piece)[within(region, held)][None]
     first = sources[0][0][1]
     out = aligned_empty((len(sources), *extent(region)), np.dtype(first.dtype))
-    for row, found in zip(out, sources, strict=True):
+    for row, found in enumerate(sources):
         filled = 0
         for held, piece in found:
-            common = intersection(held, region) if region else region
+            common = intersection(held, region)
             if common is not None:
-                row[within(common, region)] = np.asarray(piece)[within(common, held)]
+                out[row, *within(common, region)] = np.asarray(piece)[within(common, held)]
                 filled += volume(common)
         assert filled == volume(region), (
             f"{filled} of {volume(region)} elements of {region} lie in this process"

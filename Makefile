@@ -1,0 +1,40 @@
+# Each target does all of its own set-up: a fresh machine needs a Python of 3.11 or newer, and nothing else.
+#
+#   make demo    train on one mesh, save, restore on others, serve from one host
+#   make test    the tests
+#   make check   lint, types, docs, examples
+#   make bench   small leaves, against Orbax
+
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test check bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/train_reshard_serve.py
+	$(BIN)/python examples/pipeline_stages.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/python docs/run_blocks.py README.md docs/*.md
+	JAXCKPT_DEMO_QUICK=1 $(BIN)/python examples/train_reshard_serve.py
+	$(BIN)/python examples/pipeline_stages.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/small_leaves.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site
+
+$(READY): pyproject.toml requirements-dev.lock
+	@test -n "$(PYTHON)" || { echo "make: no Python of 3.11 or newer was found; name one with PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[dev]'
+	touch $(READY)

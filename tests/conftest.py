@@ -1,0 +1,28 @@
+"""Eight simulated devices for every test, set before JAX is imported; child processes with a limit of time."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import hypothesis
+import pytest
+import processes
+
+hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def run_python() -> processes.RunPython:
+    """Runs a program in a child process with its own number of simulated devices; returns what it printed."""
+    return processes.run_python
+
+
+@pytest.fixture
+def run_processes() -> processes.RunProcesses:
+    """Runs a program in several real processes of one jax.distributed job."""
+    return processes.run_processes
