@@ -61,7 +61,7 @@ RESUME_MESHES = ("2x4", "3x2", "4x1")
 
 # Another mesh adds the same numbers in another order, so its losses may differ in the last bits. Measured
 # over the 40 steps after the save: 6e-7 between the meshes. Losing the first moments of one single norm, 96
-# numbers, makes that 2e-4; losing all of them 5e-2; a step that is off by one 1e-2.
+# numbers, makes that 2e-4; losing all of them 4e-2; a step that is off by one 1e-2.
 LOSS_TOLERANCE = 2e-5
 
 Params = dict[str, Any]

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from jax._src import distributed  # the only door to the coordination service; orbax and flax use it too
 
-from jaxckpt._errors import PeerError, PeerFailedError, PeerTimeoutError
+from jaxckpt._errors import PathNotSharedError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
 
 _POLL_SECONDS = 0.5
 _operations = itertools.count()
@@ -143,7 +143,7 @@ class Meeting:
                     "error": f"process {process} of {group.count} has been silent for {group.timeout_seconds:g} s while"
                     f" {self.what}. It may have died, be suspended, or not have made the same call: every process must."
                     " Options.timeout_seconds sets how long to wait.",
-                    "timeout": True,
+                    "kind": PeerTimeoutError.__name__,
                 }
 
     def _beat_of(self, process: int) -> str | None:
@@ -166,13 +166,19 @@ class Meeting:
                 return
 
 
+# Errors that are already about peers keep their kind on the way; any other is the failure of the process it rose in.
+_KINDS = {
+    kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)
+}
+
+
 def _failure(process: int, error: BaseException) -> dict[str, Any]:
-    if isinstance(error, PeerError):  # already tells whose fault it was
-        return {"error": str(error), "timeout": isinstance(error, PeerTimeoutError)}
-    return {"error": f"process {process} failed with {type(error).__name__}: {error}"}
+    if type(error).__name__ in _KINDS:
+        return {"error": str(error), "kind": type(error).__name__}
+    return {"error": f"process {process} failed with {type(error).__name__}: {error}", "kind": "PeerFailedError"}
 
 
 def _unwrap(message: dict[str, Any]) -> str:
     if "error" in message:
-        raise (PeerTimeoutError if message.get("timeout") else PeerFailedError)(message["error"])
+        raise _KINDS[message["kind"]](message["error"])
     return message["ok"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -509,7 +510,7 @@ def _with_sources(
     """
     members = plan.members[stack]
     if not plan.moved[stack]:
-        for ahead, obj in zip([*mine[1:], None], mine, strict=True):
+        for obj, ahead in itertools.zip_longest(mine, mine[1:]):
             if ahead is not None:
                 _prefetch(draft, members[ahead.box[0][0] : ahead.box[0][1]])
             yield obj, [pieces(draft.values[leaf]) for leaf in members[obj.box[0][0] : obj.box[0][1]]]
