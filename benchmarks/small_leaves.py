@@ -83,14 +83,10 @@ def make_tree(leaves: int) -> Tree:
 
 
 def abstract(tree: Tree) -> Tree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
-    )
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
 
-def savers(
-    folder: Path, tree: Tree, host: np.ndarray[Any, Any]
-) -> dict[str, tuple[Path, Callable[[], object]]]:
+def savers(folder: Path, tree: Tree, host: np.ndarray[Any, Any]) -> dict[str, tuple[Path, Callable[[], object]]]:
     """For each contestant: where it writes, and the call that is timed."""
 
     def orbax(path: Path, checkpointer: Any) -> tuple[Path, Callable[[], object]]:
@@ -125,9 +121,7 @@ def restorers(folder: Path, wanted: Tree, n_bytes: int) -> dict[str, Callable[[]
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
 
     def orbax(path: Path, checkpointer: Any) -> Callable[[], Tree]:
-        return lambda: jax.block_until_ready(
-            checkpointer.restore(path, item=wanted, restore_args=restore_args)
-        )
+        return lambda: jax.block_until_ready(checkpointer.restore(path, item=wanted, restore_args=restore_args))
 
     def read_plain() -> None:
         with (folder / "floor").open("rb", buffering=0) as file:
@@ -211,9 +205,7 @@ def ratios(times: dict[str, list[float]], peer: str, ours: str) -> float | None:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    table = Table(
-        title=f"{result['leaves']} leaves of 64 KiB over 8 devices, medians of {result['rounds']} rounds"
-    )
+    table = Table(title=f"{result['leaves']} leaves of 64 KiB over 8 devices, medians of {result['rounds']} rounds")
     table.add_column("contestant")
     for heading in ("save", "× jaxckpt", "restore", "× jaxckpt", "files"):
         table.add_column(heading, justify="right")
@@ -241,11 +233,7 @@ def machine() -> dict[str, Any]:
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [
-            line.partition(":")[2].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if "model name" in line
-        ]
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     return {
         "cpu": model,
@@ -258,9 +246,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     names = ("jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint")
-    return {"python": platform.python_version(), "jaxckpt": jaxckpt.__version__} | {
-        n: version(n) for n in names
-    }
+    return {"python": platform.python_version(), "jaxckpt": jaxckpt.__version__} | {n: version(n) for n in names}
 
 
 def filesystem(folder: Path) -> str:
@@ -277,12 +263,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--leaves", type=int, default=2000)
-    parser.add_argument(
-        "--dir", type=Path, help="folder to write below; by default a temporary one on the disk"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="where the result goes; by default results/small_leaves.json"
-    )
+    parser.add_argument("--dir", type=Path, help="folder to write below; by default a temporary one on the disk")
+    parser.add_argument("--json", type=Path, help="where the result goes; by default results/small_leaves.json")
     arguments = parser.parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)
     console = Console(width=None if sys.stdout.isatty() else 100)
@@ -302,9 +284,7 @@ def main() -> None:
         **measured,
         "ratios": {
             "save": {peer: ratios(times["save"], peer, OURS) for peer in PEERS},
-            "save, jaxckpt with sync=False": {
-                peer: ratios(times["save"], peer, OURS_UNSYNCED) for peer in PEERS
-            },
+            "save, jaxckpt with sync=False": {peer: ratios(times["save"], peer, OURS_UNSYNCED) for peer in PEERS},
             "restore": {peer: ratios(times["restore"], peer, OURS) for peer in PEERS},
         },
     }

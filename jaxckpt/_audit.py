@@ -239,8 +239,7 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of array data, replicas once."""
         return sum(
-            math.prod(record.shape) * record.rows * DTYPES[record.dtype].itemsize
-            for record in self._manifest.stacks
+            math.prod(record.shape) * record.rows * DTYPES[record.dtype].itemsize for record in self._manifest.stacks
         )
 
     @property
@@ -250,9 +249,7 @@ class Checkpoint:
 
     def tree(self) -> Tree:
         """The saved tree with lazy leaves."""
-        return unflatten(
-            self._manifest.tree, [self._leaf(number) for number in range(len(self._manifest.leaves))]
-        )
+        return unflatten(self._manifest.tree, [self._leaf(number) for number in range(len(self._manifest.leaves))])
 
     def __getitem__(self, path: str) -> LazyLeaf:
         if path not in self._numbers:
@@ -271,9 +268,7 @@ class Checkpoint:
         return len(self._numbers)
 
     def __repr__(self) -> str:
-        return (
-            f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
-        )
+        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
 
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._store, self._manifest, number, self._options)
@@ -396,10 +391,10 @@ class RestorePlan:
         ]
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
         changed = [leaf for leaf in self.leaves if leaf.saved != leaf.wanted]
-        for leaf in changed[:20]:
-            lines.append(
-                f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}  {leaf.saved} → {leaf.wanted}"
-            )
+        lines.extend(
+            f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}  {leaf.saved} → {leaf.wanted}"
+            for leaf in changed[:20]
+        )
         if len(changed) > 20:
             lines.append(f"  … and {len(changed) - 20} more leaves in another layout")
         return "\n".join(lines)

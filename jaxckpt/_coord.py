@@ -127,9 +127,7 @@ class Meeting:
         last_beat, heard = None, time.monotonic()
         while True:
             try:
-                return json.loads(
-                    group.client.blocking_key_value_get(f"{self.key}/{name}", int(_POLL_SECONDS * 1000))
-                )
+                return json.loads(group.client.blocking_key_value_get(f"{self.key}/{name}", int(_POLL_SECONDS * 1000)))
             except Exception as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise PeerFailedError(
@@ -167,9 +165,7 @@ class Meeting:
 
 
 # Errors that are already about peers keep their kind on the way; any other is the failure of the process it rose in.
-_KINDS = {
-    kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)
-}
+_KINDS = {kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)}
 
 
 def _failure(process: int, error: BaseException) -> dict[str, Any]:

@@ -74,7 +74,9 @@ def spec_of(partition_spec: Iterable[object]) -> Spec:
 def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
     """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None where it can."""
     if len(spec) > len(shape):
-        return f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
+        return (
+            f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
+        )
     names = [axis for entry in spec for axis in entry]
     for axis in names:
         if axis not in axes:
@@ -102,8 +104,7 @@ def indivisible_dim(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -
 def replicate_indivisible(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Spec:
     """`spec` with each dimension that its mesh axes do not divide left unsplit."""
     return tuple(
-        () if shape[dim] % math.prod(axes[axis] for axis in entry) else entry
-        for dim, entry in enumerate(spec)
+        () if shape[dim] % math.prod(axes[axis] for axis in entry) else entry for dim, entry in enumerate(spec)
     )
 
 
@@ -236,9 +237,7 @@ def _halved(length: int, current: int, free: bool) -> int:
     return max(d for d in divisors(length) if d == 1 or d <= current / 2)
 
 
-def chunk_shape(
-    cell: Sequence[int], itemsize: int, chunk_bytes: int, free: Sequence[bool]
-) -> tuple[int, ...]:
+def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, free: Sequence[bool]) -> tuple[int, ...]:
     """Sides of a chunk of about `chunk_bytes` within a cell, cut along the longest side first.
 
     Near-cubic chunks make a cut along any dimension cheap to read. A cell's side is a multiple of the chunk's, but
@@ -305,9 +304,7 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
         edges.append(sorted(cuts))
     for cell in itertools.product(*(itertools.pairwise(cuts) for cuts in edges)):
         served = [
-            (number, common)
-            for number, box in enumerate(boxes)
-            if (common := intersection(box, cell)) is not None
+            (number, common) for number, box in enumerate(boxes) if (common := intersection(box, cell)) is not None
         ]
         if served:
             hull = tuple(

@@ -89,9 +89,7 @@ def mesh_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> dict[str, int]:
     return axes
 
 
-def fit_spec(
-    axes: Mapping[str, int], spec: Spec, shape: Sequence[int], options: Options
-) -> tuple[Spec, str | None]:
+def fit_spec(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], options: Options) -> tuple[Spec, str | None]:
     """The spec as it will be used on a mesh of these axes, and why it cannot be, if it cannot."""
     problem = spec_problem(axes, spec, shape)
     if problem and options.indivisible == "replicate":

@@ -150,10 +150,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Name of the folder that holds the arrays."""
         return f"data-{self.save_id}"
 
+    def place(self, leaf: LeafRecord) -> tuple[int, int]:
+        """(stack, row) of a leaf that lies in a stack."""
+        assert leaf.stack is not None, leaf
+        assert leaf.row is not None, leaf
+        return leaf.stack, leaf.row
+
     def leaf_shape(self, leaf: LeafRecord) -> tuple[int, ...]:
         """Shape of a leaf that lies in a stack, of the raw data where it is a PRNG key."""
-        assert leaf.stack is not None
-        return tuple(self.stacks[leaf.stack].shape)
+        return tuple(self.stacks[self.place(leaf)[0]].shape)
 
     def leaf_layout(self, leaf: LeafRecord) -> tuple[MeshRecord | None, Spec, LayoutRecord]:
         """(mesh, spec, record) of the layout a leaf was saved in."""
@@ -345,7 +350,4 @@ def _is_name(text: str) -> bool:
 def lengths(record: StackRecord) -> Mapping[str, int]:
     """Length of each object of a stack, by its key below the data folder."""
     stack = record.stack()
-    return {
-        object_key(stack, tuple(map(int, key.split("/")))): length
-        for key, (length, _) in record.objects.items()
-    }
+    return {object_key(stack, tuple(map(int, key.split("/")))): length for key, (length, _) in record.objects.items()}

@@ -178,9 +178,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
     )
 
 
-def shape_stack(
-    name: str, dtype: str, shape: tuple[int, ...], rows: int, layout: Layout, options: Options
-) -> Stack:
+def shape_stack(name: str, dtype: str, shape: tuple[int, ...], rows: int, layout: Layout, options: Options) -> Stack:
     """Choose the chunk and object shapes of a stack whose leaves are cut as `layout` says."""
     itemsize = DTYPES[dtype].itemsize
     cell = cell_shape(layout, shape)
@@ -237,8 +235,7 @@ def _deal(
         loads[process] = loads.get(process, 0) + sizes[i]
         process_of[i] = process
     return tuple(
-        Object(stack, index, box, process_of[i], sizes[i])
-        for i, (stack, index, box, _) in enumerate(unassigned)
+        Object(stack, index, box, process_of[i], sizes[i]) for i, (stack, index, box, _) in enumerate(unassigned)
     )
 
 
@@ -330,9 +327,7 @@ def _step(number: int, stack: Stack, wants: Sequence[Want]) -> ReadStep:
             regions.append(Region(region, tuple(targets[i] for i in served)))
             if len(served) > 1:
                 staged += volume(region) * stack.itemsize
-    held = sum(
-        (run.rows[1] - run.rows[0]) * volume(box) * stack.itemsize for run in runs for box in run.boxes
-    )
+    held = sum((run.rows[1] - run.rows[0]) * volume(box) * stack.itemsize for run in runs for box in run.boxes)
     return ReadStep(number, tuple(runs), tuple(regions), held, staged)
 
 

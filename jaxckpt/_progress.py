@@ -31,9 +31,7 @@ Report = Callable[[int], None]
 
 
 @contextmanager
-def reporting(
-    verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None
-) -> Generator[Report]:
+def reporting(verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None) -> Generator[Report]:
     """A function to call as bytes move; what it shows, if anything, ends with the block."""
     if callable(progress):
         yield _callback(verb, total_bytes, progress)

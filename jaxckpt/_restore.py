@@ -102,9 +102,7 @@ def restore(
     return result
 
 
-def load_numpy(
-    path: str | os.PathLike[str], *, select: Select | None = None, options: Options | None = None
-) -> Tree:
+def load_numpy(path: str | os.PathLike[str], *, select: Select | None = None, options: Options | None = None) -> Tree:
     """Read a checkpoint into host memory, for inference or a look: no mesh, no devices, no JAX backend is started.
 
     Args:
@@ -128,11 +126,7 @@ def load_numpy(
     store = Store.at(path)
     manifest, _ = manifests.load(store)
     selected = selector(select)
-    goals = {
-        number: numpy_goal(manifest, number)
-        for number, leaf in enumerate(manifest.leaves)
-        if selected(leaf.path)
-    }
+    goals = {number: numpy_goal(manifest, number) for number, leaf in enumerate(manifest.leaves) if selected(leaf.path)}
     values = fetch(store, manifest, goals, options or Options())
     return unflatten(manifest.tree, [values.get(number, ABSENT) for number in range(len(manifest.leaves))])
 
@@ -162,9 +156,9 @@ def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: 
         if record.value is not None:
             values[number] = _from_text(record, goal)
             continue
-        assert record.stack is not None and record.row is not None
-        by_row[record.stack, record.row] = goal
-        wants.append(Want(record.stack, record.row, _home(goal, stacks[record.stack], homes).boxes))
+        stack, row = manifest.place(record)
+        by_row[stack, row] = goal
+        wants.append(Want(stack, row, _home(goal, stacks[stack], homes).boxes))
     steps = plan_read(stacks, wants)
     check_stored(store, manifest, stacks, steps)
     total = sum(step.n_bytes for step in steps)
@@ -197,9 +191,7 @@ def _home(goal: Goal, stack: Stack, homes: dict[tuple[Any, ...], _Home]) -> _Hom
     return homes[key]
 
 
-def check_stored(
-    store: Store, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep]
-) -> None:
+def check_stored(store: Store, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> None:
     """Before reading: every object that will be touched is there and of its length, and zarr.json is as it was.
 
     An object that will be read whole must also have its digest: its chunks' checksums tell that they are undamaged,
@@ -238,9 +230,7 @@ def check_stored(
                     f"{store.url}/{manifest.data}/{key} {problem}; it holds {_leaves_at(manifest, number, rows)}"
                 )
     if problems:
-        raise DataError(
-            f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}"
-        )
+        raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
 
 
 def _leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
@@ -251,13 +241,12 @@ def _leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
 
 def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: Options) -> Array:
     """One box of one leaf, as a NumPy array of the stored dtype."""
-    record = manifest.leaves[number]
-    assert record.stack is not None and record.row is not None
+    stack, row = manifest.place(manifest.leaves[number])
     stacks = [found.stack() for found in manifest.stacks]
     if not volume(box):
-        return np.empty(extent(box), DTYPES[stacks[record.stack].dtype])
+        return np.empty(extent(box), DTYPES[stacks[stack].dtype])
     # One step however large: the buffer is the result.
-    steps = plan_read(stacks, [Want(record.stack, record.row, (box,))])
+    steps = plan_read(stacks, [Want(stack, row, (box,))])
     check_stored(store, manifest, stacks, steps)
     ((_, buffers),) = _read(store, manifest, stacks, steps, options, lambda moved: None)
     return buffers[0][0][0]
@@ -300,8 +289,7 @@ def _read(
         array = store.open_array(manifest.data, stack, mapped=options.mmap)
         dtype = DTYPES[stack.dtype]
         buffers = [
-            [aligned_empty((run.rows[1] - run.rows[0], *extent(box)), dtype) for box in run.boxes]
-            for run in step.runs
+            [aligned_empty((run.rows[1] - run.rows[0], *extent(box)), dtype) for box in run.boxes] for run in step.runs
         ]
         reads: list[tuple[Region, Array | None, Pending]] = []
         with store.batch() as batch:
@@ -378,10 +366,7 @@ def _to_devices(
     placed = iter(jax.device_put(hosts, targets))
     for goal, count in pieces:
         parts = [next(placed) for _ in range(count)]
-        if _home(goal, stack, homes).whole:
-            array = parts[0]
-        else:
-            array = _assembled(stack, goal, parts)
+        array = parts[0] if _home(goal, stack, homes).whole else _assembled(stack, goal, parts)
         values[goal.leaf] = _as_key(array, goal, manifest)
 
 
@@ -461,8 +446,6 @@ def _deliver_empty(
         else:
             devices = [device for found in home.devices for device in found]
             boxes = [box for box, found in zip(home.boxes, home.devices, strict=True) for _ in found]
-            parts = [
-                jax.device_put(np.empty(extent(box), dtype), d) for box, d in zip(boxes, devices, strict=True)
-            ]
+            parts = [jax.device_put(np.empty(extent(box), dtype), d) for box, d in zip(boxes, devices, strict=True)]
             array = _assembled(stack, goal, parts)
             values[goal.leaf] = _as_key(array, goal, manifest)

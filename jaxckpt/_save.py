@@ -248,9 +248,7 @@ def _check_metadata(metadata: Any) -> None:
     except (TypeError, ValueError) as error:
         raise InputError(f"metadata must be plain JSON: {error}") from error
     if not same:
-        raise InputError(
-            "metadata must be plain JSON (str keys, lists for tuples): it would not come back equal"
-        )
+        raise InputError("metadata must be plain JSON (str keys, lists for tuples): it would not come back equal")
 
 
 def _previous(store: Store, overwrite: bool) -> bytes | None:
@@ -319,9 +317,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
         if value.is_deleted():
             raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(
-                value
-            )
+            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
         return LeafRecord(leaf.path, "jax"), _stored(value)
     if isinstance(value, np.generic):
         return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
@@ -349,14 +345,10 @@ def _stored(value: Any) -> Any:
     return value
 
 
-def _lay_out(
-    leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Specs, options: Options
-) -> None:
+def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
     """Fill in the layout of each array leaf, and its record's."""
     on_devices = [
-        (leaf.path, leaf.value)
-        for leaf, record in zip(leaves, draft.records, strict=True)
-        if _on_devices(record)
+        (leaf.path, leaf.value) for leaf, record in zip(leaves, draft.records, strict=True) if _on_devices(record)
     ]
     chosen = resolve_specs(specs, on_devices)
     axes = {} if mesh is None else mesh_axes(mesh)
@@ -403,9 +395,7 @@ def _own_spec(sharding: Sharding) -> Spec:
     )
 
 
-def _storage_layout(
-    own: Sharding, stored: Sharding, shape: tuple[int, ...], path: str
-) -> tuple[Layout, bool]:
+def _storage_layout(own: Sharding, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
     """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first."""
     layout = layout_of(((box, process) for _, process, box in placement(stored, shape)), shape)
     if stored == own:
@@ -460,9 +450,7 @@ def _write(
             store.sync_folders(data, stack, [obj.index for obj in mine])
 
 
-def _landed(
-    store: Store, data: str, plan: SavePlan, obj: Object, report: Report
-) -> tuple[int, str, int, str]:
+def _landed(store: Store, data: str, plan: SavePlan, obj: Object, report: Report) -> tuple[int, str, int, str]:
     report(obj.n_bytes)
     length, digest = store.digest(data, plan.stacks[obj.stack], obj.index)
     return obj.stack, "/".join(map(str, obj.index)), length, digest
@@ -578,9 +566,7 @@ def gather(box: Box, sources: Sources) -> Array:
             if common is not None:
                 out[row, *within(common, region)] = np.asarray(piece)[within(common, held)]
                 filled += volume(common)
-        assert filled == volume(region), (
-            f"{filled} of {volume(region)} elements of {region} lie in this process"
-        )
+        assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
     return out
 
 

@@ -85,9 +85,7 @@ class Store:
         try:
             with open(os.path.join(self.folder, key), "rb") as file:
                 if os.fstat(file.fileno()).st_size > _MANIFEST_LIMIT_BYTES:
-                    raise DataError(
-                        f"{self.url}/{key} is over {_MANIFEST_LIMIT_BYTES} bytes: no such file of ours is"
-                    )
+                    raise DataError(f"{self.url}/{key} is over {_MANIFEST_LIMIT_BYTES} bytes: no such file of ours is")
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -137,9 +135,7 @@ class Store:
         try:
             _make_folders(fresh)
             handle = os.open(os.path.join(fresh, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-            with contextlib.suppress(
-                OSError
-            ):  # a file system without locks: then nothing is ever swept on it
+            with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(handle, note)
             os.rename(fresh, os.path.join(self.folder, data))
@@ -259,9 +255,7 @@ class Store:
             raise self._refused("write", key, error) from error
         return text
 
-    def open_array(
-        self, data: str, stack: Stack, *, sync: bool = False, mapped: bool = False
-    ) -> ts.TensorStore:
+    def open_array(self, data: str, stack: Stack, *, sync: bool = False, mapped: bool = False) -> ts.TensorStore:
         """The stack as a tensorstore array. Nothing is read: its metadata is built from the plan or the manifest."""
         spec = {
             "driver": "zarr3",
@@ -362,9 +356,7 @@ class Store:
             yield ts.KvStore.open(self._spec(""), context=_context(sync=True, mapped=False)).result()
 
     def _refused(self, verb: str, key: str, error: OSError) -> StorageError:
-        return StorageError(
-            error.errno or errno.EIO, f"cannot {verb} {self.url}/{key}: {error.strerror or error}"
-        )
+        return StorageError(error.errno or errno.EIO, f"cannot {verb} {self.url}/{key}: {error.strerror or error}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,9 +205,7 @@ def _raise_mismatch(manifest: Manifest, missing: list[str], extra: list[str], la
             if missing or extra
             else "",
             "rename= matches other names" if missing and extra else "",
-            'Options(cast="unsafe") allows lossy casts'
-            if any("lossy" in text for text in layouts.mismatches)
-            else "",
+            'Options(cast="unsafe") allows lossy casts' if any("lossy" in text for text in layouts.mismatches) else "",
         ]
         raise MismatchError(
             f"target and checkpoint differ in {len(problems)} of {len(manifest.leaves)} leaves:\n{listing(problems)}\n"
@@ -219,9 +217,7 @@ def _raise_mismatch(manifest: Manifest, missing: list[str], extra: list[str], la
 class _Layouts:
     """Finds the sharding and dtype of each wanted leaf, and collects what does not fit."""
 
-    def __init__(
-        self, manifest: Manifest, asked: Request, options: Options, wanted: Mapping[str, int]
-    ) -> None:
+    def __init__(self, manifest: Manifest, asked: Request, options: Options, wanted: Mapping[str, int]) -> None:
         self._manifest = manifest
         self._asked = asked
         self._options = options
@@ -232,7 +228,7 @@ class _Layouts:
             if manifest.leaves[number].kind in ("jax", "key")
         ]
         self._specs = resolve_specs(asked.specs, arrays)
-        self._saved: dict[int, Sharding | None | LayoutError] = {}
+        self._saved: dict[int, Sharding | LayoutError | None] = {}
         self.mismatches: list[str] = []
         self._spec_problems: list[str] = []
         self._unavailable: list[str] = []
@@ -242,9 +238,7 @@ class _Layouts:
     def _require_common_axis(self, wanted: Mapping[str, int]) -> None:
         """A mesh that shares no axis name with the saved specs would silently replicate everything."""
         split = {
-            path: spec
-            for path, number in wanted.items()
-            if (spec := self._saved_spec(self._manifest.leaves[number]))
+            path: spec for path, number in wanted.items() if (spec := self._saved_spec(self._manifest.leaves[number]))
         }
         named = {axis for spec in split.values() for entry in spec for axis in entry}
         if named and not named & set(self._axes):
@@ -396,16 +390,12 @@ class _Layouts:
             return NamedSharding(self._asked.mesh, partition_spec(spec))
         return PlannedSharding(tuple(self._axes.items()), spec, self._asked.devices_per_process or 1)
 
-    def _checked(
-        self, path: str, sharding: Sharding, shape: tuple[int, ...]
-    ) -> Sharding | PlannedSharding | None:
+    def _checked(self, path: str, sharding: Sharding, shape: tuple[int, ...]) -> Sharding | PlannedSharding | None:
         """A sharding that the target gave, if the leaf's shape allows it."""
         if isinstance(sharding, NamedSharding):
             axes = dict(sharding.mesh.shape)
             if not isinstance(sharding.mesh, Mesh) and self._asked.devices_per_process is None:
-                self._spec_problems.append(
-                    f"{show(path)}: its sharding is on an AbstractMesh, which has no devices"
-                )
+                self._spec_problems.append(f"{show(path)}: its sharding is on an AbstractMesh, which has no devices")
                 return None
             spec, problem = fit_spec(axes, spec_of(sharding.spec), shape, self._options)
             if problem:
@@ -431,9 +421,7 @@ class _Layouts:
                 self._saved[record.layout] = error
         found = self._saved[record.layout]
         if isinstance(found, LayoutError):
-            self._unavailable.append(
-                f"{show(path)}: {show_layout(*self._manifest.leaf_layout(record))}, i.e. {found}"
-            )
+            self._unavailable.append(f"{show(path)}: {show_layout(*self._manifest.leaf_layout(record))}, i.e. {found}")
             return None
         return found
 

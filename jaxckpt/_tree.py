@@ -308,7 +308,7 @@ def _unflatten(node: Structure, values: Sequence[Any]) -> Tree:
 @functools.lru_cache(maxsize=1024)
 def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
     """One class for each name and fields, so that two restored trees have equal structure."""
-    return cast("Callable[..., Any]", collections.namedtuple(name, fields))  # noqa: PYI024  # pyright: ignore[reportUntypedNamedTuple]
+    return cast("Callable[..., Any]", collections.namedtuple(name, fields))  # pyright: ignore[reportUntypedNamedTuple]
 
 
 def nested(values: Mapping[str, Any]) -> Tree:

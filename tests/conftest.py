@@ -8,8 +8,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import hypothesis
-import pytest
 import processes
+import pytest
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)

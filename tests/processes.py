@@ -40,15 +40,27 @@ class Finished:
 
 class RunPython(Protocol):
     def __call__(
-        self, code: str, *, devices: int = 8, timeout: float = 120, env: Mapping[str, str] | None = None,
-        args: Sequence[str] = (), check: bool = True,
+        self,
+        code: str,
+        *,
+        devices: int = 8,
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+        check: bool = True,
     ) -> str: ...
 
 
 class RunProcesses(Protocol):
     def __call__(
-        self, code: str, *, processes: int, devices_per_process: int, timeout: float = 120,
-        args: Any = None, check: bool = True,
+        self,
+        code: str,
+        *,
+        processes: int,
+        devices_per_process: int,
+        timeout: float = 120,
+        args: Any = None,
+        check: bool = True,
     ) -> list[Finished]: ...
 
 
@@ -64,8 +76,13 @@ def environment(devices: int, env: Mapping[str, str] | None = None) -> dict[str,
 
 
 def run_python(
-    code: str, *, devices: int = 8, timeout: float = 120, env: Mapping[str, str] | None = None,
-    args: Sequence[str] = (), check: bool = True,
+    code: str,
+    *,
+    devices: int = 8,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    args: Sequence[str] = (),
+    check: bool = True,
 ) -> str:
     """Run a program in a child process and return what it printed; fails the test if it fails."""
     (done,) = _finish(
