@@ -133,7 +133,7 @@ def main() -> int:
         path = Path(directory) / "checkpoint"
         info = jaxckpt.save(path, state, mesh=storage, specs=storage_layout)
         console.print(layout_table(state, jaxckpt.open(path)))
-        console.print(f"step 1, loss {loss:.7f}: saved, {info.total_bytes} bytes in {info.files} files")
+        console.print(f"step 1, loss {loss:.7f}: saved, {info.total_bytes} bytes in {info.objects} objects")
         state, loss = train_step(state, places)
         console.print(f"step 2, loss {loss:.7f}: went on without the checkpoint")
 

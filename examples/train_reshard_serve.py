@@ -267,7 +267,7 @@ def train(directory: Path, mesh_name: str) -> dict[str, Any]:
     )
     console.print(
         f"  saved step {SAVE_AT}: {len(jax.tree.leaves(state))} leaves, {info.total_bytes / 1e6:.2f} MB "
-        f"in {info.files} files, {sum(info.seconds.values()):.2f} s"
+        f"in {info.objects} objects, {info.seconds:.2f} s"
     )
 
     state, after = trainer.run(state, STEPS)

@@ -55,7 +55,7 @@ def within(box: Box, origin: Box) -> tuple[slice, ...]:
 
 
 def spec_of(partition_spec: Iterable[object]) -> Spec:
-    """A jax PartitionSpec as plain data. Trailing unsplit dimensions are dropped: they mean the same."""
+    """A jax PartitionSpec as plain data."""
     entries: list[tuple[str, ...]] = []
     for entry in partition_spec:
         if entry is None:
@@ -66,8 +66,6 @@ def spec_of(partition_spec: Iterable[object]) -> Spec:
             entries.append(entry)
         else:
             raise SpecError(f"PartitionSpec entries must be mesh axis names, found {entry!r}")
-    while entries and not entries[-1]:
-        entries.pop()
     return tuple(entries)
 
 
@@ -258,7 +256,7 @@ def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, free: Sequ
 def object_shape(
     cell: Sequence[int], chunk: Sequence[int], itemsize: int, object_bytes: int, free: Sequence[bool]
 ) -> tuple[int, ...]:
-    """Sides of an object of at most `object_bytes` (but at least one chunk): whole chunks, leading dimensions cut first."""
+    """Sides of an object of at most `object_bytes` but at least one chunk, leading dimensions cut first."""
     counts = [math.ceil(max(1, n) / side) for n, side in zip(cell, chunk, strict=True)]
     whole_counts = tuple(counts)
     chunk_volume = math.prod(chunk) * itemsize

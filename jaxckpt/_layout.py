@@ -176,7 +176,7 @@ def _memory_kind(sharding: Sharding) -> str | None:
 
 
 def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
-    """The sharding that a layout record tells of, on this machine's devices; None for uncommitted. Raises LayoutError."""
+    """The sharding of a layout record on this machine's devices, None for uncommitted. Raises LayoutError."""
     record = manifest.layouts[layout]
     if record.opaque:
         raise LayoutError("a sharding over several devices that is no NamedSharding")

@@ -35,7 +35,7 @@ from jaxckpt._errors import (
     TreeError,
     listing,
 )
-from jaxckpt._grid import Box, Layout, Spec, contains, extent, intersection, layout_of, volume, within
+from jaxckpt._grid import Box, Layout, Spec, contains, extent, intersection, layout_of, spec_of, volume, within
 from jaxckpt._layout import (
     LayoutTable,
     Specs,
@@ -69,14 +69,20 @@ class SaveInfo:
     process_bytes: tuple[int, ...]
     """Bytes of array data that each process wrote."""
 
+    objects: int
+    """Objects that hold the array data."""
+
     files: int
     """Files of the checkpoint: objects, one zarr.json a stack, and the manifest."""
 
     stored_bytes: int
     """Bytes of the objects, checksums and indexes included."""
 
-    seconds: Mapping[str, float]
-    """Seconds of each phase in this process: "plan", "begin", "write", "publish"."""
+    seconds: float
+    """Seconds that the call took in this process."""
+
+    phase_seconds: Mapping[str, float]
+    """Seconds of each phase of it: "plan", "begin", "write", "publish"."""
 
 
 def save(
@@ -168,8 +174,10 @@ def save(
         len(draft.records),
         sum(loads.values()),
         tuple(loads.get(process, 0) for process in range(group.count)),
+        len(plan.objects),
         len(plan.objects) + len(plan.stacks) + 1,
         stored_bytes,
+        sum(clock.laps.values()),
         clock.laps,
     )
 
@@ -287,7 +295,7 @@ _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
 
 
 def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options) -> _Draft:
-    """Flatten a tree and find how each leaf will be stored. Raises TreeError or SpecError, listing all leaves at fault."""
+    """Flatten a tree and find how each leaf will be stored. TreeError and SpecError list all leaves at fault."""
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
     leaves, structure = flatten(tree)
@@ -389,10 +397,7 @@ def _on_devices(record: LeafRecord) -> bool:
 
 
 def _own_spec(sharding: Sharding) -> Spec:
-    return tuple(
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for entry in (sharding.spec if isinstance(sharding, NamedSharding) else ())
-    )
+    return spec_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
 def _storage_layout(own: Sharding, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:

@@ -164,7 +164,7 @@ class Store:
         return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        """Make `manifest`, of the data folder `data`, the manifest: atomically, if it still is `previous`. Process 0."""
+        """Put `manifest`, of the data folder `data`, in the place of `previous`, atomically. Process 0."""
         if self.folder is None:
             self._publish_remote(manifest, previous)
             return

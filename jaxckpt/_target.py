@@ -361,7 +361,8 @@ class _Layouts:
         except (TypeError, ValueError, OverflowError):
             pass
         self.mismatches.append(
-            f"{show(path)} is {record.kind} {record.value} in the checkpoint, {wanted.dtype} in the target: a lossy cast"
+            f"{show(path)} is {record.kind} {record.value} in the checkpoint, {wanted.dtype} in the target:"
+            " a lossy cast"
         )
         return np.dtype(wanted.dtype)
 

@@ -373,7 +373,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def renamer(rename: Callable[[str], str] | Mapping[str, str] | None) -> Callable[[str], str]:
-    """Saved path → wanted path. A mapping's keys are paths of leaves or of containers; the longest that fits is used."""
+    """Saved path → wanted path. A mapping names leaves or containers; the longest name that fits is used."""
     if rename is None:
         return lambda path: path
     if callable(rename):
