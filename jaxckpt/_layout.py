@@ -119,6 +119,15 @@ def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
     return tuple((device, device.process_index, box) for device, box in sharding_boxes(sharding, shape))  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def addressable_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
+    """(device, box) of this process's devices, in the order in which `jax.Array.addressable_data` numbers them."""
+    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
+    return [
+        (device, tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True)))
+        for device, index in indices.items()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedSharding:
     """A layout on a mesh that need not exist on this machine: axis sizes, a spec, and devices in each process."""

@@ -17,7 +17,7 @@ from jaxckpt import _manifest as manifests
 from jaxckpt._coord import Group
 from jaxckpt._errors import DataError, PeersDisagreeError, listing
 from jaxckpt._grid import Box, extent, intersection, volume, whole, within
-from jaxckpt._layout import Specs
+from jaxckpt._layout import Specs, addressable_boxes
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadStep, Region, Stack, Want, indexed_objects_of, plan_read
@@ -172,9 +172,8 @@ def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
     """Each distinct box that this process's devices want, with those devices."""
     found: dict[Box, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        box = tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
-        found.setdefault(box, []).append(device)  # pyright: ignore[reportArgumentType]
+    for device, box in addressable_boxes(sharding, shape):
+        found.setdefault(box, []).append(device)
     return found
 
 

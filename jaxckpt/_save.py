@@ -35,10 +35,11 @@ from jaxckpt._errors import (
     TreeError,
     listing,
 )
-from jaxckpt._grid import Box, Layout, Spec, contains, extent, intersection, layout_of, spec_of, volume, within
+from jaxckpt._grid import Box, Layout, Spec, contains, extent, intersection, layout_of, spec_of, volume, whole, within
 from jaxckpt._layout import (
     LayoutTable,
     Specs,
+    addressable_boxes,
     by_axis_name,
     covers,
     fit_spec,
@@ -445,10 +446,10 @@ def _write(
         stack = plan.stacks[number]
         mine = [obj for obj in objects if obj.process == process]
         array = store.open_array(data, stack, sync=options.sync)
-        for obj, sources in _with_sources(plan, draft, number, objects, mine):
+        for obj, values in _with_values(plan, draft, number, objects, mine):
             for done in flights.make_room(obj.n_bytes):
                 yield _landed(store, data, plan, done, report)
-            flights.launch(obj, store.write(array, obj.box, gather(obj.box, sources)))
+            flights.launch(obj, store.write(array, obj.box, gather(obj.box, values)))
         for done in flights.land_all():
             yield _landed(store, data, plan, done, report)
         if options.sync and mine:
@@ -490,14 +491,14 @@ class _Flights:
         return obj
 
 
-Sources = Sequence[Sequence[tuple[Box, Any]]]
-"""For each row of an object, the pieces of that leaf which lie in this process: (box, array)."""
+Value = Any
+"""A leaf's jax.Array or NumPy array."""
 
 
-def _with_sources(
+def _with_values(
     plan: SavePlan, draft: _Draft, stack: int, objects: Sequence[Object], mine: Sequence[Object]
-) -> Iterator[tuple[Object, Sources]]:
-    """This process's objects of a stack with their rows' sources.
+) -> Iterator[tuple[Object, list[Value]]]:
+    """This process's objects of a stack with the leaves in their rows.
 
     Leaves that must be exchanged are, row of objects by row of objects, by all processes in the same order.
     """
@@ -506,10 +507,10 @@ def _with_sources(
         for obj, ahead in itertools.zip_longest(mine, mine[1:]):
             if ahead is not None:
                 _prefetch(draft, members[ahead.box[0][0] : ahead.box[0][1]])
-            yield obj, [pieces(draft.values[leaf]) for leaf in members[obj.box[0][0] : obj.box[0][1]]]
+            yield obj, [draft.values[leaf] for leaf in members[obj.box[0][0] : obj.box[0][1]]]
         return
     for rows in sorted({obj.box[0] for obj in objects}):
-        exchanged = [pieces(_replicated(draft.values[leaf])) for leaf in members[rows[0] : rows[1]]]
+        exchanged = [_replicated(draft.values[leaf]) for leaf in members[rows[0] : rows[1]]]
         for obj in mine:
             if obj.box[0] == rows:
                 yield obj, exchanged
@@ -522,8 +523,8 @@ def _prefetch(draft: _Draft, leaves: Sequence[int]) -> None:
     for leaf in leaves:
         value = draft.values[leaf]
         if isinstance(value, jax.Array):
-            for _, piece in pieces(value):
-                piece.copy_to_host_async()
+            for _, number in _held(value):
+                value.addressable_data(number).copy_to_host_async()
 
 
 @functools.cache
@@ -537,42 +538,51 @@ def _replicated(value: Any) -> Any:
     return jax.block_until_ready(replicated)
 
 
-def pieces(value: Any) -> list[tuple[Box, Any]]:
-    """(box, array) of each distinct piece of a leaf in this process; the whole of a NumPy array."""
-    if not isinstance(value, jax.Array):
-        return [(tuple((0, n) for n in value.shape), value)]
-    return [(box, value.addressable_data(number)) for box, number in _own_boxes(value.sharding, value.shape)]
+def _held(value: Value) -> tuple[tuple[Box, int], ...]:
+    """Each distinct box of a leaf in this process, with the number by which `addressable_data` knows it."""
+    if isinstance(value, jax.Array):
+        return _held_boxes(value.sharding, value.shape)
+    return ((whole(value.shape), 0),)
 
 
 @functools.lru_cache(maxsize=4096)
-def _own_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Box, int]]:
-    """Each distinct box in this process with the number by which `addressable_data` knows it."""
+def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, int], ...]:
     numbers: dict[Box, int] = {}
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    for number, index in enumerate(indices):
-        box = tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
-        numbers.setdefault(box, number)  # pyright: ignore[reportArgumentType]
-    return list(numbers.items())
+    for number, (_, box) in enumerate(addressable_boxes(sharding, shape)):
+        numbers.setdefault(box, number)
+    return tuple(numbers.items())
 
 
-def gather(box: Box, sources: Sources) -> Array:
-    """The data of a box of rows. Where it is one box of one piece it stays where it lies."""
+def _on_host(value: Value, number: int) -> Array:
+    """A piece as NumPy: where JAX keeps it in host memory, that memory itself."""
+    return np.asarray(value.addressable_data(number) if isinstance(value, jax.Array) else value)
+
+
+def gather(box: Box, values: Sequence[Value]) -> Array:
+    """The data of a box of rows: where it lies, if that is one piece of one leaf; else copied together."""
     region = box[1:]
-    if len(sources) == 1:
-        for held, piece in sources[0]:
+    if len(values) == 1:
+        for held, number in _held(values[0]):
             if contains(held, region):
-                return np.asarray(piece)[within(region, held)][None]
-    first = sources[0][0][1]
-    out = aligned_empty((len(sources), *extent(region)), np.dtype(first.dtype))
-    for row, found in enumerate(sources):
-        filled = 0
-        for held, piece in found:
-            common = intersection(held, region)
-            if common is not None:
-                out[row, *within(common, region)] = np.asarray(piece)[within(common, held)]
-                filled += volume(common)
-        assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
+                return _on_host(values[0], number)[within(region, held)][None]
+    out = aligned_empty((len(values), *extent(region)), np.dtype(values[0].dtype))
+    known: tuple[tuple[Box, int], ...] = ()
+    cuts: list[tuple[tuple[slice, ...], tuple[slice, ...], int]] = []
+    for row, value in enumerate(values):
+        held = _held(value)
+        if held is not known:  # rows of one sharding share the very same tuple
+            known, cuts = held, _cuts(held, region)
+        for there, here, number in cuts:
+            out[(row, *there)] = _on_host(value, number)[here]
     return out
+
+
+def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[tuple[slice, ...], tuple[slice, ...], int]]:
+    """(where in the region, where in the piece, the piece's number) of each piece that has part of a region."""
+    parts = [(common, box, number) for box, number in held if (common := intersection(box, region)) is not None]
+    filled = sum(volume(common) for common, _, _ in parts)
+    assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
+    return [(within(common, region), within(common, box), number) for common, box, number in parts]
 
 
 # The manifest ---------------------------------------------------------------------------------------------

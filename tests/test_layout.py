@@ -1,0 +1,59 @@
+"""JAX shardings as boxes, recorded and brought back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt._layout import addressable_boxes, covers, placement
+
+
+def shardings() -> list[Sharding]:
+    devices = np.array(jax.devices())
+    permuted = devices[np.random.default_rng(0).permutation(8)]
+    return [
+        NamedSharding(Mesh(devices.reshape(2, 4), ("a", "b")), P("a", "b")),
+        NamedSharding(Mesh(permuted.reshape(4, 2), ("a", "b")), P("b", None)),
+        NamedSharding(Mesh(permuted.reshape(2, 4), ("a", "b")), P(("b", "a"))),
+        NamedSharding(Mesh(devices[::-1][:3], ("a",)), P()),
+        SingleDeviceSharding(jax.devices()[5]),
+    ]
+
+
+@pytest.mark.parametrize("sharding", shardings(), ids=str)
+def test_boxes_are_numbered_as_addressable_data_numbers_them(sharding: Sharding) -> None:
+    whole = np.arange(16 * 8).reshape(16, 8)
+    array = jax.device_put(whole, sharding)
+    for number, (device, box) in enumerate(addressable_boxes(sharding, array.shape)):
+        piece = array.addressable_data(number)
+        assert piece.devices() == {device}
+        np.testing.assert_array_equal(piece, whole[tuple(slice(*side) for side in box)])
+
+
+@pytest.mark.parametrize("sharding", shardings(), ids=str)
+def test_a_placement_covers_the_array(sharding: Sharding) -> None:
+    found = placement(sharding, (16, 8))
+    assert {device for device, _, _ in found} == sharding.device_set
+    assert {process for _, process, _ in found} == {0}
+    boxes = {box for _, _, box in found}
+    assert covers(boxes, ((0, 16), (0, 8)))
+    assert not covers(list(boxes)[1:], ((0, 16), (0, 8)))
+
+
+def test_a_sharding_read_back_is_equal_to_the_letter(tmp_path: object) -> None:
+    import jaxckpt
+
+    tree = {
+        f"{number}": jax.device_put(jnp.arange(128.0).reshape(16, 8), sharding)
+        for number, sharding in enumerate(shardings())
+    }
+    explicit = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    tree["explicit"] = jax.device_put(jnp.ones((4, 4)), NamedSharding(explicit, P("a", None)))
+    jaxckpt.save(f"{tmp_path}/ckpt", tree)
+    restored = jaxckpt.restore(f"{tmp_path}/ckpt")
+    for name, leaf in tree.items():
+        assert restored[name].sharding == leaf.sharding, name
