@@ -1,4 +1,4 @@
-"""docs/format.md is true: its own reader reads every kind of leaf, and what is written by its words alone is read here."""
+"""docs/format.md is true: its reader reads every kind of leaf, and what is written by its words alone is read here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pickle.dump(leaves, open(result, "wb"))
 
 
 def read_with_zarr(path: Path) -> dict[str, Any]:
-    """Every leaf as the reader of docs/format.md reads it, in a process that can import neither jaxckpt nor tensorstore."""
+    """Every leaf as the page's reader reads it, in a process that can import neither jaxckpt nor tensorstore."""
     result = path.parent / f"{path.name}.pickle"
     subprocess.run([sys.executable, "-c", CHILD, str(path), str(result)], check=True, timeout=120)
     return pickle.loads(result.read_bytes())
@@ -89,8 +89,7 @@ def tree_of_all_kinds() -> dict[str, Any]:
     [
         jaxckpt.Options(),
         jaxckpt.Options(compression="zstd"),
-        # Objects that hold several chunks, and stick out of the array by whole chunks.
-        jaxckpt.Options(object_bytes=3 * 16 * 24 * 4, chunk_bytes=700),
+        jaxckpt.Options(object_bytes=4000, chunk_bytes=700),
         jaxckpt.Options(object_bytes=1000, chunk_bytes=100, compression="zstd"),
     ],
     ids=["default", "zstd", "small", "tiny_zstd"],
@@ -191,9 +190,10 @@ def zarr_json(stack: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_seal_digests_and_zarr_json_are_as_the_page_says(tmp_path: Path, compression: Any) -> None:
-    tree = tree_of_all_kinds()
-    # Eleven rows, four to an object: the last object's fourth place lies outside of the array.
-    options = jaxckpt.Options(object_bytes=4 * 16 * 24 * 4, chunk_bytes=16 * 24 * 4, compression=compression)
+    # Five rows of one chunk each, three to an object: the second object's third chunk lies outside of the array.
+    rows = [np.full((64, 64), number, np.float32) for number in range(5)]
+    tree = {**tree_of_all_kinds(), "rows": rows}
+    options = jaxckpt.Options(object_bytes=3 * 16384, chunk_bytes=16384, compression=compression)
     jaxckpt.save(tmp_path, tree, options=options)
     content = (tmp_path / "manifest.json").read_bytes()
     require_seal(content)
