@@ -17,9 +17,9 @@ Orbax compresses by default; `use_compression=False` is measured too, so that th
 
 The floor is the same number of bytes as one plain file: written without and with fsync, and read into fresh memory.
 
-The process starts itself again with MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_. On small virtual machines memory
-that a process frees goes back to the host, and touching it again is slow; with these settings glibc keeps what was
-once touched, and what is measured is the libraries, not the hypervisor. All contestants run under them.
+The process starts itself again with MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_. On small virtual machines
+memory that a process frees goes back to the host, and touching it again is slow; with these settings glibc keeps
+what was once touched, and what is measured is the libraries, not the hypervisor. All contestants run under them.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--leaves", type=int, default=2000)
     parser.add_argument("--dir", type=Path, help="folder to write below; by default a temporary one on the disk")
-    parser.add_argument("--json", type=Path, help="where the result goes; by default results/small_leaves.json")
+    parser.add_argument("--json", type=Path, help="where the result goes; by default results/small_leaves-<date>.json")
     arguments = parser.parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)
     console = Console(width=None if sys.stdout.isatty() else 100)
@@ -291,7 +291,7 @@ def main() -> None:
     show(result, console)
     known = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {where}; {known}")
-    out = arguments.json or RESULTS / "small_leaves.json"
+    out = arguments.json or RESULTS / f"small_leaves-{result['date']}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"written to {out}")

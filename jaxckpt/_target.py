@@ -98,6 +98,15 @@ class _SavedLeaf:
     spec: Spec
 
 
+def selected_leaves(manifest: Manifest, select: Select | None) -> set[int]:
+    """Numbers of the leaves that `select` selects by their saved paths. Raises TreeError if there is none."""
+    selected = selector(select)
+    chosen = {number for number, leaf in enumerate(manifest.leaves) if selected(leaf.path)}
+    if not chosen and manifest.leaves:
+        raise TreeError(f"select={select!r} matches none of the {len(manifest.leaves)} leaves")
+    return chosen
+
+
 def resolve(manifest: Manifest, asked: Request, options: Options) -> tuple[dict[int, Goal], Build]:
     """Match the target with the checkpoint: what becomes of each leaf, and how the tree is built of them.
 
@@ -105,12 +114,9 @@ def resolve(manifest: Manifest, asked: Request, options: Options) -> tuple[dict[
     """
     if asked.specs is not None and asked.mesh is None:
         raise InputError("specs= needs mesh=: the mesh that the specs are of")
-    selected = selector(asked.select)
-    chosen = {leaf.path: number for number, leaf in enumerate(manifest.leaves) if selected(leaf.path)}
-    if asked.select is not None and not chosen and manifest.leaves:
-        raise TreeError(f"select={asked.select!r} matches none of the {len(manifest.leaves)} leaves")
+    chosen = selected_leaves(manifest, asked.select)
     structure, found = _renamed(manifest, asked.rename)
-    wanted = {path: number for path, number in found.items() if manifest.leaves[number].path in chosen}
+    wanted = {path: number for path, number in found.items() if number in chosen}
     layouts = _Layouts(manifest, asked, options, wanted)
     if asked.target is None:
         goals = {number: layouts.saved_goal(path, number) for path, number in wanted.items()}
@@ -354,7 +360,7 @@ class _Layouts:
         try:
             if (
                 self._options.cast == "unsafe"
-                or bool(np.asarray(value).astype(wanted.dtype) == value)
+                or np.asarray(value).astype(wanted.dtype).item() == value
                 or value != value
             ):
                 return np.dtype(wanted.dtype)
