@@ -362,7 +362,7 @@ def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Sp
     chosen = resolve_specs(specs, on_devices)
     axes = {} if mesh is None else mesh_axes(mesh)
     problems: list[str] = []
-    layouts: dict[tuple[Sharding, Sharding, tuple[int, ...]], tuple[Layout, bool]] = {}
+    layouts: dict[tuple[Sharding | None, Sharding, tuple[int, ...]], tuple[Layout, bool]] = {}
     for number, value in draft.values.items():
         record = draft.records[number]
         if not isinstance(value, jax.Array):
@@ -370,6 +370,7 @@ def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Sp
             draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout))
             continue
         sharding, committed = value.sharding, value.committed
+        own = sharding if committed else None
         if mesh is not None:
             spec = chosen.get(record.path)
             spec = by_axis_name(_own_spec(sharding), axes) if spec is None else spec
@@ -379,7 +380,7 @@ def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Sp
                 continue
             sharding, committed = NamedSharding(mesh, partition_spec(spec)), True
         if committed:
-            key = (value.sharding, sharding, value.shape)
+            key = (own, sharding, value.shape)
             if key not in layouts:
                 layouts[key] = _storage_layout(*key, record.path)
             layout, moved = layouts[key]
@@ -401,10 +402,13 @@ def _own_spec(sharding: Sharding) -> Spec:
     return spec_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
-def _storage_layout(own: Sharding, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
-    """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first."""
+def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
+    """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first.
+
+    `own` is None for an uncommitted leaf: every process has the whole of it.
+    """
     layout = layout_of(((box, process) for _, process, box in placement(stored, shape)), shape)
-    if stored == own:
+    if own is None or stored == own:
         return layout, False
     held: dict[int, set[Box]] = {}
     for _, process, box in placement(own, shape):

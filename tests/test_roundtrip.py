@@ -77,9 +77,9 @@ shapes = st.one_of(
 
 
 def bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    """Random bits of a dtype, NaN payloads, subnormals and negative zeros among them; only valid ones of bool and int4."""
+    """Random bits of a dtype: NaN payloads, subnormals, negative zeros; but valid ones of bool and of narrow types."""
     random = np.random.default_rng(seed)
-    if dtype == bool:
+    if dtype.kind == "b":
         return random.integers(0, 2, shape).astype(bool)
     if dtype.name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn"):
         low, high = {"int2": (-2, 2), "int4": (-8, 8), "uint2": (0, 4), "uint4": (0, 16)}.get(dtype.name, (-2, 3))

@@ -1,0 +1,302 @@
+"""Many real processes under jax.distributed: who writes what, who reads what, and what happens when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from processes import Finished, RunProcesses, RunPython
+
+import jaxckpt
+
+# A tree with replicated, partly replicated and sharded leaves on 8 devices, and leaves of the host.
+TREE = """
+import jax.numpy as jnp, numpy as np, jaxckpt, os
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def value(name, shape):
+    return np.random.default_rng(sum(map(ord, name))).standard_normal(shape).astype(np.float32)
+
+SHAPES = {
+    "replicated": ((512, 256), P()),
+    "embed": ((640, 96), P()),
+    "rows": ((512, 512), P("data")),
+    "columns": ((512, 512), P(None, "model")),
+    "both": ((512, 512), P("data", "model")),
+    "together": ((1024, 64), P(("data", "model"))),
+    **{f"bias{i}": ((384,), P()) for i in range(20)},
+    **{f"norm{i}": ((256,), P("model")) for i in range(20)},
+}
+
+def make(mesh):
+    def one(name, shape, spec):
+        whole = value(name, shape)
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: whole[index])
+    tree = {name: one(name, shape, spec) for name, (shape, spec) in SHAPES.items()}
+    return tree | {"host": value("host", (33,)), "step": 7, "count": jnp.int32(3), "key": jax.random.key(5)}
+
+def check(tree):
+    for name, (shape, _) in SHAPES.items():
+        whole = value(name, shape)
+        for shard in tree[name].addressable_shards:
+            assert np.array_equal(shard.data, whole[shard.index]), name
+    assert np.array_equal(tree["host"], value("host", (33,)))
+    assert tree["step"] == 7 and tree["count"] == 3
+    assert np.array_equal(jax.random.key_data(tree["key"]), jax.random.key_data(jax.random.key(5)))
+
+def mesh_of(*sizes, devices=None):
+    return Mesh(np.array(devices or jax.devices()).reshape(sizes), ("data", "model"))
+"""
+
+
+def printed(done: Finished) -> dict[str, object]:
+    """The JSON object that a process printed last."""
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_four_save_two_restore_one_reads(run_processes: RunProcesses, run_python: RunPython, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    saved = run_processes(
+        TREE
+        + """
+import json
+info = jaxckpt.save(args, make(mesh_of(2, 4)))
+print(json.dumps({"total": info.total_bytes, "each": info.process_bytes}))
+""",
+        processes=4,
+        devices_per_process=2,
+        args=path,
+    )
+    assert len({done.stdout.splitlines()[-1] for done in saved}) == 1
+    info = printed(saved[0])
+    each = info["each"]
+    assert isinstance(each, list)
+    unique = sum(leaf.nbytes for leaf in jaxckpt.open(path).leaves.values())
+    assert info["total"] == sum(each) == unique, "every byte is written once"
+    assert max(each) <= 1.05 * sum(each) / 4, "the busiest process writes at most 5 % more than the mean"
+    on_disk = sum(file.stat().st_size for file in Path(path).rglob("c/**/*") if file.is_file())
+    assert unique <= on_disk <= 1.01 * unique
+
+    counted = run_processes(
+        TREE
+        + """
+import json, tensorstore
+name = "/tensorstore/kvstore/file/bytes_read"
+mesh = mesh_of(2, 2)
+tree = jaxckpt.restore(args, mesh=mesh, options=jaxckpt.Options(mmap=False))
+read = sum(v["value"] for m in tensorstore.experimental_collect_matching_metrics(name) for v in m["values"])
+check(tree)
+assert tree["both"].sharding == NamedSharding(mesh, P("data", "model"))
+plan = jaxckpt.open(args).plan(mesh=mesh).processes[process_id].cost
+print(json.dumps({"read": read, "planned": plan.read_bytes, "needed": plan.needed_bytes}))
+""",
+        processes=2,
+        devices_per_process=2,
+        args=path,
+    )
+    for done in counted:
+        figures = printed(done)
+        assert figures["read"] == figures["planned"], "each chunk that a process needs is read once, and no other"
+
+    run_python(
+        TREE.replace("import jax.numpy", "import jax, jax.numpy")
+        + f"""
+from jax._src import xla_bridge
+tree = jaxckpt.load_numpy({path!r})
+assert not xla_bridge._backends, "load_numpy must not start a backend"
+for name, (shape, _) in SHAPES.items():
+    assert np.array_equal(tree[name], value(name, shape)), name
+""",
+        devices=1,
+    )
+
+
+STATE = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxckpt, sys
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def state():
+    random = np.random.default_rng(0)
+    params = {
+        "embed": random.standard_normal((448, 112)).astype(np.float32),
+        "layers": [{"w": random.standard_normal((112, 448)).astype("bfloat16"), "b": np.arange(448.0, dtype=np.float32)}
+                   for _ in range(3)],
+    }
+    params = jax.tree.map(jnp.asarray, params)
+    return {"params": params, "opt": optax.adam(1e-3).init(params), "step": jnp.int32(12)}
+
+def spec(path, leaf):
+    return P("data", "model") if leaf.ndim == 2 else P("model") if leaf.ndim == 1 else P()
+"""
+
+
+def test_sixty_four_devices_to_fifty_six_and_to_one(run_python: RunPython, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    run_python(
+        STATE
+        + f"""
+mesh = Mesh(np.array(jax.devices()).reshape(8, 8), ("data", "model"))
+tree = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec("", leaf))), state())
+info = jaxckpt.save({path!r}, tree)
+assert len(jax.devices()) == 64
+""",
+        devices=64,
+    )
+    for devices, shape in ((56, (7, 8)), (1, (1, 1))):
+        run_python(
+            STATE
+            + f"""
+mesh = Mesh(np.array(jax.devices()).reshape{shape}, ("data", "model"))
+target = jax.eval_shape(state)
+tree = jaxckpt.restore({path!r}, target, mesh=mesh)
+assert jax.tree.structure(tree) == jax.tree.structure(target)
+for got, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(state()), strict=True):
+    assert got.sharding == NamedSharding(mesh, jax.tree.leaves(got.sharding.spec) and got.sharding.spec or P())
+    assert len(got.sharding.device_set) == {devices}
+    assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
+    if got.ndim == 2:
+        assert got.sharding.spec == P("data", "model")
+""",
+            devices=devices,
+        )
+
+
+def test_a_storage_mesh_of_the_first_process_has_it_write_all(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(
+        TREE
+        + """
+import json
+everyone, first = mesh_of(2, 4), mesh_of(2, 2, devices=jax.devices()[:4])
+tree = make(everyone)
+info = jaxckpt.save(args, tree, mesh=first, specs=lambda path, leaf: P("data") if leaf.ndim == 2 else P())
+restored = jaxckpt.restore(args, mesh=everyone)
+check(restored)
+assert restored["both"].sharding == NamedSharding(everyone, P("data"))
+print(json.dumps({"total": info.total_bytes, "each": info.process_bytes}))
+""",
+        processes=2,
+        devices_per_process=4,
+        args=str(tmp_path / "ckpt"),
+    )
+    for process in done:
+        info = printed(process)
+        assert info["each"] == [info["total"], 0]
+
+
+def test_a_path_that_is_not_shared_is_found_before_data_is_written(run_processes: RunProcesses, tmp_path: Path) -> None:
+    run_processes(
+        TREE
+        + """
+try:
+    jaxckpt.save(f"{args}/of-process-{process_id}", make(mesh_of(2, 2)))
+except jaxckpt.PathNotSharedError as error:
+    assert "process 1 does not see" in str(error)
+else:
+    raise SystemExit("saved")
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path),
+    )
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_one_processs_failure_is_raised_by_all_and_the_next_save_works(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    done = run_processes(
+        TREE
+        + """
+import errno
+from jaxckpt._store import Store
+mesh, path = mesh_of(2, 2), args + "/ckpt"
+jaxckpt.save(path, make(mesh))
+options = jaxckpt.Options(timeout_seconds=20)
+
+def attempt(tree, **more):
+    try:
+        jaxckpt.save(path, tree, overwrite=True, options=options)
+    except jaxckpt.JaxckptError as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        raise SystemExit("saved")
+    check(jaxckpt.restore(path))
+
+spoilt = make(mesh)
+if process_id == 1:
+    spoilt["both"].delete()
+attempt(spoilt)
+
+other = make(mesh)
+if process_id == 1:
+    other["host"] = other["host"][:3]
+attempt(other)
+
+write = Store.write
+def refuse(self, array, box, source):
+    raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
+if process_id == 1:
+    Store.write = refuse
+attempt(make(mesh))
+Store.write = write
+jaxckpt.save(path, make(mesh), overwrite=True)
+check(jaxckpt.restore(path))
+assert len([name for name in os.listdir(path) if name.startswith("data-")]) == 1
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path),
+    )
+    for number, process in enumerate(done):
+        lines = [line for line in process.stdout.splitlines() if "Error:" in line]
+        kinds = [line.split(":")[0] for line in lines]
+        own = ["TreeError", "PeersDisagreeError", "StorageError"]
+        assert kinds == (own if number == 1 else ["PeerFailedError", "PeersDisagreeError", "PeerFailedError"])
+        assert number == 1 or all("process 1" in lines[i] for i in (0, 2))
+        assert number == 1 or "no space left" in lines[2]
+        assert "[1]" in lines[1]
+
+
+@pytest.mark.parametrize("how", ["never calls", "dies", "is stopped"])
+def test_a_silent_process_is_named_within_the_timeout(run_processes: RunProcesses, tmp_path: Path, how: str) -> None:
+    done = run_processes(
+        TREE
+        + """
+import os, signal, time
+from jaxckpt import _save
+from jaxckpt._store import Store
+path, how = args
+tree = make(mesh_of(2, 2))
+if process_id == 1:
+    if how == "never calls":
+        time.sleep(12)
+        os._exit(0)
+    pid = os.getpid()
+    if os.fork() == 0:  # comes back to life after the other has given up
+        time.sleep(15)
+        os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+    Store.write = lambda *_: os.kill(pid, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+begun = time.monotonic()
+try:
+    jaxckpt.save(path, tree, options=jaxckpt.Options(timeout_seconds=4))
+except jaxckpt.PeerTimeoutError as error:
+    assert "process 1 of 2" in str(error), error
+    print("named", round(time.monotonic() - begun, 1), flush=True)
+os._exit(0)  # JAX would wait for the other at exit
+""",
+        processes=2,
+        devices_per_process=2,
+        args=[str(tmp_path / "ckpt"), how],
+        timeout=60,
+        check=False,
+    )
+    assert done[0].returncode == 0, str(done[0])
+    assert "named" in done[0].stdout, str(done[0])
+    seconds = float(done[0].stdout.split("named")[1].split()[0])
+    assert 3 < seconds < 12
+    with pytest.raises(jaxckpt.NotACheckpointError):
+        jaxckpt.open(tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists() or os.listdir(tmp_path / "ckpt") == []
