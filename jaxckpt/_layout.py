@@ -205,7 +205,12 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         sharding = SingleDeviceSharding(devices[record.device])
     else:
         return None
-    return sharding.with_memory_kind(record.memory) if record.memory else sharding
+    if record.memory is None:
+        return sharding
+    try:
+        return sharding.with_memory_kind(record.memory)
+    except ValueError as error:
+        raise LayoutError(f"memory of kind {record.memory!r}: {error}") from error
 
 
 def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from jaxckpt._errors import ManifestError, NotACheckpointError, listing
-from jaxckpt._grid import Spec
+from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
 from jaxckpt._store import MANIFEST, Store, object_key, zarr_json
-from jaxckpt._tree import DTYPES, Structure, decode_value, show, walk
+from jaxckpt._tree import DTYPES, Structure, decode_value, encode_value, show, walk
 
 FORMAT = "jaxckpt"
 VERSION = 1
@@ -239,8 +239,10 @@ def _problems(manifest: Manifest) -> Any:
     for number, mesh in enumerate(manifest.meshes):
         if any(size < 1 for size in mesh.axes.values()) or math.prod(mesh.axes.values()) != len(mesh.devices):
             yield f"mesh {number} has axes {mesh.axes} for {len(mesh.devices)} devices"
-        if len(mesh.types) != len(mesh.axes):
-            yield f"mesh {number} has {len(mesh.types)} axis types for {len(mesh.axes)} axes"
+        if len(set(mesh.devices)) != len(mesh.devices):
+            yield f"mesh {number} names a device twice"
+        if len(mesh.types) != len(mesh.axes) or not set(mesh.types) <= {"Auto", "Explicit", "Manual"}:
+            yield f"mesh {number} has axis types {mesh.types} for axes {list(mesh.axes)}"
     for number, layout in enumerate(manifest.layouts):
         if layout.mesh is not None and not 0 <= layout.mesh < len(manifest.meshes):
             yield f"layout {number} is on mesh {layout.mesh}, of {len(manifest.meshes)}"
@@ -257,25 +259,33 @@ def _problems(manifest: Manifest) -> Any:
     if [number for _, number in found] != list(range(len(manifest.leaves))):
         yield f"tree names other leaves than the {len(manifest.leaves)} listed"
         return
+    if len({path for path, _ in found}) != len(found):
+        yield "several leaves share a path"
     rows: dict[tuple[int, int], str] = {}
+    fitting: set[tuple[int, int]] = set()
     for (path, _), leaf in zip(found, manifest.leaves, strict=True):
         if path != leaf.path:
             yield f"leaf {show(leaf.path)} stands at {show(path)} in the tree"
-        problem = _leaf_problem(manifest, leaf, rows)
+        problem = _leaf_problem(manifest, leaf, rows, fitting)
         if problem:
             yield f"leaf {show(leaf.path)} {problem}"
     if len(rows) != sum(stack.rows for stack in manifest.stacks):
         yield f"{len(rows)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
 
 
-def _leaf_problem(manifest: Manifest, leaf: LeafRecord, rows: dict[tuple[int, int], str]) -> str | None:
+def _leaf_problem(
+    manifest: Manifest, leaf: LeafRecord, rows: dict[tuple[int, int], str], fitting: set[tuple[int, int]]
+) -> str | None:
+    """What is wrong with a leaf; `rows` and `fitting` gather the rows taken and the layouts known to fit a stack."""
     if leaf.value is not None:
         try:
-            decode_value(leaf.kind, leaf.value)
+            canonical = encode_value(decode_value(leaf.kind, leaf.value)) == (leaf.kind, leaf.value)
         except ValueError as error:
             return str(error)
-        if leaf.stack is not None or leaf.row is not None:
-            return "has both a value and a row"
+        if not canonical:
+            return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
+        if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4:
+            return "has a value, and so no stack, row, layout or impl"
         return None
     if leaf.kind not in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
         return f"is of unknown kind {leaf.kind!r}"
@@ -289,10 +299,21 @@ def _leaf_problem(manifest: Manifest, leaf: LeafRecord, rows: dict[tuple[int, in
     rows[leaf.stack, leaf.row] = leaf.path
     if leaf.layout is not None and not 0 <= leaf.layout < len(manifest.layouts):
         return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
-    if leaf.layout is not None and len(manifest.layouts[leaf.layout].spec) > len(stack.shape):
-        return f"has a spec of more entries than the {len(stack.shape)} dimensions of its shape"
+    if leaf.layout is not None and leaf.kind not in ("jax", "key"):
+        return f"is of kind {leaf.kind!r} and has a layout"
     if (leaf.kind == "key") != (leaf.impl is not None):
         return "must name a PRNG implementation if, and only if, it is a key"
+    if leaf.kind == "key" and (stack.dtype != "uint32" or not stack.shape):
+        return f"is a key but is stored as {stack.dtype} of shape {stack.shape}"
+    if leaf.kind == "numpy_scalar" and stack.shape:
+        return f"is a scalar but is stored with shape {stack.shape}"
+    if leaf.layout is not None and (leaf.layout, leaf.stack) not in fitting:
+        mesh, spec, _ = manifest.leaf_layout(leaf)
+        shape = stack.shape[:-1] if leaf.kind == "key" else stack.shape
+        problem = spec_problem(mesh.axes if mesh else {}, spec, shape)
+        if problem:
+            return f"has an impossible layout: {problem}"
+        fitting.add((leaf.layout, leaf.stack))
     if leaf.kind in ("str", "bytes") and (stack.dtype != "uint8" or len(stack.shape) != 1):
         return f"is {leaf.kind} but is stored as {stack.dtype} of shape {stack.shape}"
     return None

@@ -34,6 +34,10 @@ own, written from where it lies. Measured on tmpfs with 8 MiB pieces: 2.1 GB/s i
 SHARED_BYTES = 32 << 10
 """Objects that any of several processes may write are no smaller than this for the sake of even shares."""
 
+PACKED_BYTES = 16 << 20
+"""Objects of packed rows are no larger, so that one is copied together while another is written. Measured on 2,000
+leaves of 64 KiB (tmpfs, 2 cores): 0.17 s with 16 MiB or 8 MiB, 0.26 s with 64 MiB."""
+
 TINY_BYTES = 4 << 10
 """Rows below this share chunks: a chunk costs 20 bytes of index and about 10 µs to decode."""
 
@@ -214,7 +218,8 @@ def shape_stack(
     # Whole cells, so that rows can be packed; a free side sticks out to the chunk's next multiple.
     sides = tuple(-(-max(1, n) // c) * c for n, c in zip(cell, chunk, strict=True))
     chunk_rows = 1 if cell_bytes >= TINY_BYTES else min(rows, max(1, 4 * TINY_BYTES // cell_bytes))
-    packed = -(-rows // -(-rows // max(1, object_bytes // cell_bytes)))  # objects of about one size
+    most_rows = max(1, min(object_bytes, PACKED_BYTES) // cell_bytes)
+    packed = -(-rows // -(-rows // most_rows))  # objects of about one size
     packed = min(-(-packed // chunk_rows), -(-rows // chunk_rows)) * chunk_rows
     return Stack(name, dtype, shape, rows, (chunk_rows, *chunk), (packed, *sides), options.compression)
 

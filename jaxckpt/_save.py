@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -253,7 +253,7 @@ class _Clock:
 def _check_metadata(metadata: Any) -> None:
     """Raise InputError unless the user's metadata comes back from JSON as it is."""
     try:
-        same = bool(json.loads(json.dumps(metadata, allow_nan=False)) == metadata)
+        same = bool(json.loads(json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode()) == metadata)
     except (TypeError, ValueError) as error:
         raise InputError(f"metadata must be plain JSON: {error}") from error
     if not same:
@@ -369,26 +369,28 @@ def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Sp
             layout = Layout((1,) * value.ndim, _HOST)
             draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout))
             continue
-        sharding, committed = value.sharding, value.committed
-        own = sharding if committed else None
+        # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
+        given = leaves[number].value
+        own = value.sharding if value.committed else None
+        recorded, stored, committed = given.sharding, own, given.committed
         if mesh is not None:
             spec = chosen.get(record.path)
-            spec = by_axis_name(_own_spec(sharding), axes) if spec is None else spec
-            spec, problem = fit_spec(axes, spec, leaves[number].value.shape, options)
+            spec = by_axis_name(_own_spec(recorded), axes) if spec is None else spec
+            spec, problem = fit_spec(axes, spec, given.shape, options)
             if problem:
                 problems.append(f"{show(record.path)}: {problem}")
                 continue
-            sharding, committed = NamedSharding(mesh, partition_spec(spec)), True
-        if committed:
-            key = (own, sharding, value.shape)
+            recorded = stored = NamedSharding(mesh, partition_spec(spec))
+            committed = True
+        layout, moved = Layout((1,) * value.ndim, _HOST), False
+        if stored is not None:  # else each process has put its own on its own default device
+            key = (own, stored, value.shape)
             if key not in layouts:
                 layouts[key] = _storage_layout(*key, record.path)
             layout, moved = layouts[key]
-        else:  # each process has put its own on its own default device
-            layout, moved = Layout((1,) * value.ndim, _HOST), False
         draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout, moved))
         draft.records[number] = msgspec.structs.replace(
-            record, layout=draft.table.number(sharding, committed=committed)
+            record, layout=draft.table.number(recorded, committed=committed)
         )
     if problems:
         raise SpecError(f"{len(problems)} leaves do not fit their specs:\n{listing(problems)}")
@@ -453,7 +455,8 @@ def _write(
         for obj, values in _with_values(plan, draft, number, objects, mine):
             for done in flights.make_room(obj.n_bytes):
                 yield _landed(store, data, plan, done, report)
-            flights.launch(obj, store.write(array, obj.box, gather(obj.box, values)))
+            source = gather(obj.box, values, flights.buffer)
+            flights.launch(obj, store.write(array, obj.box, source), source)
         for done in flights.land_all():
             yield _landed(store, data, plan, done, report)
         if options.sync and mine:
@@ -467,31 +470,48 @@ def _landed(store: Store, data: str, plan: SavePlan, obj: Object, report: Report
 
 
 class _Flights:
-    """Writes under way, at most so many bytes at once."""
+    """Writes under way, at most so many bytes at once, and the buffers that they are done with.
+
+    The first touch of fresh memory is slower than the copy into it, so a buffer is used again where one fits.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._queue: deque[tuple[Object, Pending]] = deque()
+        self._queue: deque[tuple[Object, Pending, Array]] = deque()
+        self._lent: set[int] = set()
+        self._free: list[Array] = []
 
     def make_room(self, n_bytes: int) -> Iterator[Object]:
         """Wait until `n_bytes` more may fly; yields those that are done."""
         while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
             yield self._land()
 
-    def launch(self, obj: Object, pending: Pending) -> None:
-        self._queue.append((obj, pending))
+    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Memory to copy rows together in, until the write that is launched with it has landed."""
+        fitting = [i for i, free in enumerate(self._free) if free.shape == shape and free.dtype == dtype]
+        found = self._free.pop(fitting[0]) if fitting else aligned_empty(shape, dtype)
+        self._lent.add(id(found))
+        return found
+
+    def launch(self, obj: Object, pending: Pending, source: Array) -> None:
+        """Add a write whose data is `source`, which is kept until it has landed."""
+        self._queue.append((obj, pending, source))
         self._bytes += obj.n_bytes
 
     def land_all(self) -> Iterator[Object]:
         while self._queue:
             yield self._land()
+        self._free.clear()
 
     def _land(self) -> Object:
-        obj, pending = self._queue.popleft()
+        obj, pending, source = self._queue.popleft()
         with storage_errors("cannot write the checkpoint"):
             pending.result()
         self._bytes -= obj.n_bytes
+        if id(source) in self._lent:
+            self._lent.remove(id(source))
+            self._free.append(source)
         return obj
 
 
@@ -562,14 +582,16 @@ def _on_host(value: Value, number: int) -> Array:
     return np.asarray(value.addressable_data(number) if isinstance(value, jax.Array) else value)
 
 
-def gather(box: Box, values: Sequence[Value]) -> Array:
+def gather(
+    box: Box, values: Sequence[Value], buffer: Callable[[tuple[int, ...], np.dtype[Any]], Array] = aligned_empty
+) -> Array:
     """The data of a box of rows: where it lies, if that is one piece of one leaf; else copied together."""
     region = box[1:]
     if len(values) == 1:
         for held, number in _held(values[0]):
             if contains(held, region):
                 return _on_host(values[0], number)[within(region, held)][None]
-    out = aligned_empty((len(values), *extent(region)), np.dtype(values[0].dtype))
+    out = buffer((len(values), *extent(region)), np.dtype(values[0].dtype))
     known: tuple[tuple[Box, int], ...] = ()
     cuts: list[tuple[tuple[slice, ...], tuple[slice, ...], int]] = []
     for row, value in enumerate(values):

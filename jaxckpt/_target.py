@@ -452,4 +452,7 @@ class _Layouts:
 
 @functools.cache
 def _key_dtype(impl: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    except ValueError as error:
+        raise MismatchError(f"the checkpoint has PRNG keys of implementation {impl!r}, unknown to this JAX") from error

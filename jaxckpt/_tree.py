@@ -11,6 +11,7 @@ import collections
 import difflib
 import fnmatch
 import functools
+import keyword
 import math
 import re
 import struct
@@ -129,11 +130,18 @@ def _checked_key(key: object, path: str) -> Key:
         return tuple(_checked_key(part, path) for part in cast("tuple[object, ...]", key))
     if isinstance(key, np.generic):
         key = key.item()
-    if isinstance(key, (str, int, float, bool, bytes)):
-        return key
+    match key:
+        case float() | bytes():
+            return key
+        case int() if abs(key) < 1 << 63:
+            return key
+        case str() if _is_utf8(key):
+            return key
+        case _:
+            pass
     raise TreeError(
-        f"the container at {show(path)} has the key {key!r} of type {type(key).__name__};"
-        " keys may be str, int, float, bool, bytes, or tuples of them"
+        f"the container at {show(path)} has the key {ascii(key)[:80]} of type {type(key).__name__}; keys may be str"
+        " (UTF-8), int (64 bits), float, bool, bytes, or tuples of them"
     )
 
 
@@ -158,10 +166,8 @@ def _encode_key(key: Key) -> Any:
     """A key as JSON that keeps its type: str and int as they are, others tagged."""
     if isinstance(key, bool):
         return {"bool": key}
-    if isinstance(key, (str, int)) and not (isinstance(key, int) and abs(key) >= 1 << 63):
+    if isinstance(key, (str, int)):
         return key
-    if isinstance(key, int):
-        return {"int": hex(key)}
     if isinstance(key, float):
         return {"float": encode_float(key)}
     if isinstance(key, bytes):
@@ -177,8 +183,6 @@ def _decode_key(record: Any) -> Key:
             return record
         case {"bool": bool(value)}:
             return value
-        case {"int": str(text)}:
-            return decode_int(text)
         case {"float": str(text)}:
             return decode_float(text)
         case {"bytes": str(text)}:
@@ -227,8 +231,14 @@ def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
             **rest,
         }:
             fields = cast("list[object]", keys)
-            names_ok = all(isinstance(field, str) and field.isidentifier() for field in (name, *fields))
-            if not rest and names_ok and len(set(fields)) == len(fields) == len(cast("list[Any]", children)):
+            named = [name, *fields]
+            names_ok = all(isinstance(field, str) and field.isidentifier() for field in named)
+            if (
+                not rest
+                and names_ok
+                and not keyword.iskeyword(name)
+                and len(set(fields)) == len(fields) == len(cast("list[Any]", children))
+            ):
                 return cast("list[str]", fields), cast("list[Structure]", children)
         case {
             "type": "dict" | "ordered_dict" | "custom",
@@ -238,7 +248,9 @@ def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
         }:
             decoded = [_decode_key(key) for key in cast("list[Any]", keys)]
             children = cast("list[Structure]", children)
-            if set(rest) <= {"name"} and len(set(decoded)) == len(decoded) == len(children):
+            if set(rest) == ({"name"} if node["type"] == "custom" else set()) and len(set(decoded)) == len(
+                decoded
+            ) == len(children):
                 return decoded, children
         case _:
             pass
@@ -307,8 +319,11 @@ def _unflatten(node: Structure, values: Sequence[Any]) -> Tree:
 
 @functools.lru_cache(maxsize=1024)
 def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
-    """One class for each name and fields, so that two restored trees have equal structure."""
-    return cast("Callable[..., Any]", collections.namedtuple(name, fields))  # pyright: ignore[reportUntypedNamedTuple]
+    """One class for each name and fields, so that two restored trees have equal structure.
+
+    rename=True takes the fields "_0", "_1" of a namedtuple that was itself made with it.
+    """
+    return cast("Callable[..., Any]", collections.namedtuple(name, fields, rename=True))  # pyright: ignore[reportUntypedNamedTuple]
 
 
 def nested(values: Mapping[str, Any]) -> Tree:
@@ -401,7 +416,11 @@ def encode_float(value: float) -> str:
 
 
 def decode_float(text: str) -> float:
-    return struct.unpack(">d", bytes.fromhex(text[2:]))[0] if text.startswith("0x") else float(text)
+    if not text.startswith("0x"):
+        return float(text)
+    if len(text) != 18:
+        raise ValueError(f"{text[:40]!r} is no float of 64 bits")
+    return struct.unpack(">d", bytes.fromhex(text[2:]))[0]
 
 
 def decode_int(text: str) -> int:
