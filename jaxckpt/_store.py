@@ -310,37 +310,45 @@ class Store:
             raise self._refused("read", key, error) from error
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        """fsync the folders above objects that this process wrote: tensorstore fsyncs only the lowest one."""
+        """fsync the folders above objects that this process wrote, but the lowest: tensorstore fsyncs that one."""
         if self.folder is None:
             return
-        folders = {os.path.join(self.folder, data, stack.name)}
+        top = os.path.join(self.folder, data, stack.name)
+        folders = {top}
         for index in indices:
-            folder = os.path.dirname(os.path.join(self.folder, data, object_key(stack, index)))
-            while folder not in folders:
+            folder = os.path.dirname(os.path.dirname(os.path.join(self.folder, data, object_key(stack, index))))
+            while len(folder) > len(top):
                 folders.add(folder)
                 folder = os.path.dirname(folder)
         for folder in sorted(folders):
-            _fsync(folder)
+            self._fsync(folder)
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
-        """fsync each zarr.json, the data folder, and every folder above it that may be new. Process 0."""
+        """fsync each zarr.json, the data folder, and every folder above it, any of which may be new. Process 0."""
         if self.folder is None:
             return
         top = os.path.join(self.folder, data)
         for stack in stacks:
-            _fsync(os.path.join(top, stack.name, "zarr.json"))
-            _fsync(os.path.join(top, stack.name))
-        _fsync(top)
+            self._fsync(os.path.join(top, stack.name, "zarr.json"))
+            self._fsync(os.path.join(top, stack.name))
+        self._fsync(top)
         folder = self.folder
-        while True:
-            # Up to the first folder that is not ours to open: whoever made that one has long had it synced.
-            try:
-                _fsync(folder)
-            except PermissionError:
-                return
+        # Up to the first that we may not even open: it was there before us.
+        while os.access(folder, os.R_OK):
+            self._fsync(folder)
             if folder == os.path.dirname(folder):
                 return
             folder = os.path.dirname(folder)
+
+    def _fsync(self, path: str) -> None:
+        try:
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, f"cannot sync {path}: {error.strerror or error}") from error
 
     # Inside -----------------------------------------------------------------------------------------------
 
@@ -480,14 +488,6 @@ def _abandoned(path: str) -> bool:
 def _make_folders(path: str) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     os.mkdir(path)
-
-
-def _fsync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
