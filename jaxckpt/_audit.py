@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import types
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._errors import InputError
-from jaxckpt._grid import Box, show_on_mesh, spec_of, volume, whole
+from jaxckpt._grid import Box, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._layout import (
     Placement,
     PlannedSharding,
@@ -338,11 +339,20 @@ class LeafPlan:
     path: str
     dtype: str
     shape: tuple[int, ...]
-    saved: str
-    """The layout it was saved in."""
 
-    wanted: str
-    """The layout it would get."""
+    saved: Where
+    wanted: Where
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A layout in words."""
+
+    spec: str
+    """The PartitionSpec, such as "P('data')"; empty where there is none."""
+
+    on: str
+    """The mesh, such as "data=2×model=4"; else "device 3", "default device", "host"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,14 +399,17 @@ class RestorePlan:
             f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
             f"  host       {show_bytes(self.peak_host_bytes)} at most in one step of reading",
         ]
-        width = max((len(leaf.path) for leaf in self.leaves), default=0)
-        changed = [leaf for leaf in self.leaves if leaf.saved != leaf.wanted]
+        moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in self.leaves)
+        lines.extend(f"  {count} {'leaf' if count == 1 else 'leaves'}: {before} → {after}" for (before, after), count in moves.most_common())
+        changed = [leaf for leaf in self.leaves if leaf.saved.spec != leaf.wanted.spec]
+        width = max((len(leaf.path) for leaf in changed[:20]), default=0)
         lines.extend(
-            f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}  {leaf.saved} → {leaf.wanted}"
+            f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}"
+            f"  {leaf.saved.spec or '-'} → {leaf.wanted.spec or '-'}"
             for leaf in changed[:20]
         )
         if len(changed) > 20:
-            lines.append(f"  … and {len(changed) - 20} more leaves in another layout")
+            lines.append(f"  … and {len(changed) - 20} more leaves with another spec")
         return "\n".join(lines)
 
 
@@ -443,23 +456,25 @@ def _placement(sharding: Sharding | PlannedSharding, shape: tuple[int, ...]) -> 
 
 
 def _leaf_plan(manifest: Manifest, record: LeafRecord, goal: Goal) -> LeafPlan:
-    assert record.stack is not None
-    stack = manifest.stacks[record.stack]
-    saved = "host" if record.layout is None else show_layout(*manifest.leaf_layout(record))
-    return LeafPlan(record.path, stack.dtype, tuple(stack.shape), saved, _show_wanted(goal))
+    stack = manifest.stacks[manifest.place(record)[0]]
+    saved = Where("", "host")
+    if record.layout is not None:
+        mesh, spec, layout = manifest.leaf_layout(record)
+        saved = Where(show_spec(spec), show_axes(mesh.axes)) if mesh else Where("", show_layout(mesh, spec, layout))
+    return LeafPlan(record.path, stack.dtype, tuple(stack.shape), saved, _where(goal))
 
 
-def _show_wanted(goal: Goal) -> str:
+def _where(goal: Goal) -> Where:
     sharding = goal.sharding
     if sharding is None:
-        return "default device" if goal.kind in ("jax", "key") else "host"
+        return Where("", "default device" if goal.kind in ("jax", "key") else "host")
     if isinstance(sharding, PlannedSharding):
-        return show_on_mesh(sharding.spec, dict(sharding.axes))
+        return Where(show_spec(sharding.spec), show_axes(dict(sharding.axes)))
     if isinstance(sharding, jax.sharding.NamedSharding):
-        return show_on_mesh(spec_of(sharding.spec), dict(sharding.mesh.shape))
+        return Where(show_spec(spec_of(sharding.spec)), show_axes(dict(sharding.mesh.shape)))
     if len(sharding.device_set) == 1:
-        return f"device {next(iter(sharding.device_set)).id}"
-    return str(sharding)
+        return Where("", f"device {next(iter(sharding.device_set)).id}")
+    return Where("", str(sharding))
 
 
 def show_bytes(size: float) -> str:

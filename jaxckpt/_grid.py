@@ -139,9 +139,9 @@ def show_spec(spec: Spec) -> str:
     return f"P({', '.join(entries)})"
 
 
-def show_on_mesh(spec: Spec, axes: Mapping[str, int]) -> str:
-    """`P('data') on data=2×model=4`."""
-    return f"{show_spec(spec)} on {'×'.join(f'{name}={size}' for name, size in axes.items())}"
+def show_axes(axes: Mapping[str, int]) -> str:
+    """`data=2×model=4`."""
+    return "×".join(f"{name}={size}" for name, size in axes.items())
 
 
 # Layouts: the regular grid of cells and who holds each ----------------------------------------------------

@@ -18,7 +18,8 @@ from jaxckpt._grid import (
     indivisible_dim,
     replicate_indivisible,
     sharding_boxes,
-    show_on_mesh,
+    show_axes,
+    show_spec,
     spec_boxes,
     spec_of,
     spec_problem,
@@ -216,7 +217,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
 def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:
     """A saved layout in a few words."""
     if mesh is not None:
-        return show_on_mesh(spec, mesh.axes)
+        return f"{show_spec(spec)} on {show_axes(mesh.axes)}"
     if record.device is not None:
         return f"device {record.device}"
     return "unrecorded" if record.opaque else "default device"
