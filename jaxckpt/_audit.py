@@ -400,7 +400,7 @@ class RestorePlan:
             f"  host       {show_bytes(self.peak_host_bytes)} at most in one step of reading",
         ]
         moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in self.leaves)
-        lines.extend(f"  {count} {'leaf' if count == 1 else 'leaves'}: {before} → {after}" for (before, after), count in moves.most_common())
+        lines.extend(f"  {before} → {after}: leaves: {count}" for (before, after), count in moves.most_common())
         changed = [leaf for leaf in self.leaves if leaf.saved.spec != leaf.wanted.spec]
         width = max((len(leaf.path) for leaf in changed[:20]), default=0)
         lines.extend(
