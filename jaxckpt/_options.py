@@ -23,7 +23,8 @@ class Options:
     """
 
     object_bytes: int = 64 << 20
-    """Bytes of one stored object (a file), at most: small leaves are packed up to it, large pieces split down to it."""
+    """Bytes of one stored object (a file), at most: large pieces are split down to it; small leaves are packed up to
+    it or 16 MiB, whichever is less."""
 
     chunk_bytes: int = 512 << 10
     """Bytes of one chunk, about: the unit that is read and checksummed."""
