@@ -5,10 +5,14 @@
 #   make check   lint, types, docs, examples
 #   make bench   small leaves, against Orbax
 
+# PYTHON=/path/to/python3 chooses another Python than the first that is new enough; each minor version has a stamp of
+# its own, so that choosing one makes the environment anew.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
+VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2] if v >= (3, 11) else "")' \
+	2>/dev/null)
 BIN := .venv/bin
-READY := .venv/ready
+READY := .venv/ready-$(VERSION)
 
 .PHONY: demo test check bench clean
 
@@ -24,8 +28,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/python docs/run_blocks.py README.md docs/*.md
-	JAXCKPT_DEMO_QUICK=1 $(BIN)/python examples/train_reshard_serve.py
-	$(BIN)/python examples/pipeline_stages.py
+	set -e; for example in examples/*.py; do JAXCKPT_DEMO_QUICK=1 $(BIN)/python "$$example"; done
 
 bench: $(READY)
 	$(BIN)/python benchmarks/small_leaves.py
@@ -33,8 +36,10 @@ bench: $(READY)
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site
 
+# --clear: what an older lock or another Python left there would be tested too.
 $(READY): pyproject.toml requirements-dev.lock
-	@test -n "$(PYTHON)" || { echo "make: no Python of 3.11 or newer was found; name one with PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	@test -n "$(VERSION)" || { echo "make: $(if $(PYTHON),$(PYTHON) is not a,found no) Python of 3.11 or newer;" \
+		"name one with PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[dev]'
 	touch $(READY)

@@ -13,43 +13,67 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-_BLOCK = re.compile(r"(<!-- not run: [^>]*-->\s*\n)?^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>```+|~~~+)\s*(?P<language>\w*)[^`]*$")
+_NOT_RUN = re.compile(r"\s*<!-- not run: \S.*-->\s*$")
 _TIMEOUT_SECONDS = 300
 
+# Compiled under the Markdown file's own name, so a traceback points at its lines.
+_RUNNER = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
 
-def program(path: Path) -> tuple[str, int, int]:
-    """A file's blocks as one program on their own lines, how many there are, and how many are skipped."""
-    text = path.read_text()
-    lines = [""] * (text.count("\n") + 1)
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The blocks of one file."""
+
+    code: str
+    """All blocks to run, each line on the line where it stands in the file."""
+    run: int
+    skipped: int
+
+
+def program_of(path: Path) -> Program:
+    """The blocks of a file as one program. A block that never ends is an error, as all behind it would go untested."""
+    lines: list[str] = []
     run = skipped = 0
-    for block in _BLOCK.finditer(text):
-        if block.group(1):
-            skipped += 1
-            continue
-        run += 1
-        first = text.count("\n", 0, block.start(2))
-        for offset, line in enumerate(block.group(2).splitlines()):
-            lines[first + offset] = line
-    return "\n".join(lines), run, skipped
+    inside: re.Match[str] | None = None  # the line that opened the block
+    skip = python = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        code = ""
+        if inside is not None:
+            if line.strip().startswith(inside["fence"]) and not line.strip(" `~"):
+                inside, skip = None, False
+            elif python and not skip:
+                code = line.removeprefix(inside["indent"])
+        elif inside := _FENCE.match(line):
+            opened = number
+            python = inside["language"].lower() in ("python", "python3", "py")
+            run += python and not skip
+            skipped += python and skip
+        elif line.strip():
+            skip = _NOT_RUN.match(line) is not None
+        lines.append(code)
+    if inside is not None:
+        raise SystemExit(f"{path}:{opened}: this block is never closed")
+    return Program("\n".join(lines), run, skipped)
 
 
-def main(names: list[str]) -> int:
-    failed = 0
-    for name in names:
-        path = Path(name).resolve()
-        code, run, skipped = program(path)
-        if not run:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            # Compiled under the Markdown file's own name, so a traceback points at its lines.
-            runner = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
+def run_blocks(path: Path) -> str | None:
+    """Run a file's blocks and print how many; get what the program printed where it failed."""
+    program = program_of(path)
+    print(f"{path}: {program.run} blocks to run, {program.skipped} skipped", flush=True)
+    if not program.run:
+        return None
+    with tempfile.TemporaryDirectory(prefix="jaxckpt-docs-") as folder:
+        try:
             done = subprocess.run(
-                [sys.executable, "-c", runner, str(path)],
-                input=code,
+                [sys.executable, "-c", _RUNNER, str(path.resolve())],
+                input=program.code,
                 text=True,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 cwd=folder,
                 timeout=_TIMEOUT_SECONDS,
                 env={
@@ -59,10 +83,22 @@ def main(names: list[str]) -> int:
                 },
                 check=False,
             )
-        print(f"{name}: {run} blocks run, {skipped} skipped{'' if done.returncode == 0 else ': FAILED'}")
-        if done.returncode:
+        except subprocess.TimeoutExpired as late:
+            printed = late.output.decode(errors="replace") if isinstance(late.output, bytes) else late.output or ""
+            return f"{printed}\nnot finished after {_TIMEOUT_SECONDS} s"
+    return done.stdout if done.returncode else None
+
+
+def main(names: list[str]) -> int:
+    if not names:
+        print("usage: run_blocks.py FILE.md ...", file=sys.stderr)
+        return 2
+    failed = 0
+    for name in names:
+        failure = run_blocks(Path(name))
+        if failure is not None:
             failed += 1
-            print(done.stdout + done.stderr, file=sys.stderr)
+            print(f"{name}: FAILED\n{failure}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 
 

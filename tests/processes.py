@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -16,9 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _ROOT = Path(__file__).parent.parent
+_SHOWN = 6000  # characters of each stream that a failure shows: its end, where the traceback is
 
+# gloo writes lines of its own to stdout at any moment: sent to stderr, so that stdout is what the program printed.
 _JOIN = """
-import json as _json, sys as _sys
+import json as _json, os as _os, sys as _sys
+_sys.stdout = _os.fdopen(_os.dup(1), "w", buffering=1)
+_os.dup2(2, 1)
 process_id, args = int(_sys.argv[1]), _json.loads(_sys.argv[4])
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -35,13 +42,13 @@ class Finished:
     stderr: str
 
     def __str__(self) -> str:
-        return f"exit {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr[-6000:]}"
+        return f"exit {self.returncode}\n--- stdout\n{self.stdout[-_SHOWN:]}\n--- stderr\n{self.stderr[-_SHOWN:]}"
 
 
 class RunPython(Protocol):
     def __call__(
         self,
-        code: str,
+        code: str | Path,
         *,
         devices: int = 8,
         timeout: float = 120,
@@ -71,12 +78,13 @@ def environment(devices: int, env: Mapping[str, str] | None = None) -> dict[str,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONFAULTHANDLER": "1",  # a child that hangs is told to abort, and says where each thread was
         **(env or {}),
     }
 
 
 def run_python(
-    code: str,
+    code: str | Path,
     *,
     devices: int = 8,
     timeout: float = 120,
@@ -84,10 +92,9 @@ def run_python(
     args: Sequence[str] = (),
     check: bool = True,
 ) -> str:
-    """Run a program in a child process and return what it printed; fails the test if it fails."""
-    (done,) = _finish(
-        [_start([sys.executable, "-c", textwrap.dedent(code), *args], environment(devices, env))], timeout
-    )
+    """Run a program, given as text or as a file, in a child process; return what it printed. Fails if it fails."""
+    program = [str(code)] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
+    (done,) = _run([[sys.executable, *program, *args]], environment(devices, env), timeout)
     assert not check or done.returncode == 0, str(done)
     return done.stdout
 
@@ -96,45 +103,71 @@ def run_processes(
     code: str, *, processes: int, devices_per_process: int, timeout: float = 120, args: Any = None, check: bool = True
 ) -> list[Finished]:
     """Run a program in the processes of one jax.distributed job; it finds `process_id` and `args` as globals."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{_free_port()}"
     program = _JOIN + textwrap.dedent(code)
-    children = [
-        _start(
-            [sys.executable, "-c", program, str(number), str(processes), address, json.dumps(args)],
-            environment(devices_per_process),
-        )
+    commands = [
+        [sys.executable, "-c", program, str(number), str(processes), address, json.dumps(args)]
         for number in range(processes)
     ]
-    done = _finish(children, timeout)
-    if check:
-        report = "\n".join(f"=== process {number}: {one}" for number, one in enumerate(done))
-        assert all(one.returncode == 0 for one in done), report
+    done = _run(commands, environment(devices_per_process), timeout)
+    assert not check or all(one.returncode == 0 for one in done), _report(done)
     return done
 
 
-def _start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    # A session of its own, so that whatever it starts is killed with it.
-    return subprocess.Popen(
-        command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+def _free_port() -> int:
+    # Below the range from which the kernel gives ports to outgoing connections: in the seconds before the coordinator
+    # listens, nobody else is handed this one.
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def _finish(children: list[subprocess.Popen[str]], timeout: float) -> list[Finished]:
-    deadline = time.monotonic() + timeout
-    late = False
-    done: list[Finished] = []
-    for child in children:
+def _run(commands: Sequence[Sequence[str]], env: Mapping[str, str], timeout: float) -> list[Finished]:
+    children: list[subprocess.Popen[bytes]] = []
+    # Output goes to files, not to pipes: a child never waits for us to read, nor we for what it leaves running.
+    with tempfile.TemporaryDirectory(prefix="jaxckpt-processes-") as folder:
+        outputs = [(Path(folder, f"{number}.out"), Path(folder, f"{number}.err")) for number in range(len(commands))]
         try:
-            out, err = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = True
-            for other in children:
-                if other.poll() is None:
-                    os.killpg(other.pid, signal.SIGKILL)
-            out, err = child.communicate()
-        done.append(Finished(child.returncode, out, err))
-    report = "\n".join(f"=== process {number}: {one}" for number, one in enumerate(done))
-    assert not late, f"not finished after {timeout} s: a hang\n{report}"
+            for command, (out, err) in zip(commands, outputs, strict=True):
+                with out.open("wb") as stdout, err.open("wb") as stderr:
+                    # A session of its own, so that whatever it starts is killed with it.
+                    child = subprocess.Popen(
+                        command,
+                        env=dict(env),
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=stderr,
+                        start_new_session=True,
+                    )
+                children.append(child)
+            _wait(children, timeout)
+            hung = [number for number, child in enumerate(children) if child.poll() is None]
+            for number in hung:
+                children[number].send_signal(signal.SIGABRT)
+            if hung:
+                _wait(children, 2)
+        finally:  # also when pytest-timeout or Ctrl-C interrupts the wait
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        done = [
+            Finished(child.returncode, out.read_text(errors="replace"), err.read_text(errors="replace"))
+            for child, (out, err) in zip(children, outputs, strict=True)
+        ]
+    who = ", ".join(map(str, hung))
+    assert not hung, f"process {who} of {len(children)} not finished after {timeout} s: a hang\n{_report(done)}"
     return done
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0, deadline - time.monotonic()))
+
+
+def _report(done: Sequence[Finished]) -> str:
+    return "\n".join(f"=== process {number}: {one}" for number, one in enumerate(done))

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 from processes import RunProcesses, RunPython
 
 
 def test_a_child_has_the_devices_it_was_given(run_python: RunPython) -> None:
     assert run_python("import jax; print(len(jax.devices()))", devices=3).strip() == "3"
+
+
+def test_a_program_may_be_a_file(run_python: RunPython, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys; print(sys.argv[1], os.environ['GREETED'])")
+    assert run_python(program, args=["hello"], env={"GREETED": "world"}) == "hello world\n"
 
 
 def test_processes_form_one_job(run_processes: RunProcesses) -> None:
@@ -22,10 +32,75 @@ def test_processes_form_one_job(run_processes: RunProcesses) -> None:
         devices_per_process=2,
         args=10,
     )
-    # gloo writes lines of its own to stdout
-    assert [one.stdout.splitlines()[-1] for one in done] == ["[10, 11] 4"] * 2
+    assert [one.stdout for one in done] == ["[10, 11] 4\n"] * 2
 
 
-def test_a_hang_is_a_failure(run_python: RunPython) -> None:
+def test_a_process_that_fails_is_shown(run_processes: RunProcesses) -> None:
+    # Process 0 is the coordinator: the others may not survive its end, so it alone has an exit status to rely on.
+    with pytest.raises(AssertionError, match=r"(?s)=== process 0: exit 3.*the reason.*=== process 1: exit"):
+        run_processes(
+            """
+            import os
+            if process_id == 0:
+                os.write(2, b"the reason")
+                os._exit(3)
+            os._exit(0)
+            """,
+            processes=2,
+            devices_per_process=1,
+        )
+
+
+def test_a_process_may_write_much_while_another_waits_for_it(run_processes: RunProcesses) -> None:
+    done = run_processes(
+        """
+        from jax.experimental import multihost_utils
+        if process_id == 1:
+            print("x" * 1_000_000, flush=True)  # more than a pipe holds
+        multihost_utils.sync_global_devices("written")
+        """,
+        processes=2,
+        devices_per_process=1,
+        timeout=60,
+    )
+    assert "x" * 1_000_000 in done[1].stdout
+
+
+def test_a_hang_is_a_failure_that_says_where(run_python: RunPython) -> None:
+    with pytest.raises(AssertionError, match=r'(?s)process 0 of 1 .* a hang.*early.*File "<string>", line 3 in stuck'):
+        run_python(
+            """
+            def stuck():
+                import time; time.sleep(60)
+            print("early", flush=True)
+            stuck()
+            """,
+            timeout=1,
+        )
+
+
+def test_a_stopped_process_is_killed_too(run_python: RunPython) -> None:
     with pytest.raises(AssertionError, match="a hang"):
-        run_python("import time; time.sleep(60)", timeout=1)
+        run_python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", timeout=1)
+
+
+def test_what_a_child_leaves_running_is_killed_with_it(run_python: RunPython) -> None:
+    started = time.monotonic()
+    left = run_python(
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)",
+        timeout=30,
+    )
+    assert time.monotonic() - started < 30
+    deadline = time.monotonic() + 10
+    while _runs(int(left)):
+        assert time.monotonic() < deadline, f"process {left} still runs"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that is dead and waits for its parent to notice does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

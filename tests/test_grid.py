@@ -1,0 +1,253 @@
+"""Boxes, grids and cuts, by properties: nothing here touches a device or a disk."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import strategies
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxckpt import SpecError, _grid
+from jaxckpt._grid import Box, Layout
+
+axis_sizes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), max_size=3)
+
+
+# Boxes ----------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_intersection_and_contains_are_those_of_sets_of_elements(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(3, 9))
+    one, other = data.draw(strategies.boxes(shape)), data.draw(strategies.boxes(shape))
+    both = strategies.paint(shape, [one, other]) == 2
+    common = _grid.intersection(one, other)
+    if common is None:
+        assert not both.any()
+    else:
+        np.testing.assert_array_equal(strategies.paint(shape, [common]) == 1, both)
+        assert _grid.volume(common) == both.sum() == math.prod(_grid.extent(common))
+    assert _grid.contains(one, other) == (common == other)
+
+
+@given(st.data())
+def test_within_addresses_a_box_in_an_array_that_holds_just_another(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(3, 9))
+    origin = data.draw(strategies.boxes(shape))
+    inner = _grid.intersection(origin, data.draw(strategies.boxes(shape)))
+    assume(inner is not None)
+    assert inner is not None
+    array = np.arange(math.prod(shape)).reshape(shape)
+    held = array[tuple(slice(*side) for side in origin)]
+    np.testing.assert_array_equal(held[_grid.within(inner, origin)], array[tuple(slice(*side) for side in inner)])
+
+
+@given(st.data())
+def test_grid_cells_hold_every_element_once(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(3, 12))
+    sides = tuple(data.draw(st.integers(1, n + 2)) for n in shape)
+    cells = list(_grid.grid_cells(shape, sides))
+    assert (strategies.paint(shape, [box for _, box in cells]) == 1).all()
+    for index, box in cells:
+        assert _grid.touched(box, sides) == tuple((i, i + 1) for i in index)
+
+
+@given(st.data())
+def test_touched_names_the_cells_that_a_box_meets(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(2, 12))
+    sides = tuple(data.draw(st.integers(1, n)) for n in shape)
+    box = data.draw(strategies.boxes(shape))
+    met = {index for index, cell in _grid.grid_cells(shape, sides) if _grid.intersection(box, cell) is not None}
+    assert set(itertools.product(*(range(*side) for side in _grid.touched(box, sides)))) == met
+
+
+# Specs on meshes ------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_spec_boxes_are_jaxs_own(data: st.DataObject) -> None:
+    mesh: Mesh = data.draw(strategies.meshes())
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 8, 24]), max_size=3).map(tuple))
+    spec = strategies.fitting(data.draw, mesh, shape)
+    boxes = _grid.spec_boxes(dict(mesh.shape), _grid.spec_of(spec), shape)
+    by_device = dict(_grid.sharding_boxes(NamedSharding(mesh, spec), shape))
+    assert list(boxes) == [by_device[device] for device in mesh.devices.flat]
+
+
+@given(st.data())
+def test_a_spec_has_a_problem_where_jax_has_one(data: st.DataObject) -> None:
+    mesh: Mesh = data.draw(strategies.meshes())
+    shape = data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8]), max_size=3).map(tuple))
+    entry = st.lists(st.sampled_from("abcd"), max_size=2).map(tuple)
+    spec = tuple(data.draw(st.lists(entry, max_size=3)))
+    try:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        sharding.check_compatible_aval(shape)
+        sharding.shard_shape(shape)
+        refused = False
+    except Exception:  # of several classes, one of them private
+        refused = True
+    assert (_grid.spec_problem(dict(mesh.shape), spec, shape) is not None) == refused
+
+
+@given(st.data())
+def test_replicating_what_does_not_divide_leaves_the_rest_as_it_was(data: st.DataObject) -> None:
+    axes = data.draw(axis_sizes)
+    shape = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple))
+    left = data.draw(st.permutations(list(axes)))
+    spec = tuple((axis,) for axis in left[: len(shape)])
+    fitted = _grid.replicate_indivisible(axes, spec, shape)
+    assert _grid.spec_problem(axes, fitted, shape) is None
+    for dim, (before, after) in enumerate(zip(spec, fitted, strict=True)):
+        assert after == (() if shape[dim] % axes[before[0]] else before)
+
+
+@given(st.data())
+def test_a_shown_spec_is_the_code_that_makes_it(data: st.DataObject) -> None:
+    spec = data.draw(strategies.mesh_specs({"a": 2, "b": 3, "c": 1}, (24, 6, 12)))
+    shown = _grid.show_spec(spec)
+    assert _grid.spec_of(eval(shown, {"P": PartitionSpec})) == spec
+
+
+def test_a_spec_of_something_else_is_refused() -> None:
+    with pytest.raises(SpecError, match="mesh axis names"):
+        _grid.spec_of([3])
+
+
+# Layouts --------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_layout_has_the_cells_of_the_boxes_and_all_their_holders(data: st.DataObject) -> None:
+    axes = data.draw(axis_sizes)
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 12, 24]), max_size=3).map(tuple))
+    spec = data.draw(strategies.mesh_specs(axes, shape))
+    boxes = list(_grid.spec_boxes(axes, spec, shape))
+    held = [(box, data.draw(st.integers(0, 2))) for box in boxes]
+    layout = _grid.layout_of(held, shape)
+    cells = [box for _, box in _grid.grid_cells(shape, _grid.cell_shape(layout, shape))]
+    assert set(cells) == set(boxes)
+    for cell, holders in zip(cells, layout.holders, strict=True):
+        assert holders == tuple(sorted({process for box, process in held if box == cell}))
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 3),), ((3, 8),)],  # sides of two lengths
+        [((0, 4),)],  # a hole
+        [((0, 4),), ((2, 6),), ((4, 8),)],  # overlapping
+        [((0, 3),), ((3, 6),)],  # a remainder
+    ],
+)
+def test_boxes_that_are_no_regular_grid_are_refused(boxes: list[Box]) -> None:
+    with pytest.raises(SpecError, match="regular grid"):
+        _grid.layout_of(((box, 0) for box in boxes), (8,))
+
+
+@given(st.data())
+def test_coarsening_merges_whole_cells_and_keeps_only_who_held_them_all(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(3, 12))
+    layout = data.draw(strategies.layouts(shape))
+    coarse = _grid.coarsen(layout)
+    fine = list(_grid.grid_cells(shape, _grid.cell_shape(layout, shape)))
+    assert all(parts % merged == 0 for parts, merged in zip(layout.grid, coarse.grid, strict=True))
+    for (_, cell), holders in zip(
+        _grid.grid_cells(shape, _grid.cell_shape(coarse, shape)), coarse.holders, strict=True
+    ):
+        inside = [layout.holders[i] for i, (_, box) in enumerate(fine) if _grid.contains(cell, box)]
+        assert len(inside) == len(fine) // len(coarse.holders)
+        assert set(holders) == set.intersection(*map(set, inside))
+        assert holders
+    assert _grid.coarsen(coarse) == coarse
+
+
+@given(st.data())
+def test_what_one_process_holds_whole_becomes_one_cell(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(3, 12))
+    layout = data.draw(strategies.layouts(shape))
+    held = Layout(layout.grid, tuple(tuple(sorted({*holders, 2})) for holders in layout.holders))
+    assert _grid.coarsen(held).grid == (1,) * len(shape)
+
+
+# Chunks and objects ---------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_cells_are_made_of_objects_and_objects_of_chunks(data: st.DataObject) -> None:
+    cell = data.draw(st.lists(st.integers(0, 3000), max_size=3).map(tuple))
+    free = [data.draw(st.booleans()) for _ in cell]
+    itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
+    chunk_bytes = data.draw(st.integers(1, 1 << 16))
+    object_bytes = data.draw(st.integers(chunk_bytes, 1 << 20))
+    chunk = _grid.chunk_shape(cell, itemsize, chunk_bytes, free)
+    sides = _grid.object_shape(cell, chunk, itemsize, object_bytes, free)
+    for length, c, o, sticks_out in zip(cell, chunk, sides, free, strict=True):
+        assert c >= 1
+        assert o % c == 0
+        assert c <= max(1, length)
+        assert o < length + c or length == 0
+        if not sticks_out:
+            assert length % c == 0
+            assert length % o == 0
+    assert math.prod(chunk) * itemsize <= 16 * chunk_bytes or math.prod(chunk) == 1
+    assert math.prod(sides) * itemsize <= object_bytes or sides == chunk
+
+
+@given(st.lists(st.integers(0, 10), min_size=1, max_size=3), st.integers(4, 16), st.data())
+def test_chunks_of_even_sides_are_as_large_as_asked(exponents: list[int], power: int, data: st.DataObject) -> None:
+    cell = [1 << exponent for exponent in exponents]
+    free = [data.draw(st.booleans()) for _ in cell]
+    chunk = _grid.chunk_shape(cell, 4, 1 << power, free)
+    assert math.prod(chunk) * 4 == min(1 << power, 4 * math.prod(cell))
+
+
+@given(st.integers(4, 200), st.integers(4, 200))
+def test_free_sides_are_cut_to_about_the_size_asked_whatever_their_factors(rows: int, columns: int) -> None:
+    """97 columns that no mesh axis splits do not make a chunk 16 times too large."""
+    chunk = _grid.chunk_shape((rows, columns), 1, 64, (True, True))
+    assert min(rows * columns, 64) / 4 <= math.prod(chunk) <= 64
+
+
+@given(st.integers(0, 5000))
+def test_divisors(n: int) -> None:
+    assert _grid.divisors(n) == (tuple(d for d in range(1, n + 1) if n % d == 0) or (1,))
+
+
+# Cuts at chunk borders ------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_cut_regions_serve_every_box_whole_and_share_no_chunk(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(3, 14).filter(bool))
+    chunk = tuple(data.draw(st.integers(1, n + 1)) for n in shape)
+    boxes = data.draw(st.lists(strategies.boxes(shape), max_size=4))
+    regions = list(_grid.cut_at_chunks(boxes, chunk))
+    served = [[] for _ in boxes]
+    for region, numbers in regions:
+        assert numbers == tuple(n for n, box in enumerate(boxes) if _grid.intersection(region, box) is not None)
+        assert len(numbers) > 1 or _grid.contains(boxes[numbers[0]], region)
+        for number in numbers:
+            common = _grid.intersection(region, boxes[number])
+            assert common is not None
+            served[number].append(common)
+    for box, found in zip(boxes, served, strict=True):
+        np.testing.assert_array_equal(strategies.paint(shape, found), strategies.paint(shape, [box]))
+
+    def chunks(box: Box) -> set[tuple[int, ...]]:
+        return set(itertools.product(*(range(*side) for side in _grid.touched(box, chunk))))
+
+    read = [index for region, _ in regions for index in chunks(region)]
+    assert len(read) == len(set(read)), "a chunk lies in two regions"
+    assert set(read) == set().union(*map(chunks, boxes)), "a chunk is read that no box wants, or one is not"
+
+
+def test_a_chunk_that_serves_several_boxes_is_cut_out_alone() -> None:
+    """What is read beside its place is no more than the chunks that boxes share."""
+    regions = dict(_grid.cut_at_chunks([((0, 10),), ((10, 20),)], (4,)))
+    assert regions == {((0, 8),): (0,), ((8, 12),): (0, 1), ((12, 20),): (1,)}
