@@ -146,8 +146,8 @@ class LazyLeaf:
 
 def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     """The box that an index touches, and the index that remains to be applied to it. Raises IndexError."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    used = sum(_dims(part) for part in parts)
+    parts = [_index_part(part) for part in (index if isinstance(index, tuple) else (index,))]
+    used = sum(map(_dims, parts))
     if not any(part is Ellipsis for part in parts):
         parts.append(Ellipsis)
     if used > len(shape):
@@ -161,21 +161,33 @@ def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
                 rest.append(slice(None))
         elif part is None:
             rest.append(None)
-        else:
-            for _ in range(_dims(part) - 1):  # a boolean mask of several dimensions: all of them
+        elif isinstance(part, np.ndarray) and part.dtype == bool:  # a mask of as many dimensions as it has
+            for _ in range(part.ndim):
                 box.append((0, shape[len(box)]))
-            length = shape[len(box)]
-            bounds, remaining = _axis_hull(part, length)
+            rest.append(part)
+        else:
+            bounds, remaining = _axis_hull(part, shape[len(box)])
             box.append(bounds)
             rest.append(remaining)
     return tuple(box), tuple(rest)
 
 
+def _index_part(part: Any) -> Any:
+    """Part of an index as None, Ellipsis, a slice, an int, or an array of ints or bools. Raises IndexError."""
+    if part is None or part is Ellipsis or isinstance(part, slice):
+        return part
+    array = np.asarray(part)
+    if array.size == 0 and not hasattr(part, "dtype"):
+        array = array.astype(np.intp)
+    if array.dtype.kind not in "iub":
+        raise IndexError(f"only integers, slices, Ellipsis, None and integer or boolean arrays index, found {part!r}")
+    return int(array) if array.ndim == 0 and array.dtype != bool and not isinstance(part, np.ndarray) else array
+
+
 def _dims(part: Any) -> int:
     if part is None or part is Ellipsis:
         return 0
-    array = np.asarray(part) if isinstance(part, (list, np.ndarray)) else None
-    return array.ndim if array is not None and array.dtype == bool else 1
+    return part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1
 
 
 def _axis_hull(part: Any, length: int) -> tuple[tuple[int, int], Any]:
@@ -186,20 +198,12 @@ def _axis_hull(part: Any, length: int) -> tuple[tuple[int, int], Any]:
             return (0, 0), slice(0, 0)
         low, high = min(numbers[0], numbers[-1]), max(numbers[0], numbers[-1])
         return (low, high + 1), slice(None, None, numbers.step)
-    if isinstance(part, (list, np.ndarray)):
-        array = np.asarray(part)
-        if array.dtype == bool:
-            return (0, length), array
-        if array.size and (array.min() < -length or array.max() >= length):
-            raise IndexError(f"index out of bounds for a dimension of length {length}")
-        numbers = np.where(array < 0, array + length, array).astype(np.intp)
-        low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, -1)
-        return (low, high + 1), numbers - low
-    number = int(part.__index__())
-    if not -length <= number < length:
-        raise IndexError(f"index {number} is out of bounds for a dimension of length {length}")
-    number %= length
-    return (number, number + 1), 0
+    array = np.asarray(part).astype(np.intp)
+    if array.size and (array.min() < -length or array.max() >= length):
+        raise IndexError(f"index {part} is out of bounds for a dimension of length {length}")
+    numbers = np.where(array < 0, array + length, array)
+    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, -1)
+    return (low, high + 1), int(numbers - low) if isinstance(part, int) else numbers - low
 
 
 class Checkpoint:

@@ -23,7 +23,12 @@ from typing import Any, Self
 
 from jax._src import distributed  # the only door to the coordination service; orbax and flax use it too
 
-from jaxckpt._errors import PathNotSharedError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
+from jaxckpt._errors import (
+    PathNotSharedError,
+    PeerFailedError,
+    PeersDisagreeError,
+    PeerTimeoutError,
+)
 
 _POLL_SECONDS = 0.5
 _operations = itertools.count()
@@ -104,7 +109,8 @@ class Meeting:
         if group.index != 0:
             return []
         answers = [self._hear(f"in/{process}", process) for process in range(group.count)]
-        # All have answered this meeting, so all have left the one before.
+        # Only process 0 reads these; and all have answered this meeting, so all have left the one before.
+        group.client.key_value_delete(f"{self.key}/in/")
         group.client.key_value_delete(f"{group.prefix}/{group.meetings - 1}/")
         return [_unwrap(answer) for answer in answers]
 
@@ -164,7 +170,7 @@ class Meeting:
                 return
 
 
-# Errors that are already about peers keep their kind on the way; any other is the failure of the process it rose in.
+# What is about peers, or the same for all, keeps its kind on the way; any other is the failure of one process.
 _KINDS = {kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)}
 
 

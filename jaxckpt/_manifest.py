@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxckpt._errors import ManifestError, NotACheckpointError, listing
 from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
 from jaxckpt._store import MANIFEST, Store, object_key, zarr_json
-from jaxckpt._tree import DTYPES, Structure, decode_value, encode_value, show, walk
+from jaxckpt._tree import DTYPES, MAX_RANK, Structure, decode_value, encode_value, show, walk
 
 FORMAT = "jaxckpt"
 VERSION = 1
@@ -193,6 +194,12 @@ def decode(content: bytes, where: str) -> Manifest:
     return manifest
 
 
+def data_of(content: bytes) -> str | None:
+    """The data folder that a manifest names, if that much can be told of one that may be damaged."""
+    found = re.search(rb'"save_id":"([0-9A-Za-z_-]{1,200})"', content)
+    return f"data-{found.group(1).decode()}" if found else None
+
+
 class _Head(msgspec.Struct):
     format: str
     version: int
@@ -334,7 +341,7 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Any:
         ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
         bad = (
             len(ranks) > 1
-            or len(stack.shape) > 32
+            or len(stack.shape) > MAX_RANK
             or stack.rows < 1
             or any(n < 0 for n in stack.shape)
             or any(c < 1 or o < 1 or o % c for c, o in zip(stack.chunk, stack.object, strict=False))

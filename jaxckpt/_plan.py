@@ -161,7 +161,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
     groups: dict[tuple[str, tuple[int, ...], Layout, bool], list[int]] = {}
     for leaf in leaves:
         groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.moved), []).append(leaf.number)
-    share_bytes = _share_bytes(groups)
+    shared_bytes = _shared_bytes(groups)
     stacks: list[Stack] = []
     unassigned: list[tuple[int, tuple[int, ...], Box, tuple[int, ...]]] = []
     for (dtype, shape, layout, _), numbers in groups.items():
@@ -171,7 +171,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
         name = f"{len(stacks):04d}-{dtype}-{'x'.join(map(str, shape)) or 'scalar'}"
         most = options.object_bytes
         if min(map(len, layout.holders)) > 1:  # replicas share the work: in objects small enough to come out even
-            most = min(most, max(SHARED_BYTES, share_bytes // 40))
+            most = min(most, shared_bytes)
         stack = shape_stack(name, dtype, shape, len(numbers), layout, most, options)
         if 0 not in shape:
             sides = cell_shape(layout, shape)
@@ -189,11 +189,14 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
     )
 
 
-def _share_bytes(groups: Mapping[tuple[str, tuple[int, ...], Layout, bool], Sequence[int]]) -> int:
-    """Bytes that each process would write if all wrote the same."""
+def _shared_bytes(groups: Mapping[tuple[str, tuple[int, ...], Layout, bool], Sequence[int]]) -> int:
+    """Most bytes of an object that any of several processes may write: a fortieth of what each writes in all.
+
+    But not so few that the whole would be more than 4,096 objects: even shares are not worth that many files.
+    """
     total = sum(math.prod(shape) * DTYPES[dtype].itemsize * len(rows) for (dtype, shape, _, _), rows in groups.items())
     processes = {process for _, _, layout, _ in groups for holders in layout.holders for process in holders}
-    return total // max(1, len(processes))
+    return max(SHARED_BYTES, total // (40 * max(1, len(processes))), total // 4096)
 
 
 def shape_stack(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._coord import Group
@@ -84,9 +84,9 @@ def restore(
         (8, 4)
     """
     options = options or Options()
-    store = Store.at(path)
-    group = Group.current(options.timeout_seconds)
+    group = Group.current(options.timeout_seconds)  # first of all: a call that raises counts like any other
     with group.meeting("opening the checkpoint") as meeting:
+        store = Store.at(path)
         manifest, content = manifests.load(store)
         digests = meeting.gather(hashlib.sha256(content).hexdigest())
         if len(set(digests)) > 1:
@@ -169,10 +169,10 @@ def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: 
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
-    """Each distinct box that this process's devices want, with those devices."""
+    """Each distinct box that this process's devices want, with the places on those devices that want it."""
     found: dict[Box, list[Any]] = {}
     for device, box in addressable_boxes(sharding, shape):
-        found.setdefault(box, []).append(device)
+        found.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -32,6 +33,7 @@ from jaxckpt._errors import (
     PathNotSharedError,
     PeersDisagreeError,
     SpecError,
+    StorageError,
     TreeError,
     listing,
 )
@@ -53,7 +55,7 @@ from jaxckpt._options import Options
 from jaxckpt._plan import ArrayLeaf, Object, SavePlan, plan_save
 from jaxckpt._progress import Report, reporting
 from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, storage_errors
-from jaxckpt._tree import DTYPES, Leaf, Structure, Tree, encode_value, flatten, show
+from jaxckpt._tree import DTYPES, MAX_RANK, Leaf, Structure, Tree, encode_value, flatten, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +131,18 @@ def save(
         128
     """
     options = options or Options()
-    store = Store.at(path)
-    group = Group.current(options.timeout_seconds)
+    group = Group.current(options.timeout_seconds)  # first of all: a call that raises counts like any other
     first = group.index == 0
     clock = _Clock()
     claim = _Claim()
     try:
         with group.meeting("preparing to save") as meeting:
+            store = Store.at(path)
             _check_metadata(metadata)
             draft = describe(tree, mesh, specs, options)
             plan = plan_save(draft.arrays, options)
             clock.lap("plan")
-            digests = meeting.gather(_digest_of(draft, plan))
+            digests = meeting.gather(_digest_of(draft, plan, metadata))
             if first:
                 _require_one_tree(digests)
                 claim = _claim(store, plan, overwrite)
@@ -156,13 +158,13 @@ def save(
             with reporting("save", own_bytes, options.progress) as report:
                 written = list(_write(store, data, plan, draft, group.index, options, report))
             clock.lap("write")
-            shares = meeting.gather(json.dumps(written))
+            shares = [json.loads(text) for text in meeting.gather(json.dumps(written))]
             if first:
-                manifest = _compose(save_id, plan, draft, metadata, [json.loads(share) for share in shares])
+                manifest = _compose(save_id, plan, draft, metadata, shares)
                 if options.sync:
                     store.sync_data(data, plan.stacks)
                 store.publish(data, manifests.encode(manifest), claim.previous, sync=options.sync)
-            stored_bytes = int(meeting.share(str(sum(share[2] for text in shares for share in json.loads(text)))))
+            stored_bytes = int(meeting.share(str(sum(length for share in shares for _, _, length, _ in share))))
     except BaseException:
         claim.release(keep=False)
         raise
@@ -196,16 +198,21 @@ class _Claim:
         """Let go: with the new data in place of the old, or without a trace."""
         if self.writer is None:
             return
-        self.writer.release(keep=keep)
-        if keep and self.previous is not None:
-            store = self.writer.store
-            store.delete(manifests.decode(self.previous, store.url).data)
+        if not keep:
+            self.writer.release(keep=False)
+            return
+        # The checkpoint is published: what cannot be tidied up now is swept by the next save.
+        with contextlib.suppress(StorageError):
+            self.writer.release(keep=True)
+            old = None if self.previous is None else manifests.data_of(self.previous)
+            if old is not None:
+                self.writer.store.delete(old)
 
 
 def _claim(store: Store, plan: SavePlan, overwrite: bool) -> _Claim:
     """Sweep what dead saves left, and make the data folder with every stack's zarr.json."""
     previous = _previous(store, overwrite)
-    store.sweep(None if previous is None else manifests.decode(previous, store.url).data)
+    store.sweep(None if previous is None else manifests.data_of(previous))
     claim = _Claim(save_id := uuid.uuid4().hex, store.begin(save_id), previous)
     try:
         for stack in plan.stacks:
@@ -216,9 +223,24 @@ def _claim(store: Store, plan: SavePlan, overwrite: bool) -> _Claim:
     return claim
 
 
-def _digest_of(draft: _Draft, plan: SavePlan) -> str:
-    """What must be the same in every process: leaf paths, shapes, dtypes, who writes what."""
-    return hashlib.sha256(repr(([record.path for record in draft.records], plan)).encode()).hexdigest()
+def _digest_of(draft: _Draft, plan: SavePlan, metadata: Any) -> str:
+    """What must be the same in every process: leaf paths, shapes, dtypes, who writes what, the metadata.
+
+    And the values of replicated integer scalars, such as an optimizer's count: where a process has missed a call,
+    they tell the steps apart that would otherwise be saved as one.
+    """
+    counts = [
+        (number, int(value.addressable_data(0)))
+        for number, value in draft.values.items()
+        if isinstance(value, jax.Array) and _is_replicated_count(value)
+    ]
+    told = ([record.path for record in draft.records], plan, json.dumps(metadata), counts)
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def _is_replicated_count(value: jax.Array) -> bool:
+    integer = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer)
+    return integer and value.committed and value.is_fully_replicated and not value.is_fully_addressable
 
 
 def _require_one_tree(digests: Sequence[str]) -> None:
@@ -268,8 +290,8 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
     if MANIFEST in names:
         if not overwrite:
             raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
-        return manifests.load(store)[1]
-    foreign = [name for name in names if not name.startswith(("data-", ".data-"))]
+        return store.read(MANIFEST)
+    foreign = [name for name in names if not name.startswith("data-")]
     if foreign:
         raise CheckpointExistsError(
             f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"
@@ -349,6 +371,8 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
 def _stored(value: Any) -> Any:
     if value.dtype.name not in DTYPES:
         raise TreeError(f"has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
+    if value.ndim > MAX_RANK:
+        raise TreeError(f"has {value.ndim} dimensions; at most {MAX_RANK} can be stored")
     if isinstance(value, np.ndarray) and not value.dtype.isnative:
         return value.astype(value.dtype.newbyteorder("="))
     return value
@@ -448,19 +472,28 @@ def _write(
     for obj in plan.objects:
         by_stack.setdefault(obj.stack, []).append(obj)
     flights = _Flights(options.host_bytes)
-    for number, objects in by_stack.items():
-        stack = plan.stacks[number]
-        mine = [obj for obj in objects if obj.process == process]
-        array = store.open_array(data, stack, sync=options.sync)
-        for obj, values in _with_values(plan, draft, number, objects, mine):
-            for done in flights.make_room(obj.n_bytes):
+    joined: set[Exchange] = set()
+    try:
+        for number, objects in by_stack.items():
+            stack = plan.stacks[number]
+            mine = [obj for obj in objects if obj.process == process]
+            array = store.open_array(data, stack, sync=options.sync)
+            for obj, values in _with_values(plan, draft, number, objects, mine, joined):
+                for done in flights.make_room(obj.n_bytes):
+                    yield _landed(store, data, plan, done, report)
+                source = gather(obj.box, values, flights.buffer)
+                flights.launch(obj, store.write(array, obj.box, source), source)
+            for done in flights.land_all():
                 yield _landed(store, data, plan, done, report)
-            source = gather(obj.box, values, flights.buffer)
-            flights.launch(obj, store.write(array, obj.box, source), source)
-        for done in flights.land_all():
-            yield _landed(store, data, plan, done, report)
-        if options.sync and mine:
-            store.sync_folders(data, stack, [obj.index for obj in mine])
+            if options.sync and mine:
+                store.sync_folders(data, stack, [obj.index for obj in mine])
+    except Exception:
+        # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
+        for number, objects in by_stack.items():
+            for exchange in _exchanges(plan, number, objects):
+                if exchange not in joined:
+                    _join(plan, draft, exchange, joined)
+        raise
 
 
 def _landed(store: Store, data: str, plan: SavePlan, obj: Object, report: Report) -> tuple[int, str, int, str]:
@@ -519,25 +552,41 @@ Value = Any
 """A leaf's jax.Array or NumPy array."""
 
 
-def _with_values(
-    plan: SavePlan, draft: _Draft, stack: int, objects: Sequence[Object], mine: Sequence[Object]
-) -> Iterator[tuple[Object, list[Value]]]:
-    """This process's objects of a stack with the leaves in their rows.
+Exchange = tuple[int, tuple[int, int]]
+"""A stack and a range of its rows, whose leaves all processes bring together, in the same order everywhere."""
 
-    Leaves that must be exchanged are, row of objects by row of objects, by all processes in the same order.
-    """
-    members = plan.members[stack]
+
+def _exchanges(plan: SavePlan, stack: int, objects: Sequence[Object]) -> list[Exchange]:
+    return [(stack, rows) for rows in sorted({obj.box[0] for obj in objects})] if plan.moved[stack] else []
+
+
+def _join(plan: SavePlan, draft: _Draft, exchange: Exchange, joined: set[Exchange]) -> list[Value]:
+    """Take part in an exchange: its leaves, whole on every device."""
+    joined.add(exchange)
+    stack, (first, last) = exchange
+    return [_replicated(draft.values[leaf]) for leaf in plan.members[stack][first:last]]
+
+
+def _with_values(
+    plan: SavePlan,
+    draft: _Draft,
+    stack: int,
+    objects: Sequence[Object],
+    mine: Sequence[Object],
+    joined: set[Exchange],
+) -> Iterator[tuple[Object, list[Value]]]:
+    """This process's objects of a stack with the leaves in their rows, exchanged first where they must be."""
+    for exchange in _exchanges(plan, stack, objects):
+        values = _join(plan, draft, exchange, joined)
+        for obj in mine:
+            if obj.box[0] == exchange[1]:
+                yield obj, values
     if not plan.moved[stack]:
+        members = plan.members[stack]
         for obj, ahead in itertools.zip_longest(mine, mine[1:]):
             if ahead is not None:
                 _prefetch(draft, members[ahead.box[0][0] : ahead.box[0][1]])
             yield obj, [draft.values[leaf] for leaf in members[obj.box[0][0] : obj.box[0][1]]]
-        return
-    for rows in sorted({obj.box[0] for obj in objects}):
-        exchanged = [_replicated(draft.values[leaf]) for leaf in members[rows[0] : rows[1]]]
-        for obj in mine:
-            if obj.box[0] == rows:
-                yield obj, exchanged
 
 
 def _prefetch(draft: _Draft, leaves: Sequence[int]) -> None:
@@ -551,7 +600,7 @@ def _prefetch(draft: _Draft, leaves: Sequence[int]) -> None:
                 value.addressable_data(number).copy_to_host_async()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _identity(sharding: Sharding) -> Any:
     return jax.jit(lambda x: x, out_shardings=sharding)  # pyright: ignore[reportUnknownLambdaType]
 

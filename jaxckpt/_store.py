@@ -130,18 +130,33 @@ class Store:
             with self._remote("write") as kvstore:
                 kvstore.write(f"{data}/{WRITER}", note).result()
             return Writer(self, data, None)
-        # The folder appears under its name only with its locked note inside, so a sweep never takes it for an old one.
-        fresh = os.path.join(self.folder, f".{data}")
+        path = os.path.join(self.folder, data)
+        handle = None
         try:
-            _make_folders(fresh)
-            handle = os.open(os.path.join(fresh, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-            with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(handle, note)
-            os.rename(fresh, os.path.join(self.folder, data))
+            os.makedirs(self.folder, exist_ok=True)
+            with self._locked():
+                os.mkdir(path)
+                handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+                with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(handle, note)
         except OSError as error:
+            if handle is not None:
+                os.close(handle)
+                shutil.rmtree(path, ignore_errors=True)
             raise self._refused("create", data, error) from error
         return Writer(self, data, handle)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[int]:
+        """The checkpoint's own folder, open and locked: beginnings, sweeps and publications take turns."""
+        handle = os.open(self.folder or "", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):  # as above
+                fcntl.flock(handle, fcntl.LOCK_EX)  # released when closed, and when this process dies
+            yield handle
+        finally:
+            os.close(handle)
 
     def sweep(self, current: str | None) -> None:
         """Delete `data-*` folders of saves that died. Process 0, before a save.
@@ -151,12 +166,15 @@ class Store:
         """
         if self.folder is None:
             return  # an object store has no locks; unreferenced data there is swept by age with its lifecycle rules
-        for name in self.names():
-            path = os.path.join(self.folder, name)
-            if not name.startswith(("data-", ".data-")) or name == current or not _abandoned(path):
-                continue
-            if not self.names_data(name):  # asked last: the folder may have been published since we listed it
-                shutil.rmtree(path, ignore_errors=True)
+        if not os.path.isdir(self.folder):
+            return
+        with self._locked():
+            for name in self.names():
+                path = os.path.join(self.folder, name)
+                # Named by the manifest is asked last: it may have been published since we listed it.
+                stale = name.startswith("data-") and name != current and _abandoned(path)
+                if stale and not self.names_data(name):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def names_data(self, data: str) -> bool:
         """Whether the manifest that is published now names a data folder."""
@@ -170,25 +188,21 @@ class Store:
             return
         path = os.path.join(self.folder, MANIFEST)
         try:
-            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX)  # two publishers take turns; released on close or death
+            with self._locked() as handle:
                 if self.read(MANIFEST) != previous:
                     raise self._overtaken()
                 self._replace(path, data, manifest, sync=sync)
-                if sync:
-                    try:
+                try:
+                    if sync:
                         os.fsync(handle)
-                    except OSError:
-                        # In place, but perhaps not for ever: a save that raises must not have published.
-                        with contextlib.suppress(OSError):
-                            if previous is None:
-                                os.unlink(path)
-                            else:
-                                self._replace(path, data, previous, sync=sync)
-                        raise
-            finally:
-                os.close(handle)
+                except OSError:
+                    # In place, but perhaps not for ever: a save that raises must not have published.
+                    with contextlib.suppress(OSError):
+                        if previous is None:
+                            os.unlink(path)
+                        else:
+                            self._replace(path, data, previous, sync=False)
+                    raise
         except CheckpointExistsError:
             raise
         except OSError as error:
@@ -332,10 +346,19 @@ class Store:
             self._fsync(os.path.join(top, stack.name, "zarr.json"))
             self._fsync(os.path.join(top, stack.name))
         self._fsync(top)
-        folder = self.folder
+        self._fsync(self.folder)
+        folder = os.path.dirname(self.folder)
         # Up to the first that we may not even open: it was there before us.
         while os.access(folder, os.R_OK):
-            self._fsync(folder)
+            try:
+                self._fsync(folder)
+            except StorageError as error:
+                if error.errno not in (
+                    errno.EINVAL,
+                    errno.ENOSYS,
+                    errno.ENOTSUP,
+                ):  # a file system that syncs no folders
+                    raise
             if folder == os.path.dirname(folder):
                 return
             folder = os.path.dirname(folder)
@@ -468,14 +491,14 @@ def storage_error(error: Exception, what: str) -> StorageError | DataError:
 def _abandoned(path: str) -> bool:
     """Whether the writer of a data folder is surely gone."""
     try:
-        handle = os.open(os.path.join(path, WRITER), os.O_RDONLY)
+        handle = os.open(os.path.join(path, WRITER), os.O_RDWR)  # NFS locks only what is open for writing
     except FileNotFoundError:
-        # Under its final name: once published, and replaced since. Under its first: just being made.
-        return not os.path.basename(path).startswith(".")
+        return True  # once published, and replaced since; or its writer died before it could say so
     except OSError:
         return False
     try:
-        if json.loads(os.read(handle, 4096) or b"{}").get("host") != socket.gethostname():
+        note = os.read(handle, 4096)
+        if note and json.loads(note).get("host") != socket.gethostname():
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (OSError, ValueError):
@@ -483,11 +506,6 @@ def _abandoned(path: str) -> bool:
     finally:
         os.close(handle)
     return True
-
-
-def _make_folders(path: str) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    os.mkdir(path)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from jaxckpt._tree import (
     closest,
     decode_value,
     flatten,
+    lossless,
     nested,
     renamer,
     selector,
@@ -174,7 +176,8 @@ def _match(
         kept = leaf.path in found or (asked.select is not None and not selected(leaf.path))
         abstract = isinstance(leaf.value, (jax.ShapeDtypeStruct, Sharding))
         if not kept and (asked.strict or abstract):
-            missing.append(f"{show(leaf.path)} is not in the checkpoint{closest(leaf.path, wanted)}")
+            hint = closest(leaf.path, wanted) if len(missing) < 3 else ""  # finding it takes a look at every path
+            missing.append(f"{show(leaf.path)} is not in the checkpoint{hint}")
         makers.append(functools.partial(_constant, leaf.value))
     extra = [path for path, number in wanted.items() if number not in goals] if asked.strict else []
     _raise_mismatch(manifest, missing, extra, layouts)
@@ -295,12 +298,13 @@ class _Layouts:
             kind = "key" if record.kind == "key" else "jax"
             return Goal(number, kind, None, self._sharding(path, number, wanted))
         if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct)):
-            given = wanted.sharding
-            uncommitted = isinstance(wanted, jax.Array) and not wanted.committed
+            uncommitted = isinstance(wanted, jax.Array) and not wanted.committed  # it asks for no device of its own
             dtype = self._check_array(path, record, wanted)
             kind = "key" if record.kind == "key" else "jax"
             self._check_x64(path, dtype)
-            sharding = None if uncommitted else self._sharding(path, number, given)
+            given = None if uncommitted else wanted.sharding
+            here = uncommitted and self._asked.mesh is None
+            sharding = None if here else self._sharding(path, number, given)
             return Goal(number, kind, dtype, sharding)
         if isinstance(wanted, (np.ndarray, np.generic)):
             dtype = self._check_array(path, record, wanted)
@@ -319,10 +323,13 @@ class _Layouts:
             return Goal(number, "python" if record.value is not None else kind.__name__)  # pyright: ignore[reportArgumentType]
         rank = ["bool", "int", "float", "complex"]
         if kind.__name__ in rank and saved in rank and rank.index(saved) < rank.index(kind.__name__):
-            return Goal(number, "python", kind)
+            value: Any = decode_value(saved, record.value or "")
+            with contextlib.suppress(OverflowError):
+                if kind(value) == value or value != value:
+                    return Goal(number, "python", kind)
         if kind.__name__ in rank and saved is None and record.kind != "key" and self._shape(record) == ():
             dtype = self._dtype(record)
-            if np.can_cast(dtype, np.dtype(kind), "safe"):
+            if lossless(dtype, np.dtype(kind)):
                 return Goal(number, "python", kind)
         shape = f"{self._dtype(record)}{list(self._shape(record))}" if saved is None else saved
         self.mismatches.append(f"{show(path)} is {shape} in the checkpoint, {kind.__name__} in the target")
@@ -349,28 +356,28 @@ class _Layouts:
                 f"{show(path)} has dtype {saved} in the checkpoint, {wanted.dtype} in the target; PRNG keys do not cast"
             )
             return None
-        if self._options.cast == "safe" and not np.can_cast(saved, wanted.dtype, "safe"):
+        if self._options.cast == "safe" and not lossless(saved, np.dtype(wanted.dtype)):
             self.mismatches.append(
                 f"{show(path)} has dtype {saved} in the checkpoint, {wanted.dtype} in the target: a lossy cast"
             )
         return np.dtype(wanted.dtype)
 
     def _check_number(self, path: str, record: LeafRecord, wanted: Any) -> Any:
+        """A Python number becomes any dtype that has its value; a float any float, as JAX's weak types do."""
         value: Any = decode_value(record.kind, record.value or "")
+        dtype = np.dtype(wanted.dtype)
         try:
-            if (
-                self._options.cast == "unsafe"
-                or np.asarray(value).astype(wanted.dtype).item() == value
-                or value != value
-            ):
-                return np.dtype(wanted.dtype)
+            with np.errstate(over="ignore", invalid="ignore"):
+                made = np.asarray(value).astype(dtype).item()
+            weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
+            fits = (made == value) or (weak and bool(np.isfinite(made)) == bool(np.isfinite(value)))
         except (TypeError, ValueError, OverflowError):
-            pass
-        self.mismatches.append(
-            f"{show(path)} is {record.kind} {record.value} in the checkpoint, {wanted.dtype} in the target:"
-            " a lossy cast"
-        )
-        return np.dtype(wanted.dtype)
+            fits = False
+        if not fits and self._options.cast == "safe":
+            self.mismatches.append(
+                f"{show(path)} is {record.kind} {record.value} in the checkpoint, {dtype} in the target: a lossy cast"
+            )
+        return dtype
 
     def _check_x64(self, path: str, dtype: Any) -> None:
         if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # pyright: ignore[reportUnknownMemberType]

@@ -1,7 +1,7 @@
 """Pytrees as leaves with paths, and their structure as JSON.
 
 A leaf's path joins the keys that lead to it with "/": `{"layers": [{"w": x}]}` has the leaf "layers/0/w". A "/" inside
-a key is written "~1" and a "~" is written "~0" (RFC 6901), so no two leaves share a path.
+a key is written "~1", a "~" is written "~0" (RFC 6901) and an empty key "~2", so no two leaves share a path.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Leaf:
 
 def component(key: object) -> str:
     """A key as one component of a path."""
-    return str(key).replace("~", "~0").replace("/", "~1")
+    return str(key).replace("~", "~0").replace("/", "~1") or "~2"
 
 
 def join(parent: str, key: object, *, root: bool) -> str:
@@ -326,13 +326,17 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", collections.namedtuple(name, fields, rename=True))  # pyright: ignore[reportUntypedNamedTuple]
 
 
+def _key_of(part: str) -> str:
+    return "" if part == "~2" else part.replace("~1", "/").replace("~0", "~")
+
+
 def nested(values: Mapping[str, Any]) -> Tree:
     """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError where a leaf is also a container."""
     if set(values) == {""}:
         return values[""]
     tree: dict[str, Any] = {}
     for path, value in values.items():
-        *parents, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
+        *parents, last = (_key_of(part) for part in path.split("/"))
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
@@ -524,3 +528,56 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 def stored_dtype(name: str) -> str:
     """The Zarr data type that holds dtype `name` on disk."""
     return name if name in _CORE else f"uint{8 * DTYPES[name].itemsize}"
+
+
+MAX_RANK = 31
+"""Most dimensions of a leaf: tensorstore's 32, less the one for rows."""
+
+
+@functools.cache
+def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether every value of `source` is a value of `target`.
+
+    NumPy's "safe" is another thing: it takes int64 to float64, and ml_dtypes' own rules take int8 to float8. Here the
+    types of one and two bytes are simply tried out, value by value; the wider ones are compared by range and digits.
+    """
+    if source == target:
+        return True
+    if source.itemsize <= 2 and source.kind != "c":
+        return _survives(source, target)
+    if target.kind == "c":
+        return (
+            lossless(source, np.dtype("f4" if target.itemsize == 8 else "f8"))
+            if source.kind != "c"
+            else (target.itemsize >= source.itemsize)
+        )
+    if source.kind == "c" or target.itemsize < source.itemsize:
+        return False
+    if source.kind in "iu" and target.kind in "iu":
+        low, high = np.iinfo(source), np.iinfo(target)
+        return high.min <= low.min and low.max <= high.max
+    if source.kind in "iu" and target.kind == "f":
+        return np.iinfo(source).bits - (source.kind == "i") <= np.finfo(target).nmant + 1
+    return source.kind == "f" and target.kind == "f"
+
+
+def _survives(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether each value of a narrow type comes back from `target`, signs of zero included."""
+    if source.name.removeprefix("u") in ("int2", "int4"):
+        info = ml_dtypes.iinfo(source)
+        values = np.arange(info.min, info.max + 1).astype(source)
+    elif source.kind == "b":
+        values = np.array([False, True])
+    else:
+        values = np.arange(1 << 8 * source.itemsize, dtype=f"u{source.itemsize}").view(source)
+    if source.name == "float4_e2m1fn":
+        values = values[:16]
+    try:
+        with np.errstate(all="ignore"):
+            there = values.astype(target)
+            # Through float64, which holds each of them: a type that has no NaN or no sign must not hide it.
+            before, after = values.astype(np.float64), there.astype(np.complex128).real
+    except (TypeError, ValueError):
+        return False
+    same_sign = np.isnan(before) | (np.signbit(before) == np.signbit(after))
+    return bool(np.array_equal(before, after, equal_nan=True) and same_sign.all())

@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
     "columns to rows": ((8192, 8192), (8,), P(None, "x"), (8,), P("x"), 1.0005, 1.0005),
     "2x4 to 3x2": ((8184, 8208), (2, 4), P("x", "y"), (3, 2), P("x", "y"), 1.0005, 1.10),
     "2x4 to 2x3": ((8208, 8184), (2, 4), P("x", "y"), (2, 3), P("x", "y"), 1.0005, 1.10),
-    # Pieces of 1168 rows in chunks of 511: two processes read each chunk at a border. Chunks of 256 KiB would give 1.0002.
+    # Pieces of 1168 rows in chunks of 511: two read each chunk at a border. Chunks of 256 KiB would give 1.0002.
     "8 to 7": ((8176, 8192), (8,), P("x"), (7,), P("x"), 1.0005, 1.40),
     "8 to replicated": ((8192, 8192), (8,), P("x"), (8,), P(), 1.0002, 1.0002),
 }

@@ -274,8 +274,8 @@ if process_id == 1:
         time.sleep(12)
         os._exit(0)
     pid = os.getpid()
-    if os.fork() == 0:  # comes back to life after the other has given up
-        time.sleep(15)
+    if how == "is stopped" and os.fork() == 0:  # it is not left behind
+        time.sleep(9)
         os.kill(pid, signal.SIGKILL)
         os._exit(0)
     Store.write = lambda *_: os.kill(pid, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
@@ -300,3 +300,239 @@ os._exit(0)  # JAX would wait for the other at exit
     with pytest.raises(jaxckpt.NotACheckpointError):
         jaxckpt.open(tmp_path / "ckpt")
     assert not (tmp_path / "ckpt").exists() or os.listdir(tmp_path / "ckpt") == []
+
+
+def test_one_that_works_on_is_not_silent(run_processes: RunProcesses, tmp_path: Path) -> None:
+    """Writing and publishing may take longer than the timeout: only a process that no longer beats is given up."""
+    done = run_processes(
+        TREE
+        + """
+import time
+from jaxckpt._store import Store
+write, publish, late = Store.write, Store.publish, []
+
+def slow_write(*args):
+    if process_id == 1 and not late:
+        late.append(time.sleep(2.5))
+    return write(*args)
+
+def slow_publish(*args, **named):
+    time.sleep(2.5)
+    return publish(*args, **named)
+
+Store.write, Store.publish = slow_write, slow_publish
+begun = time.monotonic()
+jaxckpt.save(args, make(mesh_of(2, 2)), options=jaxckpt.Options(timeout_seconds=1))
+print("saved", time.monotonic() - begun)
+check(jaxckpt.restore(args))
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path / "ckpt"),
+        timeout=60,
+    )
+    assert all(float(process.stdout.split("saved")[1].split()[0]) > 4.9 for process in done)
+
+
+def test_all_raise_when_one_cannot_restore_and_the_next_restore_works(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    done = run_processes(
+        TREE
+        + """
+from jaxckpt._store import Store
+path, options = args + "/ckpt", jaxckpt.Options(timeout_seconds=20)
+jaxckpt.save(path, make(mesh_of(2, 2)))
+
+def attempt(call):
+    try:
+        call()
+    except jaxckpt.JaxckptError as error:
+        print(f"raised {type(error).__name__}: {error}")
+
+read = Store.read_into
+if process_id == 1:
+    def fail(*_):
+        raise jaxckpt.DataError("this disk is bad")
+    Store.read_into = fail
+attempt(lambda: jaxckpt.restore(path, options=options))
+Store.read_into = read
+attempt(lambda: jaxckpt.save(path, make(mesh_of(2, 2)), options=options))
+attempt(lambda: jaxckpt.restore(args + "/nothing", options=options))
+attempt(lambda: jaxckpt.restore(path if process_id else args + "/nothing", options=options))
+check(jaxckpt.restore(path))
+print("raised nothing at last")
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path),
+        timeout=60,
+    )
+    raised = [[line for line in process.stdout.splitlines() if line.startswith("raised")] for process in done]
+    kinds = [[line.split()[1].rstrip(":") for line in lines] for lines in raised]
+    assert kinds[0] == "PeerFailedError CheckpointExistsError NotACheckpointError NotACheckpointError nothing".split()
+    assert kinds[1] == "DataError PeerFailedError NotACheckpointError PeerFailedError nothing".split()
+    assert "process 1 failed with DataError: this disk is bad" in raised[0][0]
+    assert "process 0 failed with CheckpointExistsError" in raised[1][1]
+    assert "process 0 failed with NotACheckpointError" in raised[1][3]
+
+
+def test_a_leaf_on_one_processs_devices_alone(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(
+        TREE
+        + """
+import json
+second, everyone = mesh_of(1, 2, devices=jax.devices()[2:]), mesh_of(2, 2)
+whole = value("alone", (256, 256))
+tree = {
+    "alone": jax.make_array_from_callback(
+        whole.shape, NamedSharding(second, P(None, "model")), lambda index: whole[index], dtype=whole.dtype
+    ),
+    "rows": make(everyone)["rows"],
+}
+info = jaxckpt.save(args, tree)
+for restored in (jaxckpt.restore(args), jaxckpt.restore(args, mesh=everyone)):
+    assert restored["alone"].shape == whole.shape
+    assert restored["rows"].sharding == tree["rows"].sharding
+    for shard in restored["alone"].addressable_shards:
+        assert np.array_equal(shard.data, whole[shard.index])
+assert len(restored["alone"].addressable_shards) == 2
+print(json.dumps({"each": info.process_bytes}))
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path / "ckpt"),
+        timeout=60,
+    )
+    rows, alone = 512 * 512 * 4, 256 * 256 * 4
+    assert all(printed(process)["each"] == [rows // 2, rows // 2 + alone] for process in done)
+
+
+def test_without_process_0_none_waits_for_ever(run_processes: RunProcesses, tmp_path: Path) -> None:
+    """Process 0 runs JAX's coordination service: without it JAX itself ends the others, with or without our error."""
+    done = run_processes(
+        TREE
+        + """
+import signal
+from jaxckpt._store import Store
+tree = make(mesh_of(2, 2))
+if process_id == 0:
+    Store.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    jaxckpt.save(args, tree, options=jaxckpt.Options(timeout_seconds=5))
+except jaxckpt.PeerError:
+    os._exit(3)
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path / "ckpt"),
+        timeout=40,
+        check=False,
+    )
+    assert done[0].returncode == -9, str(done[0])
+    assert done[1].returncode not in (None, 0), str(done[1])
+    with pytest.raises(jaxckpt.NotACheckpointError, match="never finished"):
+        jaxckpt.open(tmp_path / "ckpt")
+    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
+    assert len(os.listdir(tmp_path / "ckpt")) == 2, "what the dead job left is swept"
+
+
+def test_one_that_fails_while_leaves_are_exchanged_does_not_hold_up_the_others(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    done = run_processes(
+        TREE
+        + """
+import errno, time
+from jaxckpt._store import Store
+tree, first = make(mesh_of(2, 2)), mesh_of(1, 2, devices=jax.devices()[:2])
+
+def refuse(*_):
+    raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
+
+if process_id == 0:
+    Store.write = refuse
+try:
+    jaxckpt.save(args, tree, mesh=first, specs=P(), options=jaxckpt.Options(timeout_seconds=5))
+except jaxckpt.JaxckptError as error:
+    print("raised", type(error).__name__, error, flush=True)
+if process_id == 0:
+    time.sleep(7)  # JAX's service lives here, and ends the others with it
+os._exit(0)
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path / "ckpt"),
+        timeout=60,
+        check=False,
+    )
+    assert "raised StorageError" in done[0].stdout, str(done[0])
+    assert "raised PeerFailedError process 0 failed with StorageError" in done[1].stdout, str(done[1])
+
+
+def test_a_missed_call_never_mixes_two_steps(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(
+        TREE
+        + """
+import time
+mesh = mesh_of(2, 2)
+
+def save(step):
+    data = np.full((64, 64), step, np.float32)
+    tree = {
+        "w": jax.make_array_from_callback(data.shape, NamedSharding(mesh, P("data")), lambda index: data[index]),
+        "count": jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.int32(step)),
+        "step": step,
+    }
+    options = jaxckpt.Options(timeout_seconds=2)
+    try:
+        jaxckpt.save(args, tree, metadata={"step": step}, overwrite=True, options=options)
+    except jaxckpt.PeerError as error:
+        print(step, type(error).__name__, flush=True)
+
+if process_id == 0:
+    for step in (1, 2, 3):
+        save(step)
+    time.sleep(3)
+else:
+    time.sleep(3.5)  # it does not call save at step 1
+    for step in (2, 3):
+        save(step)
+os._exit(0)
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path / "ckpt"),
+        timeout=60,
+        check=False,
+    )
+    assert "1 PeerTimeoutError" in done[0].stdout, str(done[0])
+    if (tmp_path / "ckpt" / "manifest.json").exists():
+        tree = jaxckpt.load_numpy(tmp_path / "ckpt")
+        assert len({float(value) for value in tree["w"].ravel()}) == 1, "rows of two steps in one checkpoint"
+
+
+def test_a_bad_argument_in_one_process_leaves_the_calls_in_step(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(
+        TREE
+        + """
+import time
+tree = make(mesh_of(2, 2))
+for attempt in range(2):
+    path = "" if (process_id, attempt) == (1, 0) else args
+    try:
+        jaxckpt.save(path, tree, overwrite=True, options=jaxckpt.Options(timeout_seconds=4))
+        print(attempt, "saved", flush=True)
+    except jaxckpt.JaxckptError as error:
+        print(attempt, type(error).__name__, flush=True)
+time.sleep(5 * (process_id == 0))
+os._exit(0)
+""",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path / "ckpt"),
+        timeout=60,
+        check=False,
+    )
+    lines = [[line for line in process.stdout.splitlines() if line[:2] in ("0 ", "1 ")] for process in done]
+    assert lines == [["0 PeerFailedError", "1 saved"], ["0 InputError", "1 saved"]]

@@ -75,7 +75,7 @@ def test_a_hang_is_a_failure_that_says_where(run_python: RunPython) -> None:
             print("early", flush=True)
             stuck()
             """,
-            timeout=1,
+            timeout=3,
         )
 
 

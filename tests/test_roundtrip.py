@@ -2,168 +2,49 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+import optax
+import pytest
+import strategies
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
+from jaxckpt import _plan, _restore
 from jaxckpt._tree import DTYPES
 
-# Trees of every kind --------------------------------------------------------------------------------------
-
-MESHES = [
-    ((8,), ("a",)),
-    ((2, 4), ("a", "b")),
-    ((4, 2), ("b", "a")),
-    ((3, 2), ("a", "b")),
-    ((1,), ("b",)),
-    ((2, 2, 2), ("a", "b", "c")),
+QUICK = jaxckpt.Options(sync=False)
+OPTIONS = [
+    jaxckpt.Options(),
+    jaxckpt.Options(chunk_bytes=64, object_bytes=256, sync=False),
+    jaxckpt.Options(chunk_bytes=16, object_bytes=1024, host_bytes=512, mmap=False, sync=False),
+    jaxckpt.Options(chunk_bytes=128, compression="zstd", sync=False),
 ]
-DEVICE_DTYPES = [name for name in DTYPES if name not in ("int64", "uint64", "float64", "complex128")]
-KEY_IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]
+SIZES = [{}, {"whole": 0}, {"whole": 0, "pack": 1, "tiny": 1}, {"pack": 300, "tiny": 40}]
+"""Bytes at which leaves count as large: what takes megabytes otherwise is met by the small leaves of a test."""
 
 
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    shape, names = draw(st.sampled_from(MESHES))
-    order = draw(st.permutations(range(8)))[: math.prod(shape)]
-    types = draw(st.sampled_from([jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]))
-    devices = np.array([jax.devices()[number] for number in order]).reshape(shape)
-    return Mesh(devices, names, axis_types=(types,) * len(names))
-
-
-def fitting(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> P:
-    """Some spec that an array of this shape can have on a mesh."""
-    left = list(draw(st.permutations(mesh.axis_names)))
-    entries: list[Any] = []
-    for length in shape:
-        axes = left[: draw(st.integers(0, len(left)))]
-        if axes and length % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            entries.append(tuple(axes) if len(axes) > 1 else axes[0])
-            left = left[len(axes) :]
-        else:
-            entries.append(None)
-    return P(*entries)
-
-
-@st.composite
-def shardings(draw: st.DrawFn, shape: tuple[int, ...], on: list[Mesh]) -> Sharding:
-    if draw(st.integers(0, 5)) == 0:
-        return SingleDeviceSharding(draw(st.sampled_from(jax.devices())))
-    mesh = draw(st.sampled_from(on))
-    return NamedSharding(mesh, fitting(draw, mesh, shape))
-
-
-shapes = st.one_of(
-    st.just(()),
-    st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8, 12, 13, 24]), min_size=1, max_size=3).map(tuple),
-    st.sampled_from([(48, 24), (97,), (8, 8), (24, 8, 4)]),
-)
-
-
-def bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    """Random bits of a dtype: NaN payloads, subnormals, negative zeros; but valid ones of bool and of narrow types."""
-    random = np.random.default_rng(seed)
-    if dtype.kind == "b":
-        return random.integers(0, 2, shape).astype(bool)
-    if dtype.name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn"):
-        low, high = {"int2": (-2, 2), "int4": (-8, 8), "uint2": (0, 4), "uint4": (0, 16)}.get(dtype.name, (-2, 3))
-        return random.integers(low, high, shape).astype(dtype)
-    raw = np.frombuffer(random.bytes(max(1, math.prod(shape)) * dtype.itemsize), dtype)
-    return raw[: math.prod(shape)].reshape(shape).copy()
-
-
-@st.composite
-def leaves(draw: st.DrawFn, on: list[Mesh]) -> Any:
-    kind = draw(st.sampled_from(["jax"] * 6 + ["uncommitted", "numpy", "numpy", "scalar", "python", "key", "none"]))
-    shape, seed = draw(shapes), draw(st.integers(0, 1 << 30))
-    match kind:
-        case "jax":
-            dtype = DTYPES[draw(st.sampled_from(DEVICE_DTYPES))]
-            return jax.device_put(bits(dtype, shape, seed), draw(shardings(shape, on)))
-        case "uncommitted":
-            return jnp.asarray(bits(np.dtype("float32"), shape, seed))
-        case "numpy":
-            return bits(DTYPES[draw(st.sampled_from(list(DTYPES)))], shape, seed)
-        case "scalar":
-            return bits(DTYPES[draw(st.sampled_from(list(DTYPES)))], (), seed)[()]
-        case "key":
-            shape = draw(st.sampled_from([(), (8,), (2, 4)]))
-            keys = jax.random.split(jax.random.key(seed, impl=draw(st.sampled_from(KEY_IMPLS))), shape)
-            return jax.device_put(keys, draw(shardings(shape, on)))
-        case "none":
-            return None
-        case _:
-            return draw(
-                st.one_of(
-                    st.integers(), st.booleans(), st.floats(), st.text(max_size=9), st.binary(max_size=9),
-                    st.complex_numbers(), st.sampled_from(["é" * 3000, b"\x00\xff" * 3000, "\ud800", 1 << 200, -0.0]),
-                )
-            )  # fmt: skip
-
-
-@st.composite
-def trees(draw: st.DrawFn, on: list[Mesh]) -> Any:
-    keys = st.one_of(st.sampled_from(["w", "a/b", "a.b", "~", "", "..", "/abs"]), st.text(max_size=4))
-    return draw(
-        st.recursive(
-            leaves(on),
-            lambda below: st.one_of(
-                st.dictionaries(keys, below, max_size=4),
-                st.dictionaries(st.integers(-3, 9), below, max_size=3),
-                st.dictionaries(st.tuples(st.integers(0, 2), st.text(max_size=2)), below, max_size=2),
-                st.lists(below, max_size=4),
-                st.lists(below, max_size=3).map(tuple),
-                st.builds(Pair, below, below),
-                st.dictionaries(keys, below, max_size=2).map(collections.OrderedDict),
-            ),
-            max_leaves=10,
-        )
-    )
-
-
-# Equality to the bit --------------------------------------------------------------------------------------
-
-
-def raw(leaf: Any) -> tuple[Any, ...]:
-    """All that must be equal of a leaf's value."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return "key", str(jax.random.key_impl(leaf)), leaf.shape, np.asarray(jax.random.key_data(leaf)).tobytes()
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return leaf.dtype.name, leaf.shape, np.asarray(leaf).tobytes()
-    if isinstance(leaf, (float, complex)):
-        return type(leaf).__name__, np.asarray(leaf).tobytes()
-    return type(leaf).__name__, leaf
-
-
-def shape_of(tree: Any) -> Any:
-    """A tree's structure without regard for the class that stands for a namedtuple."""
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree).__name__, {name: shape_of(child) for name, child in zip(tree._fields, tree, strict=True)}
-    if isinstance(tree, (list, tuple)):
-        return type(tree).__name__, [shape_of(child) for child in tree]
-    if isinstance(tree, dict):
-        return type(tree).__name__, {key: shape_of(child) for key, child in tree.items()}
-    return None if tree is None else "leaf"
-
-
-def kind(leaf: Any) -> str:
-    return "array" if isinstance(leaf, (jax.Array, np.ndarray)) else type(leaf).__name__
+def with_sizes(sizes: dict[str, int]) -> Any:
+    return mock.patch.multiple(
+        _plan,
+        PACK_BYTES=sizes.get("pack", _plan.PACK_BYTES),
+        TINY_BYTES=sizes.get("tiny", _plan.TINY_BYTES),
+        SHARED_BYTES=sizes.get("pack", _plan.SHARED_BYTES),
+    ), mock.patch.object(_restore, "WHOLE_BYTES", sizes.get("whole", _restore.WHOLE_BYTES))
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -173,19 +54,20 @@ def assert_same(got: Any, expected: Any) -> None:
         assert raw(one) == raw(other)
 
 
-OPTIONS = [
-    jaxckpt.Options(),
-    jaxckpt.Options(chunk_bytes=64, object_bytes=256),
-    jaxckpt.Options(chunk_bytes=16, object_bytes=1024, host_bytes=512, mmap=False),
-    jaxckpt.Options(compression="zstd", chunk_bytes=128, sync=False),
-]
+def assert_pieces(array: jax.Array, expected: np.ndarray[Any, Any]) -> None:
+    """Every device has the piece that its sharding says, replicas too, which a look at the whole would not show."""
+    for shard in array.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
+
+
+# Any tree, any mesh ---------------------------------------------------------------------------------------
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, jaxckpt.Options]:
-    """A tree, another mesh, the tree as a target on other shardings, and options."""
-    on = draw(st.lists(meshes(), min_size=1, max_size=2))
-    tree = draw(trees(on))
+def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, jaxckpt.Options, dict[str, int]]:
+    """A tree, another mesh, the tree as a target on other shardings, options, and what counts as large."""
+    on = draw(strategies.mesh_sets())
+    tree = draw(strategies.trees(on))
     other = draw(meshes())
 
     def target(leaf: Any) -> Any:
@@ -193,13 +75,34 @@ def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, jaxckpt.Options]:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=draw(shardings(leaf.shape, [other, *on])))
 
-    return tree, other, jax.tree.map(target, tree), draw(st.sampled_from(OPTIONS))
+    return tree, other, jax.tree.map(target, tree), draw(st.sampled_from(OPTIONS)), draw(st.sampled_from(SIZES))
+
+
+def on_other_mesh(leaf: jax.Array, other: Mesh) -> NamedSharding:
+    """The saved spec on another mesh: axes that it lacks, and dimensions that it cannot split, are not split."""
+    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P()
+    entries: list[Any] = []
+    for length, entry in zip(leaf.shape, spec, strict=False):
+        axes = tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis in other.axis_names)
+        entries.append(axes if axes and length % math.prod(other.shape[axis] for axis in axes) == 0 else None)
+    return NamedSharding(other, P(*entries))
+
+
+def shares_no_axis(tree: Any, other: Mesh) -> bool:
+    """Whether leaves are split, but over no axis that the other mesh has."""
+    on_devices = [leaf.sharding for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    specs = [sharding.spec for sharding in on_devices if isinstance(sharding, NamedSharding)]
+    named = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    return other.size > 1 and bool(named - {None}) and not named & set(other.axis_names)
 
 
 @given(cases())
-def test_every_tree_comes_back_bit_for_bit(case: tuple[Any, Mesh, Any, jaxckpt.Options]) -> None:
-    tree, other, target, options = case
-    with tempfile.TemporaryDirectory() as folder:
+def test_every_tree_comes_back_bit_for_bit(
+    case: tuple[Any, Mesh, Any, jaxckpt.Options, dict[str, int]],
+) -> None:
+    tree, other, target, options, sizes = case
+    plan_sizes, restore_sizes = with_sizes(sizes)
+    with tempfile.TemporaryDirectory() as folder, plan_sizes, restore_sizes:
         path = Path(folder, "ckpt")
         info = jaxckpt.save(path, tree, options=options)
         assert info.leaves == len(jax.tree.leaves(tree))
@@ -217,7 +120,16 @@ def test_every_tree_comes_back_bit_for_bit(case: tuple[Any, Mesh, Any, jaxckpt.O
         for one, wanted in zip(jax.tree.leaves(targeted), jax.tree.leaves(target), strict=True):
             assert not isinstance(wanted, jax.ShapeDtypeStruct) or one.sharding == wanted.sharding
 
-        assert_same(jaxckpt.restore(path, mesh=other, specs=P(), options=options), tree)
+        carried = jaxckpt.Options(indivisible="replicate", mmap=options.mmap)
+        if shares_no_axis(tree, other):
+            with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
+                jaxckpt.restore(path, mesh=other, options=carried)
+        else:
+            moved = jaxckpt.restore(path, mesh=other, options=carried)
+            assert_same(moved, tree)
+            for one, saved in zip(jax.tree.leaves(moved), jax.tree.leaves(tree), strict=True):
+                if isinstance(saved, jax.Array):
+                    assert one.sharding.is_equivalent_to(on_other_mesh(saved, other), saved.ndim)
 
         on_host = jaxckpt.load_numpy(path)
         assert shape_of(on_host) == shape_of(tree)
@@ -229,16 +141,356 @@ def test_every_tree_comes_back_bit_for_bit(case: tuple[Any, Mesh, Any, jaxckpt.O
 
 @given(st.data())
 def test_any_mesh_to_any_mesh(data: st.DataObject) -> None:
-    """One leaf of many chunks and objects, every pair of layouts, and only what is needed is read."""
+    """One leaf of many chunks and objects, every pair of layouts, each device's piece for itself."""
     before, after = data.draw(meshes()), data.draw(meshes())
-    shape = data.draw(st.sampled_from([(48, 24), (24, 48, 2), (96,), (24, 7, 24)]))
-    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    shape = data.draw(st.sampled_from([(48, 24), (24, 48, 2), (120,), (24, 7, 24), (40, 30)]))
+    dtype = DTYPES[data.draw(st.sampled_from(["int32", "bfloat16", "int4", "bool", "complex64", "float8_e5m2"]))]
+    array = bits(dtype, shape, data.draw(st.integers(0, 99)))
     saved = jax.device_put(array, NamedSharding(before, fitting(data.draw, before, shape)))
     wanted = NamedSharding(after, fitting(data.draw, after, shape))
     options = data.draw(st.sampled_from(OPTIONS))
-    with tempfile.TemporaryDirectory() as folder:
+    plan_sizes, restore_sizes = with_sizes(data.draw(st.sampled_from(SIZES)))
+    with tempfile.TemporaryDirectory() as folder, plan_sizes, restore_sizes:
         jaxckpt.save(f"{folder}/ckpt", saved, options=options)
         restored = jaxckpt.restore(f"{folder}/ckpt", wanted, options=options)
         assert restored.sharding == wanted
-        for shard in restored.addressable_shards:
-            np.testing.assert_array_equal(shard.data, array[shard.index])
+        assert_pieces(restored, array)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_stored_in_another_layout_it_is_the_same(data: st.DataObject) -> None:
+    on, other = [data.draw(meshes())], data.draw(meshes())
+    shapes = data.draw(st.lists(st.sampled_from([(24, 8), (8,), (30, 7), ()]), min_size=1, max_size=4))
+    arrays = [bits(np.dtype("float32"), shape, number) for number, shape in enumerate(shapes)]
+    tree = [jax.device_put(array, data.draw(shardings(array.shape, on))) for array in arrays]
+    specs = [fitting(data.draw, other, shape) for shape in shapes]
+    options = data.draw(st.sampled_from(OPTIONS))
+    plan_sizes, restore_sizes = with_sizes(data.draw(st.sampled_from(SIZES)))
+    with tempfile.TemporaryDirectory() as folder, plan_sizes, restore_sizes:
+        jaxckpt.save(f"{folder}/ckpt", tree, mesh=other, specs=specs, options=options)
+        restored = jaxckpt.restore(f"{folder}/ckpt", options=options)
+        for one, array, spec in zip(restored, arrays, specs, strict=True):
+            assert one.sharding == NamedSharding(other, spec)
+            assert_pieces(one, array)
+        for one, array in zip(jaxckpt.load_numpy(f"{folder}/ckpt"), arrays, strict=True):
+            assert raw(one) == raw(array)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_64_bits_come_back_where_jax_has_them(data: st.DataObject) -> None:
+    mesh = data.draw(meshes())
+    with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
+        arrays = {name: bits(DTYPES[name], (24, 5), 3) for name in strategies.WIDE_DTYPES}
+        tree = {
+            name: jax.device_put(array, data.draw(shardings(array.shape, [mesh]))) for name, array in arrays.items()
+        }
+        jaxckpt.save(f"{folder}/ckpt", tree, options=QUICK)
+        restored = jaxckpt.restore(f"{folder}/ckpt")
+        assert_same(restored, tree)
+        for name, array in arrays.items():
+            assert restored[name].dtype.name == name
+            assert_pieces(restored[name], array)
+        moved = jaxckpt.restore(f"{folder}/ckpt", mesh=mesh, specs=P())
+        assert_same(moved, tree)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_bit_pattern_of_every_dtype_comes_back(name: str, tmp_path: Path) -> None:
+    dtype = DTYPES[name]
+    if dtype.itemsize == 1 and name.startswith(("float8", "int8", "uint8")):
+        array = np.arange(256, dtype=np.uint8).view(dtype)
+    elif dtype.itemsize == 2:
+        array = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    else:
+        array = bits(dtype, (4096,), 1)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    with jax.enable_x64(name in strategies.WIDE_DTYPES):
+        tree = {"host": array, "split": jax.device_put(array, NamedSharding(mesh, P("x")))}
+        jaxckpt.save(tmp_path / "c", tree, options=QUICK)
+        assert_same(jaxckpt.restore(tmp_path / "c"), tree)
+        assert_pieces(jaxckpt.restore(tmp_path / "c", mesh=mesh)["split"], array)
+    assert raw(jaxckpt.load_numpy(tmp_path / "c")["split"]) == raw(array)
+
+
+# Large leaves ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["C", "F", "reversed", "broadcast", "big-endian", "read-only"])
+def test_large_host_arrays_come_back_whatever_their_strides(order: str, tmp_path: Path) -> None:
+    array = np.random.default_rng(0).random((1024, 1500), np.float32)
+    given = {
+        "C": array,
+        "F": np.asfortranarray(array),
+        "reversed": array[::-1, ::2],
+        "broadcast": np.broadcast_to(array[0], (1024, 1500)),
+        "big-endian": array.astype(">f4"),
+        "read-only": array.copy(),
+    }[order]
+    given.flags.writeable = order != "read-only"
+    assert given.nbytes >= _plan.PACK_BYTES or order == "reversed"
+    jaxckpt.save(tmp_path / "c", {"x": given, "small": given[:3, :5]}, options=QUICK)
+    restored = jaxckpt.restore(tmp_path / "c")
+    np.testing.assert_array_equal(restored["x"], given)
+    np.testing.assert_array_equal(restored["small"], given[:3, :5])
+    assert restored["x"].dtype == np.float32
+    assert restored["x"].flags.writeable
+
+
+def test_restored_host_arrays_are_the_callers_own(tmp_path: Path) -> None:
+    """Leaves of one stack are cut from one buffer; writing to one changes no other."""
+    jaxckpt.save(tmp_path / "c", [np.full(100, i) for i in range(5)], options=QUICK)
+    restored = jaxckpt.restore(tmp_path / "c")
+    restored[2][:] = -1
+    assert [set(leaf.tolist()) for leaf in restored] == [{0}, {1}, {-1}, {3}, {4}]
+    assert set(jaxckpt.load_numpy(tmp_path / "c")[2].tolist()) == {2}
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model"), P("data", "model")], ids=str)
+def test_restored_weights_can_be_donated_to_a_step(spec: P, tmp_path: Path) -> None:
+    """JAX takes buffers over without a copy, one for all the replicas: a donated one must not be written in place."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    value = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    tree = {"w": jax.device_put(value, NamedSharding(mesh, spec)), "small": jnp.ones(3)}
+    jaxckpt.save(tmp_path / "c", tree, options=QUICK)
+    kept = jaxckpt.restore(tmp_path / "c")
+    state = jaxckpt.restore(tmp_path / "c")
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    for _ in range(3):
+        state = step(state)
+    assert_pieces(state["w"], value + 3)
+    assert_pieces(kept["w"], value)
+    assert_pieces(jaxckpt.restore(tmp_path / "c")["w"], value)
+    assert state["small"].tolist() == [4, 4, 4]
+
+
+# Placement ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+
+def test_uncommitted_arrays_come_back_uncommitted_and_mix_with_any_device(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"free": jnp.ones(3), "bound": jax.device_put(jnp.ones(3), jax.devices()[3])})
+    restored = jaxckpt.restore(tmp_path / "c")
+    assert not restored["free"].committed
+    assert restored["bound"].committed
+    assert (restored["free"] + restored["bound"]).devices() == {jax.devices()[3]}
+
+
+@pytest.mark.parametrize("types", ["Auto", "Explicit", "mixed"])
+def test_axis_types_come_back(types: str, tmp_path: Path) -> None:
+    kinds = jax.sharding.AxisType
+    chosen = {"Auto": (kinds.Auto,) * 2, "Explicit": (kinds.Explicit,) * 2, "mixed": (kinds.Explicit, kinds.Auto)}
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=chosen[types])
+    array = jax.device_put(np.ones((4, 8)), NamedSharding(mesh, P("a", None)))
+    jaxckpt.save(tmp_path / "c", array)
+    restored = jaxckpt.restore(tmp_path / "c")
+    assert restored.sharding == array.sharding
+    assert restored.sharding.mesh.axis_types == chosen[types]
+    assert jax.typeof(restored) == jax.typeof(array)
+
+
+def test_memory_kinds_come_back(mesh: Mesh, tmp_path: Path) -> None:
+    sharding = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    jaxckpt.save(tmp_path / "c", jax.device_put(np.ones((4, 8)), sharding))
+    assert jaxckpt.restore(tmp_path / "c").sharding.memory_kind == "pinned_host"
+
+
+def test_a_deleted_array_still_says_what_is_wanted(mesh: Mesh, tmp_path: Path) -> None:
+    """After a step that donated it, the old state is as good a target as any."""
+    state = {"w": jax.device_put(np.ones((4, 8)), NamedSharding(mesh, P("data"))), "n": jnp.int32(3)}
+    jaxckpt.save(tmp_path / "c", state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    restored = jaxckpt.restore(tmp_path / "c", state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == shardings
+    assert restored["n"] == 3
+
+
+def test_a_struct_without_a_sharding_goes_where_it_was_or_onto_the_mesh(mesh: Mesh, tmp_path: Path) -> None:
+    saved = NamedSharding(mesh, P("data", "model"))
+    jaxckpt.save(tmp_path / "c", {"w": jax.device_put(np.ones((4, 8)), saved)})
+    target = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
+    assert jaxckpt.restore(tmp_path / "c", target)["w"].sharding == saved
+    small = Mesh(np.array(jax.devices()[:2]), ("model",))
+    assert jaxckpt.restore(tmp_path / "c", target, mesh=small)["w"].sharding == NamedSharding(small, P(None, "model"))
+    split = jaxckpt.restore(tmp_path / "c", target, mesh=small, specs={"w": P("model")})["w"]
+    assert split.sharding == NamedSharding(small, P("model"))
+    one = {"w": jax.ShapeDtypeStruct((4, 8), "float32", sharding=SingleDeviceSharding(jax.devices()[7]))}
+    assert jaxckpt.restore(tmp_path / "c", one, mesh=small)["w"].devices() == {jax.devices()[7]}, "the target's first"
+
+
+SAVED_SPECS: list[tuple[Any, dict[str, P]]] = [
+    (P("x"), {"layer/w": P("x"), "layer/b": P("x"), "head": P("x")}),
+    ({"layer": P("x"), "head": P(None, "x")}, {"layer/w": P("x"), "layer/b": P("x"), "head": P(None, "x")}),
+    ({"layer": {"w": P(None, "x")}}, {"layer/w": P(None, "x"), "layer/b": P(), "head": P(None, "x")}),
+    (
+        lambda path, leaf: P("x") if path.endswith("/w") and leaf.shape == (8, 8) else P(),
+        {"layer/w": P("x"), "layer/b": P(), "head": P()},
+    ),
+    (None, {"layer/w": P(None, None), "layer/b": P(), "head": P(None, "x")}),
+]
+
+
+@pytest.mark.parametrize(("specs", "expected"), SAVED_SPECS)
+def test_specs_are_one_or_a_prefix_or_a_function_or_the_leafs_own(
+    specs: Any, expected: dict[str, P], mesh: Mesh, tmp_path: Path
+) -> None:
+    tree = {
+        "layer": {"w": jax.device_put(np.eye(8), NamedSharding(mesh, P("data", "model"))), "b": jnp.ones(8)},
+        "head": jax.device_put(np.eye(8), NamedSharding(Mesh(np.array(jax.devices()[4:]), ("x",)), P(None, "x"))),
+        "step": 3,
+    }
+    other = Mesh(np.array(jax.devices()[:2]), ("x",))
+    jaxckpt.save(tmp_path / "stored", tree, mesh=other, specs=specs)
+    jaxckpt.save(tmp_path / "plain", tree)
+    for restored in (
+        jaxckpt.restore(tmp_path / "stored"),
+        jaxckpt.restore(tmp_path / "plain", mesh=other, specs=specs),
+        jaxckpt.restore(tmp_path / "stored", jax.tree.map(abstract, tree)),
+    ):
+        assert_same(restored, tree)
+        leaves = {"layer/w": restored["layer"]["w"], "layer/b": restored["layer"]["b"], "head": restored["head"]}
+        for path, leaf in leaves.items():
+            assert leaf.sharding.is_equivalent_to(NamedSharding(other, expected[path]), leaf.ndim), path
+
+
+def abstract(leaf: Any) -> Any:
+    """What is wanted of a leaf, without saying where."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
+
+
+def test_what_does_not_divide_is_stored_and_restored_whole_if_asked(mesh: Mesh, tmp_path: Path) -> None:
+    whole = jaxckpt.Options(indivisible="replicate")
+    tree = {"odd": np.arange(21.0, dtype=np.float32).reshape(7, 3), "even": np.ones((8, 4), np.float32)}
+    on_devices = jax.tree.map(jnp.asarray, tree)
+    with pytest.raises(jaxckpt.SpecError, match="'odd'"):
+        jaxckpt.save(tmp_path / "c", on_devices, mesh=mesh, specs=P("data", "model"))
+    jaxckpt.save(tmp_path / "c", on_devices, mesh=mesh, specs=P("data", "model"), options=whole)
+    restored = jaxckpt.restore(tmp_path / "c")
+    assert restored["odd"].sharding.is_fully_replicated
+    assert restored["even"].sharding == NamedSharding(mesh, P("data", "model"))
+    split = NamedSharding(Mesh(np.array(jax.devices()[:3]), ("data",)), P("data"))
+    for target in (split, {"odd": split, "even": split}):
+        with pytest.raises(jaxckpt.SpecError, match="'even'"):
+            jaxckpt.restore(tmp_path / "c", target)
+        restored = jaxckpt.restore(tmp_path / "c", target, options=whole)
+        assert restored["even"].sharding.is_fully_replicated
+        assert restored["odd"].sharding.is_fully_replicated
+        assert_pieces(restored["odd"], tree["odd"])
+
+
+# A part of a tree -----------------------------------------------------------------------------------------
+
+
+def test_selected_leaves_come_back_alone_or_into_the_target(tmp_path: Path) -> None:
+    tree = {"params": [{"w": jnp.ones(2), "b": jnp.zeros(2)}, {"w": jnp.ones(3)}], "opt": (jnp.ones(2), 5), "step": 7}
+    jaxckpt.save(tmp_path / "c", tree)
+    assert_same(jaxckpt.restore(tmp_path / "c", select="step"), {"step": 7})
+    assert_same(
+        jaxckpt.restore(tmp_path / "c", select=["params/*/w", "opt/1"]),
+        {"params": [{"w": jnp.ones(2)}, {"w": jnp.ones(3)}], "opt": (None, 5)},
+    )
+    assert list(jaxckpt.load_numpy(tmp_path / "c", select="opt")) == ["opt"]
+    only_params = jaxckpt.restore(tmp_path / "c", jax.tree.map(abstract, tree), select=lambda path: "params" in path)
+    assert_same(only_params["params"], tree["params"])
+    assert isinstance(only_params["opt"][0], jax.ShapeDtypeStruct), "what was not selected is the target's own"
+    with pytest.raises(jaxckpt.TreeError, match="matches none of the 6 leaves"):
+        jaxckpt.restore(tmp_path / "c", select="param")
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [{"params": "model", "params/0/w": "first"}, lambda path: "first" if path == "params/0/w" else path[3:]],
+    ids=["mapping", "function"],
+)
+def test_renamed_leaves_come_back_under_their_new_names(rename: Any, tmp_path: Path) -> None:
+    tree = {"params": [{"w": jnp.ones(2), "b": jnp.zeros(2)}]}
+    jaxckpt.save(tmp_path / "c", tree)
+    restored = jaxckpt.restore(tmp_path / "c", rename=rename)
+    np.testing.assert_array_equal(restored.pop("first"), np.ones(2))
+    (below,) = restored.values()
+    np.testing.assert_array_equal(below["0"]["b"], np.zeros(2))
+    target = {"first": jnp.zeros(2), next(iter(restored)): {"0": {"b": jnp.ones(2)}}}
+    assert_same(jaxckpt.restore(tmp_path / "c", target, rename=rename), {"first": jnp.ones(2), **restored})
+
+
+# Training states ------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
+
+
+def train_state() -> TrainState:
+    model = Model()
+    params = model.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda state: jax.eval_shape(lambda: state), lambda state: state], ids=["abstract", "arrays"]
+)
+def test_a_flax_training_state_goes_on_as_if_it_had_not_stopped(make: Callable[[Any], Any], tmp_path: Path) -> None:
+    @jax.jit
+    def step(state: TrainState) -> TrainState:
+        loss = lambda params: jnp.mean((state.apply_fn({"params": params}, jnp.ones((2, 4))) - 1) ** 2)  # noqa: E731
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    begun = train_state()
+    state = step(begun)
+    jaxckpt.save(tmp_path / "c", state)
+    restored = jaxckpt.restore(tmp_path / "c", make(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(begun)
+    assert_equal_leaves(restored, state)
+    assert_equal_leaves(step(restored), step(state))
+    without = jaxckpt.restore(tmp_path / "c")
+    assert set(without) == {"step", "params", "opt_state"}, "the fields of the state, as a dict"
+    assert_equal_leaves(without["params"], state.params)
+
+
+def assert_equal_leaves(got: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert raw(jnp.asarray(one)) == raw(jnp.asarray(other))
+
+
+METADATA = [None, {}, [], "", 0, -1.5, True, {"a": [1, {"b": None}], "é": "\u2028"}, 10**18, [[[]]]]
+
+
+@pytest.mark.parametrize("metadata", METADATA, ids=repr)
+def test_metadata_comes_back(metadata: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {}, metadata=metadata)
+    back = jaxckpt.open(tmp_path / "c").metadata
+    assert back == metadata
+    assert type(back) is type(metadata)
+
+
+def test_a_sharding_for_the_whole_tree_leaves_host_values_as_they_are(mesh: Mesh, tmp_path: Path) -> None:
+    everywhere: Sharding = NamedSharding(mesh, P())
+    tree = {
+        "w": jnp.ones((4, 4)),
+        "key": jax.random.key(3),
+        "host": np.arange(3, dtype=np.int32),
+        "n": 7,
+        "s": "text",
+        "b": b"x" * 9000,
+    }
+    jaxckpt.save(tmp_path / "c", tree)
+    restored = jaxckpt.restore(tmp_path / "c", everywhere)
+    assert {name: getattr(leaf, "sharding", type(leaf)) for name, leaf in restored.items()} == {
+        "w": everywhere,
+        "key": everywhere,
+        "host": everywhere,
+        "n": int,
+        "s": str,
+        "b": bytes,
+    }
+    assert raw(restored["key"]) == raw(tree["key"])
+    assert restored["host"].tolist() == [0, 1, 2]
+    assert restored["b"] == tree["b"]

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import RunPython
 
 import jaxckpt
+from jaxckpt._tree import DTYPES
 
 
 @pytest.fixture
@@ -90,6 +91,74 @@ def test_casts_that_lose_nothing_are_made_others_on_demand(tmp_path: Path) -> No
     np.testing.assert_array_equal(unsafe["f"], np.array([1, -2], "int8"))
 
 
+def exact(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Numbers as Python's own: one object for all NaNs, and -0.0 for 0.0."""
+    numbers = values.astype(object) if values.dtype.kind in "biuc" else values.astype(np.float64).astype(object)
+    return np.array([None if number != number else number for number in numbers], dtype=object)
+
+
+NARROW = [name for name, dtype in DTYPES.items() if dtype.itemsize <= 2]
+
+
+def all_values(name: str) -> np.ndarray[Any, Any]:
+    """Every value of a dtype of up to 16 bits."""
+    if name == "bool":
+        return np.array([False, True])
+    if name in ("int2", "int4", "uint2", "uint4"):
+        width = int(name[-1])
+        first = 0 if name.startswith("u") else -(1 << width - 1)
+        return np.arange(first, first + (1 << width)).astype(DTYPES[name])
+    if name == "float4_e2m1fn":
+        return np.arange(16, dtype=np.uint8).view(DTYPES[name])
+    width = 8 * DTYPES[name].itemsize
+    return np.arange(1 << width, dtype=f"uint{width}").view(DTYPES[name])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", NARROW)
+def test_a_cast_that_is_not_refused_keeps_every_value(name: str, tmp_path: Path) -> None:
+    values = all_values(name)
+    jaxckpt.save(tmp_path / "c", values, options=jaxckpt.Options(sync=False))
+    allowed: list[str] = []
+    changed: list[str] = []  # all of them are told, not the first
+    for wanted, dtype in DTYPES.items():
+        try:
+            restored = jaxckpt.restore(tmp_path / "c", np.empty(values.shape, dtype))
+        except jaxckpt.MismatchError:
+            continue
+        allowed.append(wanted)
+        if not np.array_equal(exact(restored), exact(values)):
+            changed.append(wanted)
+    assert name in allowed
+    assert changed == []
+
+
+@pytest.mark.parametrize("target", [np.zeros(1), np.zeros(1, complex)], ids=["float64", "complex128"])
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_integers_beyond_53_bits_do_not_silently_become_floats(dtype: str, target: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": np.array([(1 << 53) + 1], dtype)})
+    with pytest.raises(jaxckpt.MismatchError, match=r"'x'.*lossy"):
+        jaxckpt.restore(tmp_path / "c", {"x": target})
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("value", "target"),
+    [
+        (float("nan"), jnp.int32(0)),
+        (float("nan"), np.bool_(False)),
+        ((1 << 53) + 1, 0.0),
+        (1 << 2000, 0.0),
+        (np.int64((1 << 53) + 1), 0.0),
+    ],
+    ids=["nan to int", "nan to bool", "2**53 + 1", "2**2000", "numpy's 2**53 + 1"],
+)
+def test_numbers_do_not_silently_become_others(value: Any, target: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": value})
+    with pytest.raises(jaxckpt.MismatchError, match="'x'"):
+        jaxckpt.restore(tmp_path / "c", {"x": target})
+
+
 def test_keys_do_not_become_numbers_nor_other_keys(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"k": jax.random.key(0)})
     with pytest.raises(jaxckpt.MismatchError, match="PRNG keys do not cast"):
@@ -104,8 +173,10 @@ def test_numbers_and_arrays_stand_for_each_other_only_where_nothing_is_lost(tmp_
     assert restored == {"step": 7, "lr": 0.1, "count": 3, "name": "x"}
     assert isinstance(restored["step"], jax.Array)
     assert type(restored["count"]) is int
+    weak = jaxckpt.restore(tmp_path / "c", {"lr": jnp.float32(0)}, select="lr")["lr"]
+    assert weak == jnp.float32(0.1), "a Python float becomes any float, as JAX's weak types do"
     with pytest.raises(jaxckpt.MismatchError) as caught:
-        jaxckpt.restore(tmp_path / "c", {"step": "", "lr": jnp.float32(0), "count": True, "name": jnp.zeros(())})
+        jaxckpt.restore(tmp_path / "c", {"step": "", "lr": jnp.int32(0), "count": True, "name": jnp.zeros(())})
     assert len(caught.value.problems) == 4
 
 
@@ -134,6 +205,18 @@ def test_names_that_look_alike_stay_apart(tmp_path: Path, odd: str) -> None:
     assert jaxckpt.restore(tmp_path / "c") == tree
     assert jaxckpt.restore(tmp_path / "c", tree) == tree
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c"]
+
+
+def test_an_empty_key_at_the_root_is_a_key(tmp_path: Path) -> None:
+    tree = {"": {"a": jnp.float32(1)}, "b": jnp.float32(2)}
+    jaxckpt.save(tmp_path / "c", tree)
+    one, other = (SingleDeviceSharding(device) for device in jax.devices()[:2])
+    assert jaxckpt.restore(tmp_path / "c", {"": one, "b": other}) == tree
+
+
+def test_an_empty_key_at_the_root_survives_a_rename(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"": jnp.float32(1)})
+    assert jaxckpt.restore(tmp_path / "c", rename={"x": "y"}) == {"": 1}
 
 
 # Meshes and specs -----------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class WithFields(NamedTuple):
     count: Any
 
 
-Renamed = collections.namedtuple("Renamed", ["ok", "class", "ok"], rename=True)  # noqa: PYI024
+Renamed = collections.namedtuple("Renamed", ["ok", "class", "ok"], rename=True)
 
 
 @pytest.mark.parametrize("tree", [WithFields({}, None), WithFields((), [1]), Renamed(1, 2, 3)])
@@ -299,7 +299,9 @@ values = st.one_of(
     st.builds(complex, any_float, any_float),
     st.text(),
     st.binary(),
-    st.sampled_from([-0.0, 0.0, math.inf, -math.inf, math.nan, -math.nan, 5e-324, 1 << 63, -(1 << 63), 10**5000, "", b""]),
+    st.sampled_from(
+        [-0.0, 0.0, math.inf, -math.inf, math.nan, -math.nan, 5e-324, 1 << 63, -(1 << 63), 10**5000, "", b""]
+    ),
 )
 
 
