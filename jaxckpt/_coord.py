@@ -124,6 +124,11 @@ class Meeting:
             return text
         return _unwrap(self._hear("out", 0))
 
+    def barrier(self) -> None:
+        """Wait until all have come this far; nothing is given or got."""
+        self.gather("")
+        self.share("")
+
     def _post(self, name: str, message: dict[str, Any]) -> None:
         self.group.client.key_value_set(f"{self.key}/{name}", json.dumps(message))
 

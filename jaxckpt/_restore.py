@@ -97,8 +97,7 @@ def restore(
     with group.meeting("restoring") as meeting:
         goals, build = resolve(manifest, Request(target, mesh, specs, select, rename, strict), options)
         result = build(fetch(store, manifest, goals, options))
-        meeting.gather("")
-        meeting.share("")
+        meeting.barrier()
     return result
 
 
@@ -385,7 +384,11 @@ def _as_key(array: Any, goal: Goal, manifest: Manifest) -> Any:
 
 
 def _cast(view: Array, goal: Goal) -> Array:
-    return view.astype(goal.dtype) if isinstance(goal.dtype, np.dtype) and goal.dtype != view.dtype else view
+    if not isinstance(goal.dtype, np.dtype) or goal.dtype == view.dtype:
+        return view
+    # What an unsafe cast loses was asked for: NumPy need not warn of it again.
+    with np.errstate(all="ignore"):
+        return (view.real if view.dtype.kind == "c" and goal.dtype.kind != "c" else view).astype(goal.dtype)
 
 
 def _on_host(view: Array, goal: Goal) -> Any:
@@ -407,7 +410,7 @@ def _from_text(record: LeafRecord, goal: Goal) -> Any:
     value = decode_value(record.kind, record.value or "")
     if goal.kind == "python":
         return value if goal.dtype is None else goal.dtype(value)
-    array = np.asarray(value).astype(goal.dtype) if goal.dtype is not None else np.asarray(value)
+    array = _cast(np.asarray(value), goal)
     if goal.kind == "numpy":
         return array
     if goal.kind == "numpy_scalar":

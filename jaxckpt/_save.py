@@ -150,8 +150,7 @@ def save(
         data = f"data-{save_id}"
         with group.meeting("looking for the checkpoint's folder") as meeting:
             _require_shared(store, data, group.index)
-            meeting.gather("")
-            meeting.share("")
+            meeting.barrier()
         clock.lap("begin")
         with group.meeting("saving") as meeting:
             own_bytes = plan.process_bytes().get(group.index, 0)

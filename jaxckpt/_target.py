@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -366,16 +367,18 @@ class _Layouts:
         """A Python number becomes any dtype that has its value; a float any float, as JAX's weak types do."""
         value: Any = decode_value(record.kind, record.value or "")
         dtype = np.dtype(wanted.dtype)
-        try:
-            with np.errstate(over="ignore", invalid="ignore"):
-                made = np.asarray(value).astype(dtype).item()
+        made = fits = None
+        with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what NumPy would warn of is told below
+            made = np.asarray(value).astype(dtype).item()
             weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
-            fits = (made == value) or (weak and bool(np.isfinite(made)) == bool(np.isfinite(value)))
-        except (TypeError, ValueError, OverflowError):
-            fits = False
-        if not fits and self._options.cast == "safe":
+            fits = made == value or (
+                weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value)
+            )
+        if made is None or (not fits and self._options.cast == "safe"):
             self.mismatches.append(
-                f"{show(path)} is {record.kind} {record.value} in the checkpoint, {dtype} in the target: a lossy cast"
+                f"{show(path)} is {record.kind} {(record.value or '')[:40]} in the checkpoint, {dtype} in the target:"
+                f" {'no cast can make it' if made is None else 'a lossy cast'}"
             )
         return dtype
 

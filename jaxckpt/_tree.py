@@ -530,8 +530,8 @@ def stored_dtype(name: str) -> str:
     return name if name in _CORE else f"uint{8 * DTYPES[name].itemsize}"
 
 
-MAX_RANK = 31
-"""Most dimensions of a leaf: tensorstore's 32, less the one for rows."""
+MAX_RANK = 30
+"""Most dimensions of a leaf: tensorstore's 32, less one for rows and one of the index of an object."""
 
 
 @functools.cache

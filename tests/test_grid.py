@@ -214,6 +214,14 @@ def test_free_sides_are_cut_to_about_the_size_asked_whatever_their_factors(rows:
     assert min(rows * columns, 64) / 4 <= math.prod(chunk) <= 64
 
 
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple), st.integers(1, 1 << 12), st.data())
+def test_a_cell_that_fits_is_one_object(cell: tuple[int, ...], chunk_bytes: int, data: st.DataObject) -> None:
+    free = [data.draw(st.booleans()) for _ in cell]
+    chunk = _grid.chunk_shape(cell, 1, chunk_bytes, free)
+    stored = [math.ceil(n / c) * c for n, c in zip(cell, chunk, strict=True)]
+    assert _grid.object_shape(cell, chunk, 1, math.prod(stored), free) == tuple(stored)
+
+
 @given(st.integers(0, 5000))
 def test_divisors(n: int) -> None:
     assert _grid.divisors(n) == (tuple(d for d in range(1, n + 1) if n % d == 0) or (1,))

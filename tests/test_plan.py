@@ -55,8 +55,8 @@ def test_every_element_of_every_leaf_is_in_exactly_one_object(leaves: list[Array
 def test_who_writes_an_object_holds_all_of_it(leaves: list[ArrayLeaf], options: Options) -> None:
     plan = _plan.plan_save(leaves, options)
     for obj in plan.objects:
-        for leaf in plan.members[obj.stack][slice(*obj.box[0])]:
-            shape, layout = leaves[leaf].shape, leaves[leaf].layout
+        shape = plan.stacks[obj.stack].shape
+        for layout in {leaves[leaf].layout for leaf in plan.members[obj.stack][slice(*obj.box[0])]}:
             cells = _grid.grid_cells(shape, _grid.cell_shape(layout, shape))
             for (_, cell), holders in zip(cells, layout.holders, strict=True):
                 assert _grid.intersection(cell, obj.box[1:]) is None or obj.process in holders
@@ -161,6 +161,21 @@ def test_small_leaves_are_packed_many_to_an_object(shape: tuple[int, ...]) -> No
     assert len(plan.stacks) == 1
     assert len(plan.objects) == math.ceil(total / _plan.PACKED_BYTES)
     assert math.prod(plan.stacks[0].chunk) * 4 <= max(4 * _plan.TINY_BYTES, math.prod(shape) * 4)
+
+
+def test_how_devices_of_one_process_split_small_leaves_does_not_show_on_disk() -> None:
+    axes = {"data": 4, "model": 8}
+    layout = laid_out((64, 64), axes, (("model",), ("data",)), 16)
+    plan = _plan.plan_save([ArrayLeaf(n, "float32", (64, 64), layout) for n in range(100)], Options())
+    assert [obj.box for obj in plan.objects] == [((0, 100), (0, 64), (0, 32)), ((0, 100), (0, 64), (32, 64))]
+    assert [obj.process for obj in plan.objects] == [0, 1]
+
+
+def test_large_pieces_are_objects_of_their_own_so_that_they_are_written_from_where_they_lie() -> None:
+    layout = laid_out((8192, 1024), {"data": 8}, (("data",),), 8)
+    plan = _plan.plan_save([ArrayLeaf(n, "float32", (8192, 1024), layout) for n in range(2)], Options())
+    pieces = [((row, row + 1), (1024 * i, 1024 * (i + 1)), (0, 1024)) for row in range(2) for i in range(8)]
+    assert [obj.box for obj in plan.objects] == pieces
 
 
 # Reading --------------------------------------------------------------------------------------------------

@@ -320,6 +320,9 @@ def test_a_struct_without_a_sharding_goes_where_it_was_or_onto_the_mesh(mesh: Me
     assert jaxckpt.restore(tmp_path / "c", target, mesh=small)["w"].sharding == NamedSharding(small, P(None, "model"))
     split = jaxckpt.restore(tmp_path / "c", target, mesh=small, specs={"w": P("model")})["w"]
     assert split.sharding == NamedSharding(small, P("model"))
+    free = {"w": jnp.zeros((4, 8))}
+    assert not jaxckpt.restore(tmp_path / "c", free)["w"].committed, "an uncommitted array asks for no device"
+    assert jaxckpt.restore(tmp_path / "c", free, mesh=small)["w"].sharding == NamedSharding(small, P(None, "model"))
     one = {"w": jax.ShapeDtypeStruct((4, 8), "float32", sharding=SingleDeviceSharding(jax.devices()[7]))}
     assert jaxckpt.restore(tmp_path / "c", one, mesh=small)["w"].devices() == {jax.devices()[7]}, "the target's first"
 

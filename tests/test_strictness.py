@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +151,33 @@ def test_integers_beyond_53_bits_do_not_silently_become_floats(dtype: str, targe
         ((1 << 53) + 1, 0.0),
         (1 << 2000, 0.0),
         (np.int64((1 << 53) + 1), 0.0),
+        (300, np.uint8(0)),
+        (-1, np.zeros((), DTYPES["uint4"])),
+        (1e300, jnp.float32(0)),
+        pytest.param(
+            math.inf,
+            np.zeros((), DTYPES["float8_e4m3fn"]),
+        ),
+        pytest.param(
+            1 + 2j,
+            jnp.float32(0),
+        ),
     ],
-    ids=["nan to int", "nan to bool", "2**53 + 1", "2**2000", "numpy's 2**53 + 1"],
-)
+    ids=[
+        "nan to int", "nan to bool", "2**53 + 1", "2**2000", "numpy's 2**53 + 1", "300 to uint8", "-1 to uint4",
+        "1e300 to float32", "inf to no inf", "complex to float",
+    ],
+)  # fmt: skip
 def test_numbers_do_not_silently_become_others(value: Any, target: Any, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"x": value})
     with pytest.raises(jaxckpt.MismatchError, match="'x'"):
         jaxckpt.restore(tmp_path / "c", {"x": target})
+
+
+def test_a_number_that_no_cast_can_make_is_an_error_with_its_path(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": 1 << 2000})
+    with pytest.raises(jaxckpt.MismatchError, match="'x'"):
+        jaxckpt.restore(tmp_path / "c", {"x": jnp.float32(0)}, options=jaxckpt.Options(cast="unsafe"))
 
 
 def test_keys_do_not_become_numbers_nor_other_keys(tmp_path: Path) -> None:
@@ -330,6 +351,19 @@ def test_leaves_that_cannot_be_stored_are_listed(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+def test_an_array_of_many_dimensions_comes_back(tmp_path: Path) -> None:
+    array = np.arange(4.0).reshape((2, *(1,) * 28, 2))
+    jaxckpt.save(tmp_path / "c", {"x": array})
+    assert np.array_equal(jaxckpt.restore(tmp_path / "c")["x"], array)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(31), 32, 40])
+def test_an_array_of_too_many_dimensions_is_refused_by_path(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.TreeError, match=f"'x' has {rank} dimensions"):
+        jaxckpt.save(tmp_path / "c", {"x": np.zeros((1,) * rank)})
+    assert not (tmp_path / "c").exists()
+
+
 def test_metadata_comes_back_or_is_refused(path: Path, tmp_path: Path) -> None:
     assert jaxckpt.open(path).metadata == {"run": [1, None, "x"]}
     for bad in ({1: 2}, (1, 2), float("nan"), {"x": jnp.ones(())}):
@@ -423,3 +457,33 @@ def test_restored_arrays_can_be_donated(tmp_path: Path, mesh: Mesh) -> None:
         state = step(state)
     assert all(bool((leaf == 4).all()) for leaf in jax.tree.leaves(state))
     assert all(bool((leaf == 1).all()) for leaf in jax.tree.leaves(jaxckpt.restore(tmp_path / "c")))
+
+
+def test_a_memory_kind_comes_back(tmp_path: Path, mesh: Mesh) -> None:
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()} - {
+        jax.devices()[0].default_memory().kind
+    }
+    if not kinds:
+        pytest.skip("this backend has one kind of memory")
+    sharding = NamedSharding(mesh, P("data"), memory_kind=min(kinds))
+    tree = {"big": jax.device_put(jnp.ones((1024, 512)), sharding), "small": jax.device_put(jnp.ones(8), sharding)}
+    jaxckpt.save(tmp_path / "c", tree)
+    restored = jaxckpt.restore(tmp_path / "c")
+    assert restored["big"].sharding == restored["small"].sharding == sharding
+    np.testing.assert_array_equal(restored["big"], tree["big"])
+
+
+def test_an_uncommitted_target_leaves_the_layout_to_the_mesh(path: Path, mesh: Mesh) -> None:
+    target = {"params": {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}, "layers": [jnp.zeros(3)] * 2, "step": 0}
+    restored = jaxckpt.restore(path, target, mesh=mesh)
+    assert restored["params"]["w"].sharding == NamedSharding(mesh, P("data", "model"))
+    assert not jaxckpt.restore(path, target)["params"]["w"].committed
+
+
+def test_a_damaged_checkpoint_can_be_replaced(path: Path) -> None:
+    (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-9])
+    with pytest.raises(jaxckpt.ManifestError):
+        jaxckpt.open(path)
+    jaxckpt.save(path, {"x": 1}, overwrite=True)
+    assert jaxckpt.restore(path) == {"x": 1}
+    assert len(list(path.iterdir())) == 2

@@ -46,10 +46,20 @@ def test_every_path_leads_to_its_leaf(tree: Any) -> None:
         assert _tree.subtree(structure, leaf.path) == number or leaf.path == ""
 
 
-@given(st.text(), st.text())
+awkward = st.text(st.sampled_from("~/012a"), max_size=4)
+
+
+@given(st.one_of(st.text(), awkward), st.one_of(st.text(), awkward))
 def test_no_two_keys_are_written_alike_and_none_holds_a_slash(one: str, other: str) -> None:
     assert (_tree.component(one) == _tree.component(other)) == (one == other)
     assert "/" not in _tree.component(one)
+    assert _tree.component(one), "'' is the path of the tree itself"
+
+
+@given(st.dictionaries(awkward, st.dictionaries(awkward, st.builds(Mark), min_size=1), min_size=1))
+def test_nested_dicts_come_back_from_their_paths(tree: Any) -> None:
+    leaves, _ = _tree.flatten(tree)
+    assert _tree.nested({leaf.path: leaf.value for leaf in leaves}) == tree
 
 
 keys = st.recursive(
@@ -358,10 +368,44 @@ def test_a_dtype_is_stored_in_one_of_its_own_width(name: str) -> None:
 
 def test_every_dtype_that_jax_computes_with_can_be_stored() -> None:
     scalar_types = [value for value in vars(jnp).values() if isinstance(value, type(jnp.float32))]
-    narrowest = re.compile("u?int1|float6_.*")  # not on devices yet, in JAX 0.10
+    narrowest = re.compile("u?int1|float6_.*")  # what JAX 0.10 names and hardly computes with; refused, not changed
     found = {value.dtype.name for value in scalar_types}
     assert {"float32", "bfloat16", "int4", "complex128", "bool"} <= found
     assert {name for name in found if not narrowest.fullmatch(name)} <= set(_tree.DTYPES)
+
+
+WIDE = [name for name, dtype in _tree.DTYPES.items() if dtype.itemsize > 2]
+
+
+@given(st.sampled_from(WIDE), st.sampled_from(list(_tree.DTYPES)), st.integers(0, 99))
+def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: str, target: str, seed: int) -> None:
+    dtype = _tree.DTYPES[source]
+    if not _tree.lossless(dtype, _tree.DTYPES[target]):
+        assert source != target
+        return
+    values = strategies.bits(dtype, (64,), seed)
+    if dtype.kind in "iu":
+        values[:2] = np.iinfo(dtype).max, np.iinfo(dtype).max - 1
+    there = values.astype(_tree.DTYPES[target])
+    back = there.real if there.dtype.kind == "c" and dtype.kind != "c" else there
+    with np.errstate(all="ignore"):
+        assert np.array_equal(back.astype(dtype), values, equal_nan=dtype.kind in "fc")
+    if dtype.kind in "iu":
+        assert [int(value.real) for value in there.tolist()] == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("float32", "float64"), ("float16", "float32"), ("bfloat16", "float32"), ("float8_e4m3fn", "bfloat16"),
+        ("float8_e5m2", "float16"), ("float4_e2m1fn", "float8_e4m3fn"), ("int4", "int8"), ("uint8", "int16"),
+        ("int8", "bfloat16"), ("int16", "float32"), ("int32", "float64"), ("uint32", "int64"), ("int32", "int64"),
+        ("bool", "int8"), ("bool", "float32"), ("float32", "complex64"), ("float64", "complex128"),
+        ("complex64", "complex128"), ("int32", "complex128"),
+    ],
+)  # fmt: skip
+def test_casts_that_lose_nothing_are_known_as_such(source: str, target: str) -> None:
+    assert _tree.lossless(_tree.DTYPES[source], _tree.DTYPES[target])
 
 
 # Choosing and renaming ------------------------------------------------------------------------------------
