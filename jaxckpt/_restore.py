@@ -388,7 +388,7 @@ def _cast(view: Array, goal: Goal) -> Array:
         return view
     # What an unsafe cast loses was asked for: NumPy need not warn of it again.
     with np.errstate(all="ignore"):
-        return (view.real if view.dtype.kind == "c" and goal.dtype.kind != "c" else view).astype(goal.dtype)
+        return (np.real(view) if view.dtype.kind == "c" and goal.dtype.kind != "c" else view).astype(goal.dtype)
 
 
 def _on_host(view: Array, goal: Goal) -> Any:
