@@ -6,6 +6,7 @@ one process's own. Neither touches a device or a file.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -305,16 +306,16 @@ def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], step_bytes: int = 
 
 
 def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[list[Want]]:
-    """Wants of about `step_bytes` together; never parted within a chunk."""
+    """Wants of at most `step_bytes` together, or of one row of chunks, which is never parted."""
     group: list[Want] = []
     held = 0
-    for want in wants:
-        size = sum(map(volume, want.boxes)) * stack.itemsize
-        parts_chunk = group and group[-1].row // stack.chunk[0] == want.row // stack.chunk[0]
-        if group and held + size > step_bytes and not parts_chunk:
+    for _, found in itertools.groupby(wants, key=lambda want: want.row // stack.chunk[0]):
+        together = list(found)
+        size = sum(volume(box) for want in together for box in want.boxes) * stack.itemsize
+        if group and held + size > step_bytes:
             yield group
             group, held = [], 0
-        group.append(want)
+        group.extend(together)
         held += size
     if group:
         yield group
