@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from jaxckpt._errors import ManifestError, NotACheckpointError, listing
 from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
-from jaxckpt._store import MANIFEST, Store, object_key, zarr_json
+from jaxckpt._store import MANIFEST, Store, zarr_json
 from jaxckpt._tree import DTYPES, MAX_RANK, Structure, decode_value, encode_value, show, walk
 
 FORMAT = "jaxckpt"
@@ -373,9 +373,3 @@ def _object_problems(record: StackRecord, where: str) -> Any:
 
 def _is_name(text: str) -> bool:
     return text.replace("-", "").replace("_", "").isalnum() and text.isascii() and len(text) <= 200
-
-
-def lengths(record: StackRecord) -> Mapping[str, int]:
-    """Length of each object of a stack, by its key below the data folder."""
-    stack = record.stack()
-    return {object_key(stack, tuple(map(int, key.split("/")))): length for key, (length, _) in record.objects.items()}
