@@ -28,7 +28,7 @@ from jaxckpt._errors import (
 from jaxckpt._options import Options
 from jaxckpt._progress import Progress
 from jaxckpt._restore import load_numpy, restore
-from jaxckpt._save import SaveInfo, save
+from jaxckpt._save import PendingSave, SaveInfo, save, save_async
 
 __version__ = "0.1.0"
 
@@ -50,6 +50,7 @@ __all__ = [
     "PeerFailedError",
     "PeerTimeoutError",
     "PeersDisagreeError",
+    "PendingSave",
     "Progress",
     "RestorePlan",
     "SaveInfo",
@@ -60,6 +61,7 @@ __all__ = [
     "open",
     "restore",
     "save",
+    "save_async",
 ]
 
 for _name in __all__:  # errors and tracebacks name things as users know them

@@ -236,6 +236,14 @@ class Checkpoint:
         return self._manifest.metadata
 
     @property
+    def process_states(self) -> list[dict[str, Any]]:
+        """What each process gave to `save` as its own state, in order of the processes; empty where none did.
+
+        Read and checked when asked for. Raises DataError.
+        """
+        return manifests.load_states(self._store, self._manifest)
+
+    @property
     def libraries(self) -> Mapping[str, str]:
         """Versions of the libraries that saved it."""
         return types.MappingProxyType(self._manifest.libraries)

@@ -5,16 +5,18 @@ Decoding checks everything that can be checked without opening another file, bef
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxckpt._errors import ManifestError, NotACheckpointError, listing
+from jaxckpt._errors import DataError, InputError, ManifestError, NotACheckpointError, listing
 from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
 from jaxckpt._store import MANIFEST, Store, zarr_json
@@ -146,6 +148,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layouts: list[LayoutRecord]
     stacks: list[StackRecord]
 
+    process_states: list[tuple[int, str]] = []
+    """For each process that saved, length and SHA-256 of the file of its own state; none where none was given."""
+
     @property
     def data(self) -> str:
         """Name of the folder that holds the arrays."""
@@ -192,6 +197,56 @@ def decode(content: bytes, where: str) -> Manifest:
     if problems:
         raise ManifestError(f"{where}/{MANIFEST} contradicts itself:\n{listing(problems)}")
     return manifest
+
+
+def state_name(process: int) -> str:
+    """Name of the file, in the data folder, of what one process alone knew."""
+    return f"process-{process}.json"
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """A process's own state as the file it is stored in. Raises InputError unless it comes back as it is."""
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"process_state must be a mapping of names to bytes or JSON, found {type(state).__name__}")
+    items: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, bytes):
+            items[name] = {"base64": base64.b64encode(value).decode()}
+        else:
+            require_json(value, f"process_state[{name!r}]")
+            items[name] = {"json": value}
+    return json.dumps(items, ensure_ascii=False).encode()
+
+
+def decode_state(content: bytes) -> dict[str, Any]:
+    """What `encode_state` was given."""
+    items = json.loads(content)
+    return {
+        name: base64.b64decode(item["base64"]) if "base64" in item else item["json"] for name, item in items.items()
+    }
+
+
+def require_json(value: Any, what: str) -> None:
+    """Raise InputError unless a user's value comes back from JSON as it is."""
+    try:
+        same = bool(json.loads(json.dumps(value, allow_nan=False, ensure_ascii=False).encode()) == value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} must be plain JSON: {error}") from error
+    if not same:
+        raise InputError(f"{what} must be plain JSON (str keys, lists for tuples): it would not come back equal")
+
+
+def load_states(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
+    """Each process's own state, in order of the processes that saved. Raises DataError."""
+    states: list[dict[str, Any]] = []
+    for process, (length, digest) in enumerate(manifest.process_states):
+        key = f"{manifest.data}/{state_name(process)}"
+        content = store.read(key)
+        if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
+            what = "is missing" if content is None else "is not as it was saved"
+            raise DataError(f"{store.url}/{key} {what}: it holds process {process}'s own state")
+        states.append(decode_state(content))
+    return states
 
 
 def data_of(content: bytes) -> str | None:
@@ -276,6 +331,9 @@ def _problems(manifest: Manifest) -> Any:
         problem = _leaf_problem(manifest, leaf, rows, fitting)
         if problem:
             yield f"leaf {show(leaf.path)} {problem}"
+    for process, (length, _) in enumerate(manifest.process_states):
+        if length < 0:
+            yield f"the state of process {process} is {length} bytes long"
     if len(rows) != sum(stack.rows for stack in manifest.stacks):
         yield f"{len(rows)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
 

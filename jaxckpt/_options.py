@@ -35,6 +35,13 @@ class Options:
     host_bytes: int = 256 << 20
     """Bytes that may be in flight between devices and storage at once, beside the arrays themselves."""
 
+    staging_bytes: int | None = None
+    """Bytes of host memory that `save_async` may hold in copies: of arrays on accelerators, and of NumPy arrays. When
+    they are used up, it returns only once the rest fits. None: as much as this process writes."""
+
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What `save_async` does while an earlier one is still writing: wait for that, or save nothing this time."""
+
     sync: bool = True
     """Whether a save reaches the disk (fsync of files and folders) before it returns."""
 
@@ -57,7 +64,10 @@ class Options:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise InputError(f"Options.{name} must be above zero, found {getattr(self, name)!r}")
+        if self.staging_bytes is not None and not self.staging_bytes > 0:
+            raise InputError(f"Options.staging_bytes must be above zero or None, found {self.staging_bytes!r}")
         for name, allowed in (
+            ("when_busy", ("wait", "skip")),
             ("compression", (None, "zstd")),
             ("cast", ("safe", "unsafe")),
             ("indivisible", ("error", "replicate")),

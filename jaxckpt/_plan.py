@@ -117,6 +117,9 @@ class ArrayLeaf:
     moved: bool = False
     """Whether the processes must first exchange its data, all together."""
 
+    component: int = 0
+    """Leaves of different components never share a stack, so that one can be dropped and the others stay."""
+
 
 @dataclass(frozen=True, slots=True)
 class Object:
@@ -159,13 +162,13 @@ class SavePlan:
 
 def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
     """Equal leaves become rows of a stack, stacks are cut into objects, objects are dealt to the processes."""
-    groups: dict[tuple[str, tuple[int, ...], Layout, bool], list[int]] = {}
+    groups: dict[tuple[str, tuple[int, ...], Layout, bool, int], list[int]] = {}
     for leaf in leaves:
-        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.moved), []).append(leaf.number)
+        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.moved, leaf.component), []).append(leaf.number)
     shared_bytes = _shared_bytes(groups)
     stacks: list[Stack] = []
     unassigned: list[tuple[int, tuple[int, ...], Box, tuple[int, ...]]] = []
-    for (dtype, shape, layout, _), numbers in groups.items():
+    for (dtype, shape, layout, _, _), numbers in groups.items():
         itemsize = DTYPES[dtype].itemsize
         if math.prod(cell_shape(layout, shape)) * itemsize < PACK_BYTES:
             layout = coarsen(layout)
@@ -185,18 +188,20 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
     return SavePlan(
         tuple(stacks),
         tuple(tuple(numbers) for numbers in groups.values()),
-        tuple(moved for _, _, _, moved in groups),
+        tuple(moved for _, _, _, moved, _ in groups),
         _deal(stacks, unassigned),
     )
 
 
-def _shared_bytes(groups: Mapping[tuple[str, tuple[int, ...], Layout, bool], Sequence[int]]) -> int:
+def _shared_bytes(groups: Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]) -> int:
     """Most bytes of an object that any of several processes may write: a fortieth of what each writes in all.
 
     But not so few that the whole would be more than 4,096 objects: even shares are not worth that many files.
     """
-    total = sum(math.prod(shape) * DTYPES[dtype].itemsize * len(rows) for (dtype, shape, _, _), rows in groups.items())
-    processes = {process for _, _, layout, _ in groups for holders in layout.holders for process in holders}
+    total = sum(
+        math.prod(shape) * DTYPES[dtype].itemsize * len(rows) for (dtype, shape, _, _, _), rows in groups.items()
+    )
+    processes = {process for _, _, layout, _, _ in groups for holders in layout.holders for process in holders}
     return max(SHARED_BYTES, total // (40 * max(1, len(processes))), total // 4096)
 
 

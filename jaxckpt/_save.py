@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
 import hashlib
-import itertools
 import json
+import logging
 import os
+import sys
+import threading
 import time
+import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -21,41 +25,26 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh
 
 from jaxckpt import _manifest as manifests
-from jaxckpt._coord import Group
+from jaxckpt._coord import Group, Meeting
+from jaxckpt._draft import Draft, describe
 from jaxckpt._errors import (
     CheckpointExistsError,
     InputError,
-    LayoutError,
     PathNotSharedError,
     PeersDisagreeError,
-    SpecError,
     StorageError,
-    TreeError,
-    listing,
 )
-from jaxckpt._grid import Box, Layout, Spec, contains, extent, intersection, layout_of, spec_of, volume, whole, within
-from jaxckpt._layout import (
-    LayoutTable,
-    Specs,
-    addressable_boxes,
-    by_axis_name,
-    covers,
-    fit_spec,
-    mesh_axes,
-    partition_spec,
-    placement,
-    resolve_specs,
-)
-from jaxckpt._manifest import LeafRecord, Manifest, StackRecord
+from jaxckpt._layout import Specs
+from jaxckpt._manifest import Manifest, StackRecord
 from jaxckpt._options import Options
-from jaxckpt._plan import ArrayLeaf, Object, SavePlan, plan_save
-from jaxckpt._progress import Report, reporting
+from jaxckpt._plan import SavePlan, plan_save
+from jaxckpt._progress import Progress, Report, reporting
+from jaxckpt._staging import Staged, stage
 from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, storage_errors
-from jaxckpt._tree import DTYPES, MAX_RANK, Leaf, Structure, Tree, encode_value, flatten, show
+from jaxckpt._tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +65,20 @@ class SaveInfo:
     """Objects that hold the array data."""
 
     files: int
-    """Files of the checkpoint: objects, one zarr.json a stack, and the manifest."""
+    """Files of the checkpoint: objects, one zarr.json a stack, one for each process's state, and the manifest."""
 
     stored_bytes: int
     """Bytes of the objects, checksums and indexes included."""
 
     seconds: float
-    """Seconds that the call took in this process."""
+    """Seconds from the call until the checkpoint was published and this process knew."""
+
+    blocked_seconds: float
+    """Seconds of these that the caller waited: all of them for `save`."""
 
     phase_seconds: Mapping[str, float]
-    """Seconds of each phase of it: "plan", "begin", "write", "publish"."""
+    """Seconds of each phase in this process: "plan", "device_to_host", "write" (files reach the disk in it), "sync"
+    (folders do), "barrier" (waiting for the other processes), "publish"."""
 
 
 def save(
@@ -96,6 +89,7 @@ def save(
     specs: Specs = None,
     metadata: Any = None,
     overwrite: bool = False,
+    process_state: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> SaveInfo:
     """Write a pytree as a checkpoint; every process of the job calls it, with the same arguments.
@@ -112,6 +106,8 @@ def save(
             (path, leaf). Without it each leaf keeps its own, by axis name.
         metadata: Any JSON value; it comes back as `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
+        process_state: What this process alone knows, such as its data iterator's position: a mapping of names to
+            bytes or any JSON value, of the same names in every process. It comes back as `open(path).process_states`.
         options: Sizes, compression, timeouts, progress; see `Options`.
 
     Returns:
@@ -130,58 +126,553 @@ def save(
         >>> info.total_bytes
         128
     """
-    options = options or Options()
+    asked = Asked(path, tree, mesh, specs, metadata, overwrite, process_state)
+    return start(asked, options or Options(), background=False).wait()
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    tree: Tree,
+    *,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    metadata: Any = None,
+    overwrite: bool = False,
+    process_state: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+) -> PendingSave:
+    """Begin to save a pytree, and return once the caller may donate, delete or overwrite every array of it.
+
+    A thread writes the rest; see `save` for the arguments, and for what every process must do. On CPU devices the
+    arrays' own memory is held and not copied: a step that would donate it gets new memory instead. From other devices
+    the arrays are copied to host memory, at most `options.staging_bytes` of them ahead of the writing.
+
+    Returns:
+        The save under way. While it is, a second `save_async` waits for it or is skipped, as `options.when_busy` says.
+
+    Raises:
+        TreeError, SpecError, InputError: As `save`, at once. Whatever else `save` raises is raised by `wait()` of what
+            is returned; if that is not called, by the next save; and if there is none, the traceback is printed when
+            the interpreter exits, and its exit status is 1.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxckpt
+        >>> pending = jaxckpt.save_async("/tmp/jaxckpt-doc/async", {"w": jnp.ones((8, 4))}, overwrite=True)
+        >>> pending.wait().total_bytes
+        128
+    """
+    asked = Asked(path, tree, mesh, specs, metadata, overwrite, process_state)
+    return start(asked, options or Options(), background=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The arguments of a save."""
+
+    path: str | os.PathLike[str]
+    tree: Tree
+    mesh: Mesh | None = None
+    specs: Specs = None
+    metadata: Any = None
+    overwrite: bool = False
+    process_state: Mapping[str, Any] | None = None
+    components: tuple[str, ...] = ()
+    """Paths of subtrees that are stored apart from all else, so that they can be dropped later."""
+
+    then: Callable[[], None] | None = None
+    """What process 0 does once the checkpoint is published, before the save counts as done."""
+
+
+class PendingSave:
+    """A save that a thread of its own is writing."""
+
+    def __init__(self, path: str, total_bytes: int, begun: float) -> None:
+        self.path = path
+        """Where it is being saved."""
+
+        self.skipped = False
+        """Whether nothing is saved, because another save was under way and `Options.when_busy` is "skip"."""
+
+        self._begun = begun
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._seconds: float | None = None
+        self._finished = threading.Event()
+        self._info: SaveInfo | None = None
+        self._error: BaseException | None = None
+        self._blocked: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._finished.is_set()
+
+    @property
+    def progress(self) -> Progress:
+        """Bytes that this process has written, and will have to."""
+        seconds = time.perf_counter() - self._begun if self._seconds is None else self._seconds
+        return Progress("save", self._done_bytes, self._total_bytes, seconds)
+
+    def wait(self, timeout: float | None = None) -> SaveInfo:
+        """Wait until the checkpoint is published.
+
+        Args:
+            timeout: Seconds to wait at most; None waits as long as it takes.
+
+        Returns:
+            What was written. For a skipped save, an InputError is raised: there is nothing to wait for.
+
+        Raises:
+            TimeoutError: It is not done yet; it goes on.
+            Exception: Whatever the save raised; see `save`.
+        """
+        if self.skipped:
+            raise InputError(f"the save to {self.path} was skipped: another was under way; ask `.skipped` before")
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
+        _unsettled.pop(self, None)
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None
+        return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked or 0.0)
+
+    def __repr__(self) -> str:
+        state = "skipped" if self.skipped else "under way" if not self.done else "failed" if self._error else "done"
+        return f"<PendingSave to {self.path}: {state}>"
+
+    def _run(self, job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged]) -> None:
+        """Carry the job out, in whichever thread this is."""
+
+        def report(moved: int) -> None:
+            self._done_bytes += moved
+            show(moved)
+
+        try:
+            with reporting("save", self._total_bytes, job.options.progress) as show:
+                self._info = _save(job, claim, staged, report)
+        except BaseException as error:
+            self._error = error
+            if isinstance(staged, _Handover):
+                staged.close()
+        finally:
+            self._seconds = time.perf_counter() - self._begun
+            self._finished.set()
+
+
+_unsettled = dict[PendingSave, None]()  # a set in order: saves whose end nobody has been told yet
+
+
+def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
+    """Save in this thread, to the end, or hold the arrays and save in another. Every process."""
+    begun = time.perf_counter()
     group = Group.current(options.timeout_seconds)  # first of all: a call that raises counts like any other
-    first = group.index == 0
-    clock = _Clock()
-    claim = _Claim()
+    if background and options.when_busy == "skip" and _busy(group):
+        pending = PendingSave(os.fspath(asked.path), 0, begun)
+        pending.skipped = True
+        pending._finished.set()  # pyright: ignore[reportPrivateUsage]
+        return pending
+    job = _prepare(asked, options, group)
+    pending = PendingSave(job.store.url, job.plan.process_bytes().get(group.index, 0), begun)
+    with contextlib.closing(
+        stage(job.plan, job.draft, group.index, hold=background, stack_bytes=options.host_bytes)
+    ) as staged:
+        if background:
+            _in_background(job, pending, staged)
+        else:
+            pending._run(job, None, _ahead(staged, options.host_bytes // 2))  # pyright: ignore[reportPrivateUsage]
+    pending._blocked = time.perf_counter() - begun  # pyright: ignore[reportPrivateUsage]
+    return pending
+
+
+def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) -> None:
+    # Exchanges are collective, so no process may begin them before all have come through their preparations.
+    claim = _agree(job) if any(job.plan.moved) else None
+    handover = _Handover(job.options.staging_bytes)
+    thread = threading.Thread(
+        target=pending._run,  # pyright: ignore[reportPrivateUsage]
+        args=(job, claim, handover),
+        name="jaxckpt-save",
+        daemon=True,  # waited for at exit, but not for ever where a deadline says so
+    )
+    if not _unsettled:
+        atexit.unregister(_wait_at_exit)
+        atexit.register(_wait_at_exit)  # the last to be registered runs first: before jax.distributed shuts down
+    _unsettled[pending] = None
     try:
-        with group.meeting("preparing to save") as meeting:
-            store = Store.at(path)
-            _check_metadata(metadata)
-            draft = describe(tree, mesh, specs, options)
+        with job.clock.timed("device_to_host"):
+            handover.feed(staged, thread.start)
+    except BaseException:
+        pending._finished.wait()  # pyright: ignore[reportPrivateUsage]
+        _unsettled.pop(pending, None)
+        raise
+
+
+def _busy(group: Group) -> bool:
+    """Whether process 0 is still writing an earlier save: it decides for all, which may end at different times."""
+    busy = any(not pending.done for pending in _unsettled)
+    with group.meeting("deciding whether to save") as meeting:
+        meeting.gather("")
+        return meeting.share("busy" if busy else "free") == "busy"
+
+
+def settle() -> None:
+    """Wait for the saves under way. Raises what one of them raised, unless somebody was told."""
+    for pending in list(_unsettled):
+        try:
+            pending.wait()
+        except Exception as error:
+            error.add_note(f"jaxckpt: this ended the earlier save_async to {pending.path}, whose wait() was not called")
+            raise
+
+
+_exit_status = 0
+
+
+def _wait_at_exit() -> None:
+    """See saves under way to their end, and say what went wrong with those that nobody asked after."""
+    global _exit_status
+    for pending in list(_unsettled):
+        try:
+            pending.wait()
+        except BaseException:
+            print(f"jaxckpt: the save_async to {pending.path} failed, and nobody called wait():", file=sys.stderr)
+            traceback.print_exc()
+            _exit_status = 1
+
+
+@atexit.register
+def _leave_with_status() -> None:
+    # Registered when jaxckpt is imported, so it runs after what was registered later. What raises at exit is printed,
+    # but Python still exits with 0.
+    if _exit_status:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_status)
+
+
+# From the caller's thread to the one that writes -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A save that is planned: all that is needed to carry it out, but the data."""
+
+    group: Group
+    meeting: Meeting
+    """The one that was begun before the preparations; whatever they raised, the others have been told."""
+
+    entered: contextlib.ExitStack
+    store: Store
+    draft: Draft
+    plan: SavePlan
+    digest: str
+    asked: Asked
+    state: bytes | None
+    """This process's own state, as the file that it is stored in."""
+
+    options: Options
+    clock: _Clock
+
+
+def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
+    """Check all that can be checked without the others, and plan."""
+    clock = _Clock()
+    with contextlib.ExitStack() as entered:
+        meeting = entered.enter_context(group.meeting("preparing to save"))
+        settle()
+        with clock.timed("plan"):
+            store = Store.at(asked.path)
+            manifests.require_json(asked.metadata, "metadata")
+            state = None if asked.process_state is None else manifests.encode_state(asked.process_state)
+            draft = describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
             plan = plan_save(draft.arrays, options)
-            clock.lap("plan")
-            digests = meeting.gather(_digest_of(draft, plan, metadata))
+            digest = _digest_of(draft, plan, asked) if group.count > 1 else ""
+        return _Job(group, meeting, entered.pop_all(), store, draft, plan, digest, asked, state, options, clock)
+
+
+class _Handover:
+    """Staged objects on their way to the thread that writes, at most so many bytes of copies at once."""
+
+    def __init__(self, most_bytes: int | None) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._queue: deque[Staged] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def feed(self, staged: Iterable[Staged], begin: Callable[[], None]) -> None:
+        """Put all in, in the caller's thread; `begin` the other thread as late as can be: it would slow this one."""
+        begun = False
+        try:
+            for one in staged:
+                if not begun and not self._fits(one):
+                    begin()
+                    begun = True
+                with self._changed:
+                    self._changed.wait_for(lambda one=one: self._fits(one) or self._ended)
+                    if self._ended:
+                        return  # the writing thread has failed
+                    self._queue.append(one)
+                    self._bytes += one.copied_bytes
+                    self._changed.notify()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify()
+            if not begun:
+                begin()
+
+    def _fits(self, one: Staged) -> bool:
+        return self._most_bytes is None or not self._bytes or self._bytes + one.copied_bytes <= self._most_bytes
+
+    def __iter__(self) -> Iterator[Staged]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._ended)
+                if self._error is not None:
+                    raise self._error
+                if not self._queue:
+                    return
+                one = self._queue.popleft()
+            yield one
+
+    def landed(self, one: Staged) -> None:
+        """An object is written, and its copies are gone."""
+        with self._changed:
+            self._bytes -= one.copied_bytes
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Nobody takes anything any more."""
+        with self._changed:
+            self._ended = True
+            self._queue.clear()
+            self._changed.notify()
+
+
+def _ahead(staged: Iterable[Staged], most_bytes: int) -> Iterator[Staged]:
+    """The same objects, the copies of later ones begun while earlier ones are written."""
+    waiting: deque[Staged] = deque()
+    held = 0
+    for one in staged:
+        waiting.append(one)
+        held += one.copied_bytes
+        while waiting and (held >= most_bytes or not waiting[0].copied_bytes):
+            held -= waiting[0].copied_bytes
+            yield waiting.popleft()
+    yield from waiting
+
+
+# Carrying it out -------------------------------------------------------------------------------------------
+
+
+def _save(job: _Job, claim: _Claim | None, staged: Iterable[Staged], report: Report) -> SaveInfo:
+    """Write the data, publish the manifest."""
+    store, plan, options, clock = job.store, job.plan, job.options, job.clock
+    first = job.group.index == 0
+    claim = claim or _agree(job)
+    try:
+        data = f"data-{claim.save_id}"
+        with job.group.meeting("saving") as meeting:
+            with clock.timed("write"):
+                share = _Share(_write(job, data, staged, report), _put_state(job, data))
+            with clock.timed("barrier"):
+                texts = meeting.gather(msgspec.json.encode(share).decode())
+            shares = [msgspec.json.decode(text, type=_Share) for text in texts]
             if first:
-                _require_one_tree(digests)
-                claim = _claim(store, plan, overwrite)
-            save_id = meeting.share(claim.save_id)
-        data = f"data-{save_id}"
-        with group.meeting("looking for the checkpoint's folder") as meeting:
-            _require_shared(store, data, group.index)
-            meeting.barrier()
-        clock.lap("begin")
-        with group.meeting("saving") as meeting:
-            own_bytes = plan.process_bytes().get(group.index, 0)
-            with reporting("save", own_bytes, options.progress) as report:
-                written = list(_write(store, data, plan, draft, group.index, options, report))
-            clock.lap("write")
-            shares = [json.loads(text) for text in meeting.gather(json.dumps(written))]
-            if first:
-                manifest = _compose(save_id, plan, draft, metadata, shares)
                 if options.sync:
-                    store.sync_data(data, plan.stacks)
-                store.publish(data, manifests.encode(manifest), claim.previous, sync=options.sync)
-            stored_bytes = int(meeting.share(str(sum(length for share in shares for _, _, length, _ in share))))
+                    with clock.timed("sync"):
+                        store.sync_data(data, plan.stacks)
+                with clock.timed("publish"):
+                    manifest = _compose(claim.save_id, plan, job.draft, job.asked.metadata, shares)
+                    store.publish(data, manifests.encode(manifest), claim.previous, sync=options.sync)
+            with clock.timed("barrier"):
+                stored_bytes = int(meeting.share(str(sum(found[2] for share in shares for found in share.objects))))
     except BaseException:
         claim.release(keep=False)
         raise
-    claim.release(keep=True)
-    clock.lap("publish")
+    with clock.timed("publish"):
+        claim.release(keep=True)
+        if first and job.asked.then is not None:
+            job.asked.then()
     loads = plan.process_bytes()
+    states = 0 if job.state is None else job.group.count
     return SaveInfo(
-        store.url,
-        save_id,
-        len(draft.records),
-        sum(loads.values()),
-        tuple(loads.get(process, 0) for process in range(group.count)),
-        len(plan.objects),
-        len(plan.objects) + len(plan.stacks) + 1,
-        stored_bytes,
-        sum(clock.laps.values()),
-        clock.laps,
+        path=store.url,
+        save_id=claim.save_id,
+        leaves=len(job.draft.records),
+        total_bytes=sum(loads.values()),
+        process_bytes=tuple(loads.get(process, 0) for process in range(job.group.count)),
+        objects=len(plan.objects),
+        files=len(plan.objects) + len(plan.stacks) + states + 1,
+        stored_bytes=stored_bytes,
+        seconds=0.0,
+        blocked_seconds=0.0,
+        phase_seconds=clock.laps,
     )
+
+
+def _agree(job: _Job) -> _Claim:
+    """What the processes must settle before the first byte: one tree, a fresh data folder, and that all see it."""
+    claim = _Claim()
+    try:
+        with job.entered:
+            with job.clock.timed("barrier"):
+                digests = job.meeting.gather(job.digest)
+            if job.group.index == 0:
+                _require_one_tree(digests)
+                claim = _claim(job.store, job.plan, job.asked.overwrite)
+            with job.clock.timed("barrier"):
+                save_id = job.meeting.share(claim.save_id)
+        with job.group.meeting("looking for the checkpoint's folder") as meeting:
+            _require_shared(job.store, f"data-{save_id}", job.group.index)
+            with job.clock.timed("barrier"):
+                meeting.barrier()
+    except BaseException:
+        claim.release(keep=False)
+        raise
+    return replace(claim, save_id=save_id)
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """What one process has written."""
+
+    objects: list[tuple[int, str, int, str]]
+    """(stack, place, length, digest) of each object."""
+
+    state: tuple[int, str] | None
+    """Length and digest of the file of its own state."""
+
+
+def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> list[tuple[int, str, int, str]]:
+    """Write this process's objects as their data comes."""
+    store, stacks, clock = job.store, job.plan.stacks, job.clock
+    flights = _Flights(job.options.host_bytes)
+    written: list[tuple[int, str, int, str]] = []
+    indices: dict[int, list[tuple[int, ...]]] = {}
+    array: Any = None
+
+    def land(all_of_them: bool, n_bytes: int = 0) -> None:
+        for one in flights.land_all() if all_of_them else flights.make_room(n_bytes):
+            obj = one.obj
+            if isinstance(staged, _Handover):
+                staged.landed(one)
+            report(obj.n_bytes)
+            length, digest = store.digest(data, stacks[obj.stack], obj.index)
+            written.append((obj.stack, "/".join(map(str, obj.index)), length, digest))
+
+    for one in _timed(staged, clock):
+        obj = one.obj
+        if obj.stack not in indices:
+            array = store.open_array(data, stacks[obj.stack], sync=job.options.sync)
+        indices.setdefault(obj.stack, []).append(obj.index)
+        land(False, obj.n_bytes)
+        with clock.timed("device_to_host"):
+            source = one.data(flights.buffer)
+        flights.launch(one, store.write(array, obj.box, source), source)
+    land(True)
+    if job.options.sync:
+        with clock.timed("sync"):
+            for stack, found in indices.items():
+                store.sync_folders(data, stacks[stack], found)
+    return written
+
+
+def _timed(staged: Iterable[Staged], clock: _Clock) -> Iterator[Staged]:
+    waiting = iter(staged)
+    while True:
+        with clock.timed("device_to_host"):
+            one = next(waiting, None)
+        if one is None:
+            return
+        yield one
+
+
+PHASES: tuple[str, ...] = ("plan", "device_to_host", "write", "sync", "barrier", "publish")
+
+
+class _Clock:
+    """Seconds of each phase; what is timed within another phase does not count for that one."""
+
+    def __init__(self) -> None:
+        self.laps = dict.fromkeys(PHASES, 0.0)
+        self._within = threading.local()
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Generator[None]:
+        begun = time.perf_counter()
+        outer = getattr(self._within, "seconds", 0.0)
+        self._within.seconds = 0.0
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begun
+            self.laps[phase] += seconds - self._within.seconds
+            self._within.seconds = outer + seconds
+
+
+class _Flights:
+    """Writes under way, at most so many bytes at once, and the buffers that they are done with.
+
+    The first touch of fresh memory is slower than the copy into it, so a buffer is used again where one fits.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._queue: deque[tuple[Staged, Pending, Array]] = deque()
+        self._lent: set[int] = set()
+        self._free: list[Array] = []
+
+    def make_room(self, n_bytes: int) -> Iterator[Staged]:
+        """Wait until `n_bytes` more may fly; yields those that are done."""
+        while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
+            yield self._land()
+
+    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Memory to copy rows together in, until the write that is launched with it has landed."""
+        fitting = [i for i, free in enumerate(self._free) if free.shape == shape and free.dtype == dtype]
+        if not fitting:
+            self._free.clear()  # of another stack: no longer of use
+        found = self._free.pop(fitting[0]) if fitting else aligned_empty(shape, dtype)
+        self._lent.add(id(found))
+        return found
+
+    def launch(self, one: Staged, pending: Pending, source: Array) -> None:
+        """Add a write whose data is `source`, which is kept until it has landed."""
+        self._queue.append((one, pending, source))
+        self._bytes += one.obj.n_bytes
+
+    def land_all(self) -> Iterator[Staged]:
+        while self._queue:
+            yield self._land()
+        self._free.clear()
+
+    def _land(self) -> Staged:
+        one, pending, source = self._queue.popleft()
+        with storage_errors("cannot write the checkpoint"):
+            pending.result()
+        self._bytes -= one.obj.n_bytes
+        if id(source) in self._lent:
+            self._lent.remove(id(source))
+            self._free.append(source)
+        return one
+
+
+def _put_state(job: _Job, data: str) -> tuple[int, str] | None:
+    """Write this process's own state, if there is one."""
+    if job.state is None:
+        return None
+    job.store.put(data, manifests.state_name(job.group.index), job.state, sync=job.options.sync)
+    return len(job.state), hashlib.sha256(job.state).hexdigest()
+
+
+# What a save needs of the path, and of the other processes ------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +713,7 @@ def _claim(store: Store, plan: SavePlan, overwrite: bool) -> _Claim:
     return claim
 
 
-def _digest_of(draft: _Draft, plan: SavePlan, metadata: Any) -> str:
+def _digest_of(draft: Draft, plan: SavePlan, asked: Asked) -> str:
     """What must be the same in every process: leaf paths, shapes, dtypes, who writes what, the metadata.
 
     And the values of replicated integer scalars, such as an optimizer's count: where a process has missed a call,
@@ -233,7 +724,13 @@ def _digest_of(draft: _Draft, plan: SavePlan, metadata: Any) -> str:
         for number, value in draft.values.items()
         if isinstance(value, jax.Array) and _is_replicated_count(value)
     ]
-    told = ([record.path for record in draft.records], plan, json.dumps(metadata), counts)
+    told = (
+        [record.path for record in draft.records],
+        plan,
+        json.dumps(asked.metadata),
+        sorted(asked.process_state or ()),
+        counts,
+    )
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
@@ -260,27 +757,6 @@ def _require_shared(store: Store, data: str, process: int) -> None:
         )
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now
-
-
-def _check_metadata(metadata: Any) -> None:
-    """Raise InputError unless the user's metadata comes back from JSON as it is."""
-    try:
-        same = bool(json.loads(json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode()) == metadata)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"metadata must be plain JSON: {error}") from error
-    if not same:
-        raise InputError("metadata must be plain JSON (str keys, lists for tuples): it would not come back equal")
-
-
 def _previous(store: Store, overwrite: bool) -> bytes | None:
     """The manifest that this save is to replace. Raises CheckpointExistsError where it may not."""
     if store.is_file():
@@ -299,380 +775,20 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
     return None
 
 
-# The tree as leaves with layouts --------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The tree as it will be recorded, with the values of its array leaves by leaf number."""
-
-    structure: Structure
-    records: list[LeafRecord] = field(default_factory=list[LeafRecord])
-    arrays: list[ArrayLeaf] = field(default_factory=list[ArrayLeaf])
-    values: dict[int, jax.Array | Array] = field(default_factory=dict[int, "jax.Array | Array"])
-    table: LayoutTable = field(default_factory=LayoutTable)
-
-
-_HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
-
-
-def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options) -> _Draft:
-    """Flatten a tree and find how each leaf will be stored. TreeError and SpecError list all leaves at fault."""
-    if specs is not None and mesh is None:
-        raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
-    leaves, structure = flatten(tree)
-    draft = _Draft(structure)
-    problems: list[str] = []
-    for leaf in leaves:
-        try:
-            record, value = _record(leaf)
-        except TreeError as error:
-            problems.append(f"{show(leaf.path)} {error}")
-            continue
-        draft.records.append(record)
-        if value is not None:
-            draft.values[len(draft.records) - 1] = value
-    if problems:
-        raise TreeError(f"{len(problems)} of {len(leaves)} leaves cannot be stored:\n{listing(problems)}")
-    _lay_out(leaves, draft, mesh, specs, options)
-    return draft
-
-
-def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
-    """What is recorded of a leaf, and the array to store for it. Raises TreeError (a reason, without the path)."""
-    value = leaf.value
-    if isinstance(value, Tracer):
-        raise TreeError("is a tracer: call save outside of jit, grad and vmap")
-    if isinstance(value, jax.Array):
-        if value.is_deleted():
-            raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
-        return LeafRecord(leaf.path, "jax"), _stored(value)
-    if isinstance(value, np.generic):
-        return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
-    if isinstance(value, np.ndarray):
-        if type(value) not in (np.ndarray, np.memmap):
-            raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
-        return LeafRecord(leaf.path, "numpy"), _stored(value)
-    if type(value) not in (bool, int, float, complex, str, bytes):
-        raise TreeError(
-            f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
-            " and scalars, bool, int, float, complex, str, bytes"
-        )
-    inline = encode_value(value)
-    if inline is not None:
-        return LeafRecord(leaf.path, inline[0], value=inline[1]), None
-    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-    return LeafRecord(leaf.path, type(value).__name__), np.frombuffer(raw, np.uint8)
-
-
-def _stored(value: Any) -> Any:
-    if value.dtype.name not in DTYPES:
-        raise TreeError(f"has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
-    if value.ndim > MAX_RANK:
-        raise TreeError(f"has {value.ndim} dimensions; at most {MAX_RANK} can be stored")
-    if isinstance(value, np.ndarray) and not value.dtype.isnative:
-        return value.astype(value.dtype.newbyteorder("="))
-    return value
-
-
-def _lay_out(leaves: Sequence[Leaf], draft: _Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
-    """Fill in the layout of each array leaf, and its record's."""
-    on_devices = [
-        (leaf.path, leaf.value) for leaf, record in zip(leaves, draft.records, strict=True) if _on_devices(record)
-    ]
-    chosen = resolve_specs(specs, on_devices)
-    axes = {} if mesh is None else mesh_axes(mesh)
-    problems: list[str] = []
-    layouts: dict[tuple[Sharding | None, Sharding, tuple[int, ...]], tuple[Layout, bool]] = {}
-    for number, value in draft.values.items():
-        record = draft.records[number]
-        if not isinstance(value, jax.Array):
-            layout = Layout((1,) * value.ndim, _HOST)
-            draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout))
-            continue
-        # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
-        given = leaves[number].value
-        own = value.sharding if value.committed else None
-        recorded, stored, committed = given.sharding, own, given.committed
-        if mesh is not None:
-            spec = chosen.get(record.path)
-            spec = by_axis_name(_own_spec(recorded), axes) if spec is None else spec
-            spec, problem = fit_spec(axes, spec, given.shape, options)
-            if problem:
-                problems.append(f"{show(record.path)}: {problem}")
-                continue
-            recorded = stored = NamedSharding(mesh, partition_spec(spec))
-            committed = True
-        layout, moved = Layout((1,) * value.ndim, _HOST), False
-        if stored is not None:  # else each process has put its own on its own default device
-            key = (own, stored, value.shape)
-            if key not in layouts:
-                layouts[key] = _storage_layout(*key, record.path)
-            layout, moved = layouts[key]
-        draft.arrays.append(ArrayLeaf(number, value.dtype.name, value.shape, layout, moved))
-        draft.records[number] = msgspec.structs.replace(
-            record, layout=draft.table.number(recorded, committed=committed)
-        )
-    if problems:
-        raise SpecError(f"{len(problems)} leaves do not fit their specs:\n{listing(problems)}")
-
-
-def _on_devices(record: LeafRecord) -> bool:
-    return record.kind in ("jax", "key")
-
-
-def _own_spec(sharding: Sharding) -> Spec:
-    return spec_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-
-
-def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
-    """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first.
-
-    `own` is None for an uncommitted leaf: every process has the whole of it.
-    """
-    layout = layout_of(((box, process) for _, process, box in placement(stored, shape)), shape)
-    if own is None or stored == own:
-        return layout, False
-    held: dict[int, set[Box]] = {}
-    for _, process, box in placement(own, shape):
-        held.setdefault(process, set()).add(box)
-    # A holder of the storage layout can write a cell only if the boxes on its own devices make it up.
-    able = [
-        tuple(process for process in holders if covers(held.get(process, ()), cell))
-        for cell, holders in zip(_cells(layout, shape), layout.holders, strict=True)
-    ]
-    if all(able):
-        return Layout(layout.grid, tuple(able)), False
-    if not isinstance(own, NamedSharding) or set(held) != set(range(jax.process_count())):
-        raise LayoutError(
-            f"leaf {show(path)} lies on the devices of processes {sorted(held)} alone, and specs= would have"
-            f" processes {sorted({p for holders in layout.holders for p in holders})} write it; leave it out of the"
-            " storage mesh, or lay it on all processes first"
-        )
-    return layout, True
-
-
-def _cells(layout: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
-    sides = tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
-    for index in np.ndindex(*layout.grid):
-        yield tuple((i * side, (i + 1) * side) for i, side in zip(index, sides, strict=True))
-
-
-# Writing --------------------------------------------------------------------------------------------------
-
-
-def _write(
-    store: Store, data: str, plan: SavePlan, draft: _Draft, process: int, options: Options, report: Report
-) -> Iterator[tuple[int, str, int, str]]:
-    """Write this process's objects; yields (stack, place, length, digest) of each."""
-    by_stack: dict[int, list[Object]] = {}
-    for obj in plan.objects:
-        by_stack.setdefault(obj.stack, []).append(obj)
-    flights = _Flights(options.host_bytes)
-    joined: set[Exchange] = set()
-    try:
-        for number, objects in by_stack.items():
-            stack = plan.stacks[number]
-            mine = [obj for obj in objects if obj.process == process]
-            array = store.open_array(data, stack, sync=options.sync)
-            for obj, values in _with_values(plan, draft, number, objects, mine, joined):
-                for done in flights.make_room(obj.n_bytes):
-                    yield _landed(store, data, plan, done, report)
-                source = gather(obj.box, values, flights.buffer)
-                flights.launch(obj, store.write(array, obj.box, source), source)
-            for done in flights.land_all():
-                yield _landed(store, data, plan, done, report)
-            if options.sync and mine:
-                store.sync_folders(data, stack, [obj.index for obj in mine])
-    except Exception:
-        # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
-        for number, objects in by_stack.items():
-            for exchange in _exchanges(plan, number, objects):
-                if exchange not in joined:
-                    _join(plan, draft, exchange, joined)
-        raise
-
-
-def _landed(store: Store, data: str, plan: SavePlan, obj: Object, report: Report) -> tuple[int, str, int, str]:
-    report(obj.n_bytes)
-    length, digest = store.digest(data, plan.stacks[obj.stack], obj.index)
-    return obj.stack, "/".join(map(str, obj.index)), length, digest
-
-
-class _Flights:
-    """Writes under way, at most so many bytes at once, and the buffers that they are done with.
-
-    The first touch of fresh memory is slower than the copy into it, so a buffer is used again where one fits.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._bytes = 0
-        self._queue: deque[tuple[Object, Pending, Array]] = deque()
-        self._lent: set[int] = set()
-        self._free: list[Array] = []
-
-    def make_room(self, n_bytes: int) -> Iterator[Object]:
-        """Wait until `n_bytes` more may fly; yields those that are done."""
-        while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
-            yield self._land()
-
-    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Memory to copy rows together in, until the write that is launched with it has landed."""
-        fitting = [i for i, free in enumerate(self._free) if free.shape == shape and free.dtype == dtype]
-        found = self._free.pop(fitting[0]) if fitting else aligned_empty(shape, dtype)
-        self._lent.add(id(found))
-        return found
-
-    def launch(self, obj: Object, pending: Pending, source: Array) -> None:
-        """Add a write whose data is `source`, which is kept until it has landed."""
-        self._queue.append((obj, pending, source))
-        self._bytes += obj.n_bytes
-
-    def land_all(self) -> Iterator[Object]:
-        while self._queue:
-            yield self._land()
-        self._free.clear()
-
-    def _land(self) -> Object:
-        obj, pending, source = self._queue.popleft()
-        with storage_errors("cannot write the checkpoint"):
-            pending.result()
-        self._bytes -= obj.n_bytes
-        if id(source) in self._lent:
-            self._lent.remove(id(source))
-            self._free.append(source)
-        return obj
-
-
-Value = Any
-"""A leaf's jax.Array or NumPy array."""
-
-
-Exchange = tuple[int, tuple[int, int]]
-"""A stack and a range of its rows, whose leaves all processes bring together, in the same order everywhere."""
-
-
-def _exchanges(plan: SavePlan, stack: int, objects: Sequence[Object]) -> list[Exchange]:
-    return [(stack, rows) for rows in sorted({obj.box[0] for obj in objects})] if plan.moved[stack] else []
-
-
-def _join(plan: SavePlan, draft: _Draft, exchange: Exchange, joined: set[Exchange]) -> list[Value]:
-    """Take part in an exchange: its leaves, whole on every device."""
-    joined.add(exchange)
-    stack, (first, last) = exchange
-    return [_replicated(draft.values[leaf]) for leaf in plan.members[stack][first:last]]
-
-
-def _with_values(
-    plan: SavePlan,
-    draft: _Draft,
-    stack: int,
-    objects: Sequence[Object],
-    mine: Sequence[Object],
-    joined: set[Exchange],
-) -> Iterator[tuple[Object, list[Value]]]:
-    """This process's objects of a stack with the leaves in their rows, exchanged first where they must be."""
-    for exchange in _exchanges(plan, stack, objects):
-        values = _join(plan, draft, exchange, joined)
-        for obj in mine:
-            if obj.box[0] == exchange[1]:
-                yield obj, values
-    if not plan.moved[stack]:
-        members = plan.members[stack]
-        for obj, ahead in itertools.zip_longest(mine, mine[1:]):
-            if ahead is not None:
-                _prefetch(draft, members[ahead.box[0][0] : ahead.box[0][1]])
-            yield obj, [draft.values[leaf] for leaf in members[obj.box[0][0] : obj.box[0][1]]]
-
-
-def _prefetch(draft: _Draft, leaves: Sequence[int]) -> None:
-    """Start the copies to the host of leaves that are written next; nothing where they lie there already."""
-    if jax.default_backend() == "cpu":
-        return
-    for leaf in leaves:
-        value = draft.values[leaf]
-        if isinstance(value, jax.Array):
-            for _, number in _held(value):
-                value.addressable_data(number).copy_to_host_async()
-
-
-@functools.lru_cache(maxsize=16)
-def _identity(sharding: Sharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=sharding)  # pyright: ignore[reportUnknownLambdaType]
-
-
-def _replicated(value: Any) -> Any:
-    """A leaf on every device of its mesh whole: JAX moves data between processes only within one jitted call."""
-    replicated = _identity(NamedSharding(value.sharding.mesh, PartitionSpec()))(value)
-    return jax.block_until_ready(replicated)
-
-
-def _held(value: Value) -> tuple[tuple[Box, int], ...]:
-    """Each distinct box of a leaf in this process, with the number by which `addressable_data` knows it."""
-    if isinstance(value, jax.Array):
-        return _held_boxes(value.sharding, value.shape)
-    return ((whole(value.shape), 0),)
-
-
-@functools.lru_cache(maxsize=4096)
-def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, int], ...]:
-    numbers: dict[Box, int] = {}
-    for number, (_, box) in enumerate(addressable_boxes(sharding, shape)):
-        numbers.setdefault(box, number)
-    return tuple(numbers.items())
-
-
-def _on_host(value: Value, number: int) -> Array:
-    """A piece as NumPy: where JAX keeps it in host memory, that memory itself."""
-    return np.asarray(value.addressable_data(number) if isinstance(value, jax.Array) else value)
-
-
-def gather(
-    box: Box, values: Sequence[Value], buffer: Callable[[tuple[int, ...], np.dtype[Any]], Array] = aligned_empty
-) -> Array:
-    """The data of a box of rows: where it lies, if that is one piece of one leaf; else copied together."""
-    region = box[1:]
-    if len(values) == 1:
-        for held, number in _held(values[0]):
-            if contains(held, region):
-                return _on_host(values[0], number)[within(region, held)][None]
-    out = buffer((len(values), *extent(region)), np.dtype(values[0].dtype))
-    known: tuple[tuple[Box, int], ...] = ()
-    cuts: list[tuple[tuple[slice, ...], tuple[slice, ...], int]] = []
-    for row, value in enumerate(values):
-        held = _held(value)
-        if held is not known:  # rows of one sharding share the very same tuple
-            known, cuts = held, _cuts(held, region)
-        for there, here, number in cuts:
-            out[(row, *there)] = _on_host(value, number)[here]
-    return out
-
-
-def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[tuple[slice, ...], tuple[slice, ...], int]]:
-    """(where in the region, where in the piece, the piece's number) of each piece that has part of a region."""
-    parts = [(common, box, number) for box, number in held if (common := intersection(box, region)) is not None]
-    filled = sum(volume(common) for common, _, _ in parts)
-    assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
-    return [(within(common, region), within(common, box), number) for common, box, number in parts]
-
-
 # The manifest ---------------------------------------------------------------------------------------------
 
 
 def _compose(
     save_id: str,
     plan: SavePlan,
-    draft: _Draft,
+    draft: Draft,
     metadata: Any,
-    written: Sequence[Sequence[tuple[int, str, int, str]]],
+    shares: Sequence[_Share],
 ) -> Manifest:
     """The manifest, once every process has told what it wrote."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
-    for share in written:
-        for stack, place, length, digest in share:
+    for share in shares:
+        for stack, place, length, digest in share.objects:
             objects[stack][place] = (length, digest)
     records = list(draft.records)
     for number, members in enumerate(plan.members):
@@ -693,6 +809,7 @@ def _compose(
             StackRecord.of(stack, dict(sorted(found.items())))
             for stack, found in zip(plan.stacks, objects, strict=True)
         ],
+        process_states=[share.state for share in shares if share.state is not None],
     )
 
 

@@ -241,6 +241,21 @@ class Store:
         else:
             shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
+    def put(self, data: str, name: str, content: bytes, *, sync: bool) -> None:
+        """Write a small file into a data folder. Its process alone; the folder itself is synced with all else."""
+        if self.folder is None:
+            with self._remote("write") as kvstore:
+                kvstore.write(f"{data}/{name}", content).result()
+            return
+        try:
+            with open(os.path.join(self.folder, data, name), "wb") as file:
+                file.write(content)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise self._refused("write", f"{data}/{name}", error) from error
+
     def remove(self, key: str) -> None:
         """Delete a small file; nothing happens where it is not there."""
         if self.folder is None:

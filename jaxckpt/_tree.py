@@ -104,10 +104,22 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
     return record
 
 
+_LEAF_TYPES = set[type]()
+"""Types known to be leaves: asking jax.Array takes a Python call for each leaf."""
+
+
 def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
     """One level of the tree in JAX's own order; None for a leaf."""
-    if isinstance(node, (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes)):
+    kind = type(cast("object", node))
+    if kind in _LEAF_TYPES:
         return None
+    if isinstance(node, (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes)):
+        _LEAF_TYPES.add(kind)
+        return None
+    if kind is list:
+        return list(enumerate(cast("list[Tree]", node)))
+    if kind is dict and all(type(key) is str for key in node):
+        return [(_checked_key(key, path), node[key]) for key in sorted(node)]
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     except ValueError as error:
@@ -523,6 +535,12 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)},
 }
 """Every dtype that can be stored, by name."""
+
+
+@functools.lru_cache(maxsize=1024)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """A dtype's name, remembered: NumPy spells it anew each time, which takes 3 µs."""
+    return dtype.name
 
 
 def stored_dtype(name: str) -> str:

@@ -22,6 +22,8 @@ ROWS = [
     ["_manifest"],
     ["_layout"],
     ["_target"],
+    ["_draft"],
+    ["_staging"],
     ["_save", "_restore"],
     ["_audit"],
     ["_foreign"],

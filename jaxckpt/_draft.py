@@ -1,0 +1,232 @@
+"""The tree as it will be stored: its structure, its leaves with their layouts, and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from jaxckpt._errors import InputError, LayoutError, SpecError, TreeError, listing
+from jaxckpt._grid import Box, Layout, Spec, layout_of, spec_of
+from jaxckpt._layout import (
+    LayoutTable,
+    Specs,
+    by_axis_name,
+    covers,
+    fit_spec,
+    mesh_axes,
+    partition_spec,
+    placement,
+    resolve_specs,
+)
+from jaxckpt._manifest import LeafRecord
+from jaxckpt._options import Options
+from jaxckpt._plan import ArrayLeaf
+from jaxckpt._store import Array
+from jaxckpt._tree import DTYPES, MAX_RANK, Leaf, Structure, Tree, dtype_name, encode_value, flatten, selector, show
+
+Value = Any
+"""A leaf's jax.Array or NumPy array."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """The tree as it will be recorded, with the values of its array leaves by leaf number."""
+
+    structure: Structure
+    records: list[LeafRecord] = field(default_factory=list[LeafRecord])
+    arrays: list[ArrayLeaf] = field(default_factory=list[ArrayLeaf])
+    values: dict[int, Value] = field(default_factory=dict[int, Value])
+    table: LayoutTable = field(default_factory=LayoutTable)
+
+
+_HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
+
+
+def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: Sequence[str] = ()) -> Draft:
+    """Flatten a tree and find how each leaf will be stored. TreeError and SpecError list all leaves at fault.
+
+    Leaves of each of `components` (paths of subtrees) are stored apart from all others, so that they can be dropped.
+    """
+    if specs is not None and mesh is None:
+        raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
+    leaves, structure = flatten(tree)
+    draft = Draft(structure)
+    problems: list[str] = []
+    for leaf in leaves:
+        try:
+            record, value = _record(leaf)
+        except TreeError as error:
+            problems.append(f"{show(leaf.path)} {error}")
+            continue
+        draft.records.append(record)
+        if value is not None:
+            draft.values[len(draft.records) - 1] = value
+    if problems:
+        raise TreeError(f"{len(problems)} of {len(leaves)} leaves cannot be stored:\n{listing(problems)}")
+    _lay_out(leaves, draft, mesh, specs, options)
+    if components:
+        tests = [selector(component) for component in components]
+        draft.arrays = [
+            replace(array, component=_first_true(tests, draft.records[array.number].path)) for array in draft.arrays
+        ]
+    return draft
+
+
+def _first_true(tests: Sequence[Callable[[str], bool]], path: str) -> int:
+    """One more than the number of the first test that a path passes; 0 where it passes none."""
+    return next((number for number, test in enumerate(tests, 1) if test(path)), 0)
+
+
+def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
+    """What is recorded of a leaf, and the array to store for it. Raises TreeError (a reason, without the path)."""
+    value = leaf.value
+    if isinstance(value, Tracer):
+        raise TreeError("is a tracer: call save outside of jit, grad and vmap")
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
+        return LeafRecord(leaf.path, "jax"), _stored(value)
+    if isinstance(value, np.generic):
+        return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
+    if isinstance(value, np.ndarray):
+        if type(value) not in (np.ndarray, np.memmap):
+            raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
+        return LeafRecord(leaf.path, "numpy"), _stored(value)
+    if type(value) not in (bool, int, float, complex, str, bytes):
+        raise TreeError(
+            f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
+            " and scalars, bool, int, float, complex, str, bytes"
+        )
+    inline = encode_value(value)
+    if inline is not None:
+        return LeafRecord(leaf.path, inline[0], value=inline[1]), None
+    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    return LeafRecord(leaf.path, type(value).__name__), np.frombuffer(raw, np.uint8)
+
+
+def _stored(value: Any) -> Any:
+    if dtype_name(value.dtype) not in DTYPES:
+        raise TreeError(f"has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
+    if value.ndim > MAX_RANK:
+        raise TreeError(f"has {value.ndim} dimensions; at most {MAX_RANK} can be stored")
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+        return value.astype(value.dtype.newbyteorder("="))
+    return value
+
+
+def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
+    """Fill in the layout of each array leaf, and its record's."""
+    on_devices = [
+        (leaf.path, leaf.value) for leaf, record in zip(leaves, draft.records, strict=True) if _on_devices(record)
+    ]
+    chosen = resolve_specs(specs, on_devices)
+    axes = {} if mesh is None else mesh_axes(mesh)
+    problems: list[str] = []
+    found: dict[tuple[Any, ...], _Place] = {}
+    for number, value in draft.values.items():
+        record = draft.records[number]
+        if not isinstance(value, jax.Array):
+            layout = Layout((1,) * value.ndim, _HOST)
+            draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, layout))
+            continue
+        # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
+        given = leaves[number].value
+        spec = None if mesh is None else chosen.get(record.path)
+        key = (value.sharding, value.shape, value.committed, value is given or given.sharding, spec)
+        place = found.get(key)
+        if place is None:
+            try:
+                place = found[key] = _place(given, value, record.path, mesh, axes, spec, draft.table, options)
+            except SpecError as error:
+                problems.append(f"{show(record.path)}: {error}")
+                continue
+        draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, place.layout, place.moved))
+        draft.records[number] = msgspec.structs.replace(record, layout=place.record)
+    if problems:
+        raise SpecError(f"{len(problems)} leaves do not fit their specs:\n{listing(problems)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a leaf is stored, the same for all leaves of one shape and sharding."""
+
+    layout: Layout
+    moved: bool
+    record: int
+    """Number of its layout record."""
+
+
+def _place(
+    given: jax.Array,
+    value: jax.Array,
+    path: str,
+    mesh: Mesh | None,
+    axes: dict[str, int],
+    spec: Spec | None,
+    table: LayoutTable,
+    options: Options,
+) -> _Place:
+    own = value.sharding if value.committed else None
+    recorded, stored, committed = given.sharding, own, given.committed
+    if mesh is not None:
+        spec = by_axis_name(_own_spec(recorded), axes) if spec is None else spec
+        spec, problem = fit_spec(axes, spec, given.shape, options)
+        if problem:
+            raise SpecError(problem)
+        recorded = stored = NamedSharding(mesh, partition_spec(spec))
+        committed = True
+    layout, moved = Layout((1,) * value.ndim, _HOST), False
+    if stored is not None:  # else each process has put its own on its own default device
+        layout, moved = _storage_layout(own, stored, value.shape, path)
+    return _Place(layout, moved, table.number(recorded, committed=committed))
+
+
+def _on_devices(record: LeafRecord) -> bool:
+    return record.kind in ("jax", "key")
+
+
+def _own_spec(sharding: Sharding) -> Spec:
+    return spec_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+
+def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
+    """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first.
+
+    `own` is None for an uncommitted leaf: every process has the whole of it.
+    """
+    layout = layout_of(((box, process) for _, process, box in placement(stored, shape)), shape)
+    if own is None or stored == own:
+        return layout, False
+    held: dict[int, set[Box]] = {}
+    for _, process, box in placement(own, shape):
+        held.setdefault(process, set()).add(box)
+    # A holder of the storage layout can write a cell only if the boxes on its own devices make it up.
+    able = [
+        tuple(process for process in holders if covers(held.get(process, ()), cell))
+        for cell, holders in zip(_cells(layout, shape), layout.holders, strict=True)
+    ]
+    if all(able):
+        return Layout(layout.grid, tuple(able)), False
+    if not isinstance(own, NamedSharding) or set(held) != set(range(jax.process_count())):
+        raise LayoutError(
+            f"leaf {show(path)} lies on the devices of processes {sorted(held)} alone, and specs= would have"
+            f" processes {sorted({p for holders in layout.holders for p in holders})} write it; leave it out of the"
+            " storage mesh, or lay it on all processes first"
+        )
+    return layout, True
+
+
+def _cells(layout: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
+    sides = tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
+    for index in np.ndindex(*layout.grid):
+        yield tuple((i * side, (i + 1) * side) for i, side in zip(index, sides, strict=True))

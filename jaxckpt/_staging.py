@@ -1,0 +1,260 @@
+"""Staging: the data of the objects that a process writes, from the leaves into host memory.
+
+Where a leaf lies in host memory already (NumPy, JAX on CPU devices) its data is taken from there. From other devices
+it is copied, asynchronously and in the order of the objects, so that later copies overlap the writing of earlier
+objects. Held, it is safe from whatever the caller does to the leaves next:
+
+- JAX on CPU: a NumPy view of a shard makes XLA copy instead of reusing the memory when the array is donated, and
+  outlives `delete()`. Nothing is copied, but taking a view costs about 5 µs; so where an object packs hundreds of
+  pieces they are stacked by one jitted call, which costs 1 µs each to start and copies in XLA's own threads.
+- other devices: the copies are queued on the device before anything that the caller starts later.
+- NumPy: copied, since anyone may write to it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxckpt._draft import Draft, Value
+from jaxckpt._grid import Box, contains, extent, intersection, volume, whole, within
+from jaxckpt._layout import addressable_boxes
+from jaxckpt._plan import Object, SavePlan
+from jaxckpt._store import Array, aligned_empty
+
+STACK_PIECES = 512
+"""An object of at least so many held pieces is stacked by a jitted call: compiling it once for its shape takes some
+100 ms, which views of fewer pieces never cost. Measured: 16,000 pieces of 2,000 leaves took 100 ms as views, 15 ms
+stacked."""
+
+STACK_REPLICAS = 2
+"""But not where JAX would stack more copies than this in the process, one for each replica."""
+
+Index = tuple[slice | int, ...]
+
+
+@dataclass(slots=True)
+class Staged:
+    """An object's data: pieces that together make it up."""
+
+    obj: Object
+    dtype: np.dtype[Any]
+
+    pieces: list[tuple[Index, Any, Index | EllipsisType]]
+    """(where in the object, an array, what part of that): NumPy, or a jax.Array that may still be under way."""
+
+    copied_bytes: int
+    """Host memory that the pieces take beside the leaves."""
+
+    def data(self, buffer: Callable[[tuple[int, ...], np.dtype[Any]], Array] = aligned_empty) -> Array:
+        """The object as one array, in place where it is one piece, else copied together; the pieces are let go."""
+        pieces, self.pieces = self.pieces, []
+        shape = extent(self.obj.box)
+        if len(pieces) == 1:
+            _, array, part = pieces[0]
+            return np.asarray(array)[part].reshape(shape)
+        out = buffer(shape, self.dtype)
+        for at, array, part in pieces:
+            out[at] = np.asarray(array)[part]
+        return out
+
+
+def stage(plan: SavePlan, draft: Draft, process: int, *, hold: bool, stack_bytes: int) -> Generator[Staged]:
+    """The data of each object that `process` writes, in the plan's order. Every process, to the end or closed.
+
+    With `hold` it is safe from what the caller does to the leaves once it is yielded; no more than `stack_bytes` of
+    it are stacked by JAX.
+    """
+    by_stack: dict[int, list[Object]] = {}
+    for obj in plan.objects:
+        by_stack.setdefault(obj.stack, []).append(obj)
+    joined: set[Exchange] = set()
+    try:
+        for number, objects in by_stack.items():
+            mine = [obj for obj in objects if obj.process == process]
+            for exchange in _exchanges(plan, number, objects):
+                values = _join(plan, draft, exchange, joined)
+                for obj in mine:
+                    if obj.box[0] == exchange[1]:
+                        yield _staged(obj, values, hold="copies" if hold else None)
+            if not plan.moved[number]:
+                members = plan.members[number]
+                for obj in mine:
+                    values = [draft.values[leaf] for leaf in members[obj.box[0][0] : obj.box[0][1]]]
+                    if hold and obj.n_bytes <= stack_bytes and _stackable(values):
+                        stack_bytes -= obj.n_bytes
+                        yield _stacked(obj, values)
+                    else:
+                        yield _staged(obj, values, hold="views" if hold else None)
+    except (Exception, GeneratorExit):
+        # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
+        for number, objects in by_stack.items():
+            for exchange in _exchanges(plan, number, objects):
+                if exchange not in joined:
+                    _join(plan, draft, exchange, joined)
+        raise
+
+
+def _staged(obj: Object, values: Sequence[Value], hold: str | None) -> Staged:
+    """An object from its leaves; hold="views" keeps views where that is safe, hold="copies" keeps none of theirs."""
+    region = obj.box[1:]
+    return _pieces(obj, (((row,), value, region) for row, value in enumerate(values)), hold)
+
+
+def _pieces(obj: Object, sources: Iterable[tuple[Index, Value, Box]], hold: str | None) -> Staged:
+    """An object from (where in it, an array, the box of that) each."""
+    pieces: list[tuple[Index, Any, Index | EllipsisType]] = []
+    away: list[int] = []
+    copied = 0
+    known: tuple[tuple[Box, int], ...] = ()
+    cuts: list[tuple[tuple[slice, ...], tuple[slice, ...], int]] = []
+    for lead, value, region in sources:
+        held = _held(value)
+        if held is not known:  # rows of one sharding share the very same tuple
+            known, cuts = held, _cuts(held, region)
+        for there, here, number in cuts:
+            array, part = value, here
+            if isinstance(value, jax.Array):
+                array = value.addressable_data(number)
+                if not lies_in_host_memory(value):
+                    array, part = array if _is_all(here, array.shape) else array[here], ...
+                    away.append(len(pieces))
+                elif hold == "views":
+                    array = np.asarray(array)
+            if hold == "copies" or (hold and isinstance(value, np.ndarray)):
+                array, part = np.array(np.asarray(array)[part]), ...
+                copied += array.nbytes
+            pieces.append(((*lead, *there), array, part))
+    if away:
+        arrays = _to_host([pieces[number][1] for number in away])
+        for number, array in zip(away, arrays, strict=True):
+            pieces[number] = (pieces[number][0], array, ...)
+        copied += sum(array.nbytes for array in arrays)
+    return Staged(obj, np.dtype(pieces[0][1].dtype), pieces, copied)
+
+
+def _is_all(here: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
+    return all(cut == slice(0, n) for cut, n in zip(here, shape, strict=True))
+
+
+def _to_host(arrays: list[Any]) -> list[Any]:
+    """Start copies to the host of pieces on other devices, in pinned memory where JAX has it and reuses it itself."""
+    targets = [_host_side(array.sharding) for array in arrays]
+    if all(target is not None for target in targets):
+        return jax.device_put(arrays, targets)
+    for array in arrays:
+        array.copy_to_host_async()
+    return arrays
+
+
+@functools.lru_cache(maxsize=4096)
+def _host_side(sharding: Sharding) -> Sharding | None:
+    (device,) = sharding.device_set
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
+
+
+def lies_in_host_memory(value: jax.Array) -> bool:
+    """Whether NumPy can look at an array where it is."""
+    return _on_cpu(value.sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_cpu(sharding: Sharding) -> bool:
+    return next(iter(sharding.device_set)).platform == "cpu"
+
+
+# Pieces ---------------------------------------------------------------------------------------------------
+
+
+def _held(value: Value) -> tuple[tuple[Box, int], ...]:
+    """Each distinct box of a leaf in this process, with the number by which `addressable_data` knows it."""
+    if isinstance(value, jax.Array):
+        return _held_boxes(value.sharding, value.shape)
+    return ((whole(value.shape), 0),)
+
+
+@functools.lru_cache(maxsize=4096)
+def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, int], ...]:
+    numbers: dict[Box, int] = {}
+    for number, (_, box) in enumerate(addressable_boxes(sharding, shape)):
+        numbers.setdefault(box, number)
+    return tuple(numbers.items())
+
+
+def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[tuple[slice, ...], tuple[slice, ...], int]]:
+    """(where in the region, where in the piece, the piece's number) of each piece that has part of a region."""
+    for box, number in held:
+        if contains(box, region):
+            return [(within(region, region), within(region, box), number)]
+    parts = [(common, box, number) for box, number in held if (common := intersection(box, region)) is not None]
+    filled = sum(volume(common) for common, _, _ in parts)
+    assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
+    return [(within(common, region), within(common, box), number) for common, box, number in parts]
+
+
+# Many small leaves in one call ----------------------------------------------------------------------------
+
+
+def _stackable(values: Sequence[Value]) -> bool:
+    """Whether one jitted call stacks these leaves sooner than they can be looked at one by one."""
+    first = values[0]
+    if not isinstance(first, jax.Array) or not isinstance(first.sharding, NamedSharding):
+        return False
+    boxes, places = len(_held(first)), len(first.sharding.device_set)
+    return (
+        len(values) * boxes >= STACK_PIECES
+        and places <= boxes * STACK_REPLICAS
+        and first.is_fully_addressable  # with other processes, all would have to make the same calls
+        and all(value.sharding == first.sharding and value.committed for value in values)
+    )
+
+
+def _stacked(obj: Object, values: Sequence[Value]) -> Staged:
+    """An object of packed rows, its leaves stacked on the devices where they lie."""
+    sharding = values[0].sharding
+    along = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
+    with jax.debug_nans(False):  # the data is not ours to judge
+        stacked = _stack(along)(values)
+    return _pieces(obj, [((), stacked, ((0, len(values)), *obj.box[1:]))], hold=None)
+
+
+@functools.lru_cache(maxsize=256)
+def _stack(sharding: Sharding) -> Any:
+    return jax.jit(jnp.stack, out_shardings=sharding)
+
+
+# Exchanges between processes ------------------------------------------------------------------------------
+
+Exchange = tuple[int, tuple[int, int]]
+"""A stack and a range of its rows, whose leaves all processes bring together, in the same order everywhere."""
+
+
+def _exchanges(plan: SavePlan, stack: int, objects: Sequence[Object]) -> list[Exchange]:
+    return [(stack, rows) for rows in sorted({obj.box[0] for obj in objects})] if plan.moved[stack] else []
+
+
+def _join(plan: SavePlan, draft: Draft, exchange: Exchange, joined: set[Exchange]) -> list[Value]:
+    """Take part in an exchange: its leaves, whole on every device."""
+    joined.add(exchange)
+    stack, (first, last) = exchange
+    return [_replicated(draft.values[leaf]) for leaf in plan.members[stack][first:last]]
+
+
+@functools.lru_cache(maxsize=16)
+def _identity(sharding: Sharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def _replicated(value: Any) -> Any:
+    """A leaf on every device of its mesh whole: JAX moves data between processes only within one jitted call."""
+    replicated = _identity(NamedSharding(value.sharding.mesh, PartitionSpec()))(value)
+    return jax.block_until_ready(replicated)
