@@ -50,13 +50,66 @@ class Draft:
 _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
 
 
-def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: Sequence[str] = ()) -> Draft:
+def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...] = ()) -> Draft:
     """Flatten a tree and find how each leaf will be stored. TreeError and SpecError list all leaves at fault.
 
     Leaves of each of `components` (paths of subtrees) are stored apart from all others, so that they can be dropped.
     """
+    global _last
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
+    likeness = _likeness(tree, components) if mesh is None else None
+    if likeness is not None and _last is not None and _last.likeness == likeness:
+        return _last.draft_of(jax.tree.leaves(tree))
+    draft = _describe(tree, mesh, specs, options, components)
+    if likeness is not None and _has_str_keys(draft.structure):
+        _last = _Remembered(likeness, draft.structure, draft.records, draft.arrays, draft.table)
+    return draft
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """What was found of the last tree: a training job saves one like it again and again."""
+
+    likeness: tuple[Any, ...]
+    structure: Structure
+    records: list[LeafRecord]
+    arrays: list[ArrayLeaf]
+    table: LayoutTable
+
+    def draft_of(self, leaves: Sequence[jax.Array]) -> Draft:
+        return Draft(self.structure, self.records, self.arrays, dict(enumerate(leaves)), self.table)
+
+
+_last: _Remembered | None = None
+
+
+def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, ...] | None:
+    """All that decides how a tree of plain jax.Arrays is stored; None for a tree that holds anything else.
+
+    For 2,000 leaves it takes 2 ms, where describing them takes 11.
+    """
+    try:
+        leaves, treedef = jax.tree.flatten(tree)
+    except ValueError:  # told with its path when the tree is described
+        return None
+    plain = type(leaves[0]) if leaves and isinstance(leaves[0], jax.Array) else None
+    # A tree of PRNG keys alone is of one type too.
+    if plain is None or jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key) or issubclass(plain, Tracer):
+        return None
+    if any(type(leaf) is not plain or leaf.is_deleted() for leaf in leaves):
+        return None
+    return treedef, [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves], components
+
+
+def _has_str_keys(structure: Structure) -> bool:
+    """Whether equal trees have equal paths: 1, 1.0 and True are equal keys too."""
+    if not isinstance(structure, dict):
+        return True
+    return all(type(key) is str for key in structure.get("keys", ())) and all(map(_has_str_keys, structure["children"]))
+
+
+def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...]) -> Draft:
     leaves, structure = flatten(tree)
     draft = Draft(structure)
     problems: list[str] = []

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -285,26 +286,35 @@ def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
 
 
 def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) -> None:
+    """Hold the arrays, and let the thread write them."""
     # Exchanges are collective, so no process may begin them before all have come through their preparations.
     claim = _agree(job) if any(job.plan.moved) else None
     handover = _Handover(job.options.staging_bytes)
-    thread = threading.Thread(
-        target=pending._run,  # pyright: ignore[reportPrivateUsage]
-        args=(job, claim, handover),
-        name="jaxckpt-save",
-        daemon=True,  # waited for at exit, but not for ever where a deadline says so
-    )
     if not _unsettled:
         atexit.unregister(_wait_at_exit)
         atexit.register(_wait_at_exit)  # the last to be registered runs first: before jax.distributed shuts down
     _unsettled[pending] = None
     try:
         with job.clock.timed("device_to_host"):
-            handover.feed(staged, thread.start)
+            handover.feed(staged, lambda: _worker().put(lambda: pending._run(job, claim, handover)))  # pyright: ignore[reportPrivateUsage]
     except BaseException:
         pending._finished.wait()  # pyright: ignore[reportPrivateUsage]
         _unsettled.pop(pending, None)
         raise
+
+
+@functools.cache
+def _worker() -> queue.SimpleQueue[Callable[[], None]]:
+    """Work for the thread that writes. It stays: starting one takes the caller up to Python's switch interval, 5 ms."""
+    todo = queue.SimpleQueue[Callable[[], None]]()
+
+    def work() -> None:
+        while True:
+            todo.get()()
+
+    # Waited for at exit, but not for ever where a deadline says so: a daemon.
+    threading.Thread(target=work, name="jaxckpt-save", daemon=True).start()
+    return todo
 
 
 def _busy(group: Group) -> bool:

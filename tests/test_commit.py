@@ -445,8 +445,8 @@ def test_a_folder_that_may_not_be_written_fails_at_once(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o555)
     program = f"""
 import os, numpy as np, jaxckpt
-from jaxckpt import _save
-_save.gather = None  # nothing is copied before the folder is known to be ours
+from jaxckpt import _staging
+_staging.Staged.data = None  # nothing is copied before the folder is known to be ours
 os.setuid(65534)
 try:
     jaxckpt.save({str(tmp_path)!r} + "/closed/ckpt", {{"x": np.arange(3)}})
