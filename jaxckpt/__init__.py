@@ -6,6 +6,7 @@ weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, witho
 """
 
 from jaxckpt._audit import Checkpoint, LazyLeaf, RestorePlan, open
+from jaxckpt._checkpointer import Checkpointer
 from jaxckpt._errors import (
     CheckpointExistsError,
     CorruptError,
@@ -21,6 +22,7 @@ from jaxckpt._errors import (
     PeerFailedError,
     PeersDisagreeError,
     PeerTimeoutError,
+    Preempted,
     SpecError,
     StorageError,
     TreeError,
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CheckpointExistsError",
+    "Checkpointer",
     "CorruptError",
     "DataError",
     "InputError",
@@ -51,6 +54,7 @@ __all__ = [
     "PeerTimeoutError",
     "PeersDisagreeError",
     "PendingSave",
+    "Preempted",
     "Progress",
     "RestorePlan",
     "SaveInfo",

@@ -17,10 +17,13 @@ JaxckptError
     ├── PeerTimeoutError (TimeoutError)  it did not answer in time
     ├── PeersDisagreeError             it saw another tree or another checkpoint
     └── PathNotSharedError             it does not see the path that process 0 sees
+
+Preempted (SystemExit)                 no error: the job was told to stop, and its last step is saved
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 
 
@@ -94,6 +97,17 @@ class PeersDisagreeError(PeerError):
 
 class PathNotSharedError(PeerError):
     """A process does not see the folder that process 0 made."""
+
+
+class Preempted(SystemExit):
+    """The job was told to stop. Uncaught, it ends the program with status 143, as SIGTERM does."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 _LISTED = 20

@@ -20,7 +20,17 @@ from jaxckpt._errors import DataError, InputError, ManifestError, NotACheckpoint
 from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
 from jaxckpt._store import MANIFEST, Store, zarr_json
-from jaxckpt._tree import DTYPES, MAX_RANK, Structure, decode_value, encode_value, show, walk
+from jaxckpt._tree import (
+    DTYPES,
+    MAX_RANK,
+    Structure,
+    decode_value,
+    encode_value,
+    prune,
+    selector,
+    show,
+    walk,
+)
 
 FORMAT = "jaxckpt"
 VERSION = 1
@@ -129,7 +139,18 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         )
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a Checkpointer notes of a training step."""
+
+    number: int
+    metrics: dict[str, float | None] = {}
+    """None where the value was not finite."""
+
+    dropped: list[str] = []
+    """Paths of the subtrees that were dropped since it was saved."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that is known of a checkpoint without reading its arrays."""
 
     format: str
@@ -150,6 +171,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     process_states: list[tuple[int, str]] = []
     """For each process that saved, length and SHA-256 of the file of its own state; none where none was given."""
+
+    step: StepRecord | None = None
+    """Where a Checkpointer saved it."""
 
     @property
     def data(self) -> str:
@@ -247,6 +271,33 @@ def load_states(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
             raise DataError(f"{store.url}/{key} {what}: it holds process {process}'s own state")
         states.append(decode_state(content))
     return states
+
+
+def without(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
+    """The manifest without the subtrees at `paths`; None where they share a stack with other leaves, or are not there.
+
+    What it names no more can be deleted once it is published.
+    """
+    dropped = selector(paths)
+    gone = {number for number, leaf in enumerate(manifest.leaves) if dropped(leaf.path)}
+    mixed = {leaf.stack for number, leaf in enumerate(manifest.leaves) if number not in gone}
+    if not gone or any(manifest.leaves[number].stack in mixed - {None} for number in gone):
+        return None
+    stacks = [number for number in range(len(manifest.stacks)) if number in mixed]
+    numbers = {old: new for new, old in enumerate(stacks)}
+    leaves = [
+        leaf if leaf.stack is None else msgspec.structs.replace(leaf, stack=numbers[leaf.stack])
+        for number, leaf in enumerate(manifest.leaves)
+        if number not in gone
+    ]
+    step = manifest.step or StepRecord(0)
+    return msgspec.structs.replace(
+        manifest,
+        tree=prune(manifest.tree, lambda number: number not in gone),
+        leaves=leaves,
+        stacks=[manifest.stacks[number] for number in stacks],
+        step=msgspec.structs.replace(step, dropped=sorted({*step.dropped, *paths})),
+    )
 
 
 def data_of(content: bytes) -> str | None:

@@ -1,5 +1,8 @@
 """Saving: tree → leaves → plan → device-to-host copies → store.write → barrier → manifest."""
 
+# The functions here fill in what a PendingSave tells.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import atexit
@@ -39,7 +42,7 @@ from jaxckpt._errors import (
     StorageError,
 )
 from jaxckpt._layout import Specs
-from jaxckpt._manifest import Manifest, StackRecord
+from jaxckpt._manifest import Manifest, StackRecord, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._plan import SavePlan, plan_save
 from jaxckpt._progress import Progress, Report, reporting
@@ -177,6 +180,9 @@ class Asked:
     metadata: Any = None
     overwrite: bool = False
     process_state: Mapping[str, Any] | None = None
+    step: StepRecord | None = None
+    """What a Checkpointer notes; its metrics are taken from process 0."""
+
     components: tuple[str, ...] = ()
     """Paths of subtrees that are stored apart from all else, so that they can be dropped later."""
 
@@ -237,27 +243,13 @@ class PendingSave:
         assert self._info is not None
         return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked or 0.0)
 
+    def abandon(self) -> None:
+        """Let nobody wait for it, not even the end of the program."""
+        _unsettled.pop(self, None)
+
     def __repr__(self) -> str:
         state = "skipped" if self.skipped else "under way" if not self.done else "failed" if self._error else "done"
         return f"<PendingSave to {self.path}: {state}>"
-
-    def _run(self, job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged]) -> None:
-        """Carry the job out, in whichever thread this is."""
-
-        def report(moved: int) -> None:
-            self._done_bytes += moved
-            show(moved)
-
-        try:
-            with reporting("save", self._total_bytes, job.options.progress) as show:
-                self._info = _save(job, claim, staged, report)
-        except BaseException as error:
-            self._error = error
-            if isinstance(staged, _Handover):
-                staged.close()
-        finally:
-            self._seconds = time.perf_counter() - self._begun
-            self._finished.set()
 
 
 _unsettled = dict[PendingSave, None]()  # a set in order: saves whose end nobody has been told yet
@@ -270,7 +262,7 @@ def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
     if background and options.when_busy == "skip" and _busy(group):
         pending = PendingSave(os.fspath(asked.path), 0, begun)
         pending.skipped = True
-        pending._finished.set()  # pyright: ignore[reportPrivateUsage]
+        pending._finished.set()
         return pending
     job = _prepare(asked, options, group)
     pending = PendingSave(job.store.url, job.plan.process_bytes().get(group.index, 0), begun)
@@ -280,8 +272,8 @@ def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
         if background:
             _in_background(job, pending, staged)
         else:
-            pending._run(job, None, _ahead(staged, options.host_bytes // 2))  # pyright: ignore[reportPrivateUsage]
-    pending._blocked = time.perf_counter() - begun  # pyright: ignore[reportPrivateUsage]
+            _save(job, None, _ahead(staged, options.host_bytes // 2), pending)
+    pending._blocked = time.perf_counter() - begun
     return pending
 
 
@@ -296,9 +288,9 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
     _unsettled[pending] = None
     try:
         with job.clock.timed("device_to_host"):
-            handover.feed(staged, lambda: _worker().put(lambda: pending._run(job, claim, handover)))  # pyright: ignore[reportPrivateUsage]
+            handover.feed(staged, lambda: _worker().put(lambda: _save(job, claim, handover, pending)))
     except BaseException:
-        pending._finished.wait()  # pyright: ignore[reportPrivateUsage]
+        pending._finished.wait()
         _unsettled.pop(pending, None)
         raise
 
@@ -481,49 +473,72 @@ def _ahead(staged: Iterable[Staged], most_bytes: int) -> Iterator[Staged]:
 # Carrying it out -------------------------------------------------------------------------------------------
 
 
-def _save(job: _Job, claim: _Claim | None, staged: Iterable[Staged], report: Report) -> SaveInfo:
-    """Write the data, publish the manifest."""
-    store, plan, options, clock = job.store, job.plan, job.options, job.clock
-    first = job.group.index == 0
-    claim = claim or _agree(job)
+def _save(job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged], pending: PendingSave) -> None:
+    """Write the data and publish the manifest, in whichever thread this is; `pending` is told how it went."""
+
+    def report(moved: int) -> None:
+        pending._done_bytes += moved
+        show(moved)
+
     try:
-        data = f"data-{claim.save_id}"
-        with job.group.meeting("saving") as meeting:
-            with clock.timed("write"):
-                share = _Share(_write(job, data, staged, report), _put_state(job, data))
-            with clock.timed("barrier"):
-                texts = meeting.gather(msgspec.json.encode(share).decode())
-            shares = [msgspec.json.decode(text, type=_Share) for text in texts]
-            if first:
-                if options.sync:
-                    with clock.timed("sync"):
-                        store.sync_data(data, plan.stacks)
-                with clock.timed("publish"):
-                    manifest = _compose(claim.save_id, plan, job.draft, job.asked.metadata, shares)
-                    store.publish(data, manifests.encode(manifest), claim.previous, sync=options.sync)
-            with clock.timed("barrier"):
-                stored_bytes = int(meeting.share(str(sum(found[2] for share in shares for found in share.objects))))
-    except BaseException:
-        claim.release(keep=False)
-        raise
-    with clock.timed("publish"):
-        claim.release(keep=True)
-        if first and job.asked.then is not None:
-            job.asked.then()
-    loads = plan.process_bytes()
+        with reporting("save", pending._total_bytes, job.options.progress) as show:
+            claim = claim or _agree(job)
+            try:
+                data = f"data-{claim.save_id}"
+                with job.group.meeting("saving") as meeting:
+                    with job.clock.timed("write"):
+                        share = _Share(_write(job, data, staged, report), _put_state(job, data))
+                    stored_bytes = _publish(job, claim, share, meeting)
+            except BaseException:
+                claim.release(keep=False)
+                raise
+        with job.clock.timed("publish"):
+            claim.release(keep=True)
+            if job.group.index == 0 and job.asked.then is not None:
+                job.asked.then()
+        pending._info = _info(job, claim.save_id, stored_bytes)
+    except BaseException as error:
+        pending._error = error
+        if isinstance(staged, _Handover):
+            staged.close()
+    finally:
+        pending._seconds = time.perf_counter() - pending._begun
+        pending._finished.set()
+
+
+def _publish(job: _Job, claim: _Claim, share: _Share, meeting: Meeting) -> int:
+    """Process 0 publishes the manifest once all have written their share. Returns the bytes of all objects."""
+    store, plan, clock, sync = job.store, job.plan, job.clock, job.options.sync
+    data = f"data-{claim.save_id}"
+    with clock.timed("barrier"):
+        texts = meeting.gather(msgspec.json.encode(share).decode())
+    shares = [msgspec.json.decode(text, type=_Share) for text in texts]
+    if job.group.index == 0:
+        if sync:
+            with clock.timed("sync"):
+                store.sync_data(data, plan.stacks)
+        with clock.timed("publish"):
+            manifest = _compose(claim.save_id, plan, job.draft, job.asked, shares)
+            store.publish(data, manifests.encode(manifest), claim.previous, sync=sync)
+    with clock.timed("barrier"):
+        return int(meeting.share(str(sum(found[2] for share in shares for found in share.objects))))
+
+
+def _info(job: _Job, save_id: str, stored_bytes: int) -> SaveInfo:
+    loads = job.plan.process_bytes()
     states = 0 if job.state is None else job.group.count
     return SaveInfo(
-        path=store.url,
-        save_id=claim.save_id,
+        path=job.store.url,
+        save_id=save_id,
         leaves=len(job.draft.records),
         total_bytes=sum(loads.values()),
         process_bytes=tuple(loads.get(process, 0) for process in range(job.group.count)),
-        objects=len(plan.objects),
-        files=len(plan.objects) + len(plan.stacks) + states + 1,
+        objects=len(job.plan.objects),
+        files=len(job.plan.objects) + len(job.plan.stacks) + states + 1,
         stored_bytes=stored_bytes,
-        seconds=0.0,
+        seconds=0.0,  # these two are known when it is waited for
         blocked_seconds=0.0,
-        phase_seconds=clock.laps,
+        phase_seconds=job.clock.laps,
     )
 
 
@@ -576,16 +591,20 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
             length, digest = store.digest(data, stacks[obj.stack], obj.index)
             written.append((obj.stack, "/".join(map(str, obj.index)), length, digest))
 
-    for one in _timed(staged, clock):
-        obj = one.obj
-        if obj.stack not in indices:
-            array = store.open_array(data, stacks[obj.stack], sync=job.options.sync)
-        indices.setdefault(obj.stack, []).append(obj.index)
-        land(False, obj.n_bytes)
-        with clock.timed("device_to_host"):
-            source = one.data(flights.buffer)
-        flights.launch(one, store.write(array, obj.box, source), source)
-    land(True)
+    try:
+        for one in _timed(staged, clock):
+            obj = one.obj
+            if obj.stack not in indices:
+                array = store.open_array(data, stacks[obj.stack], sync=job.options.sync)
+            indices.setdefault(obj.stack, []).append(obj.index)
+            land(False, obj.n_bytes)
+            with clock.timed("device_to_host"):
+                source = one.data(flights.buffer)
+            flights.launch(one, store.write(array, obj.box, source), source)
+        land(True)
+    except BaseException:
+        flights.abandon()  # else a late write would make its file anew in a folder that is being deleted
+        raise
     if job.options.sync:
         with clock.timed("sync"):
             for stack, found in indices.items():
@@ -662,6 +681,12 @@ class _Flights:
         while self._queue:
             yield self._land()
         self._free.clear()
+
+    def abandon(self) -> None:
+        """Wait until nothing is under way any more, however it ends."""
+        for _, pending, _ in self._queue:
+            with contextlib.suppress(Exception):
+                pending.result()
 
     def _land(self) -> Staged:
         one, pending, source = self._queue.popleft()
@@ -792,7 +817,7 @@ def _compose(
     save_id: str,
     plan: SavePlan,
     draft: Draft,
-    metadata: Any,
+    asked: Asked,
     shares: Sequence[_Share],
 ) -> Manifest:
     """The manifest, once every process has told what it wrote."""
@@ -810,7 +835,7 @@ def _compose(
         save_id=save_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         libraries=_libraries(),
-        metadata=metadata,
+        metadata=asked.metadata,
         tree=draft.structure,
         leaves=records,
         meshes=draft.table.meshes,
@@ -820,6 +845,7 @@ def _compose(
             for stack, found in zip(plan.stacks, objects, strict=True)
         ],
         process_states=[share.state for share in shares if share.state is not None],
+        step=asked.step,
     )
 
 

@@ -104,6 +104,19 @@ class Store:
         except OSError as error:
             raise self._refused("list", "", error) from error
 
+    def child(self, name: str) -> Store:
+        """The store of a folder directly below."""
+        return Store(f"{self.url}/{name}", None if self.folder is None else os.path.join(self.folder, name))
+
+    def published(self) -> list[str]:
+        """Names of the folders directly below that hold a manifest, in one listing."""
+        if self.folder is None:
+            with self._remote("list") as kvstore:
+                keys = [key.decode().split("/") for key in kvstore.list().result()]
+            return sorted(parts[0] for parts in keys if parts[1:] == [MANIFEST])
+        names = self.names()
+        return [name for name in names if os.path.exists(os.path.join(self.folder, name, MANIFEST))]
+
     def is_file(self) -> bool:
         """Whether a plain file stands where the folder would be."""
         return self.folder is not None and os.path.isfile(self.folder)
@@ -232,6 +245,40 @@ class Store:
         return CheckpointExistsError(
             f"another save published a checkpoint at {self.url} while this one was writing; this one was given up"
         )
+
+    def unpublish(self, *, sync: bool) -> None:
+        """Take the manifest away: from here on there is no checkpoint. Process 0."""
+        if self.folder is None:
+            self.remove(MANIFEST)
+            return
+        try:
+            with self._locked() as handle:
+                os.unlink(os.path.join(self.folder, MANIFEST))
+                if sync:  # else a power loss could bring it back, without its data
+                    os.fsync(handle)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._refused("delete", MANIFEST, error) from error
+
+    def clear(self) -> None:
+        """Delete what is left where there is no checkpoint, but for what a live writer has. Process 0."""
+        if self.folder is None:
+            for name in self.names():
+                self.delete(name)
+            return
+        self.sweep(None)
+        with contextlib.suppress(OSError):  # not empty: somebody is writing in it
+            os.rmdir(self.folder)
+
+    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        """Delete the folders of stacks that a published manifest names no more. Process 0."""
+        if self.folder is None:
+            return
+        named = {stack.name for stack in stacks}
+        for name in self.child(data).names():
+            if name not in named and os.path.isdir(os.path.join(self.folder, data, name)):
+                self.child(data).delete(name)
 
     def delete(self, name: str) -> None:
         """Delete a folder directly below, with all it holds."""

@@ -66,6 +66,10 @@ class Request:
     """For a plan on a mesh that is not here; None where the arrays will be made."""
 
 
+class Uncommitted(jax.ShapeDtypeStruct):
+    """In a target: an array that is not committed to its device, without its data."""
+
+
 @dataclass(frozen=True, slots=True)
 class Goal:
     """What one saved leaf is to become."""
@@ -299,7 +303,8 @@ class _Layouts:
             kind = "key" if record.kind == "key" else "jax"
             return Goal(number, kind, None, self._sharding(path, number, wanted))
         if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct)):
-            uncommitted = isinstance(wanted, jax.Array) and not wanted.committed  # it asks for no device of its own
+            # What is not committed asks for no device of its own.
+            uncommitted = isinstance(wanted, Uncommitted) or (isinstance(wanted, jax.Array) and not wanted.committed)
             dtype = self._check_array(path, record, wanted)
             kind = "key" if record.kind == "key" else "jax"
             self._check_x64(path, dtype)

@@ -11,6 +11,7 @@ import collections
 import difflib
 import fnmatch
 import functools
+import itertools
 import keyword
 import math
 import re
@@ -327,6 +328,29 @@ def _unflatten(node: Structure, values: Sequence[Any]) -> Tree:
     if kind == "tuple":
         return tuple(children)
     return _namedtuple(node["name"], tuple(cast("Sequence[str]", keys)))(*children)
+
+
+def prune(structure: Structure, keep: Callable[[int], bool]) -> Structure:
+    """The structure without the leaves that `keep` does not keep, the others numbered anew, in order.
+
+    Containers lose them as `unflatten` tells of ABSENT values.
+    """
+    pruned = _prune(structure, keep, itertools.count())
+    return None if pruned is ABSENT else pruned
+
+
+def _prune(node: Structure, keep: Callable[[int], bool], numbers: Iterator[int]) -> Any:
+    if node is None:
+        return None
+    if isinstance(node, int):
+        return next(numbers) if keep(node) else ABSENT
+    children = [_prune(child, keep, numbers) for child in node["children"]]
+    if children and all(child is ABSENT for child in children):
+        return ABSENT
+    if node["type"] in ("dict", "ordered_dict", "custom"):
+        kept = [(key, child) for key, child in zip(node["keys"], children, strict=True) if child is not ABSENT]
+        return {**node, "keys": [key for key, _ in kept], "children": [child for _, child in kept]}
+    return {**node, "children": [None if child is ABSENT else child for child in children]}
 
 
 @functools.lru_cache(maxsize=1024)

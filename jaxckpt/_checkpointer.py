@@ -1,0 +1,589 @@
+"""A directory of training steps: which to save, which to keep, and what to do when the job is told to stop."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxckpt import _manifest as manifests
+from jaxckpt._coord import Group
+from jaxckpt._errors import CorruptError, InputError, JaxckptError, NotACheckpointError, Preempted
+from jaxckpt._layout import Specs
+from jaxckpt._manifest import Manifest, StepRecord
+from jaxckpt._options import Options
+from jaxckpt._restore import restore
+from jaxckpt._save import Asked, PendingSave, start
+from jaxckpt._store import Store
+from jaxckpt._target import Rename, Uncommitted
+from jaxckpt._tree import Select, Tree
+
+_log = logging.getLogger("jaxckpt")
+
+Resplit = Callable[[list[Any], int], Sequence[Any]]
+
+
+class Checkpointer:
+    """Saves steps into a directory, keeps those that its rules say, and finds them again.
+
+    Every process makes one, with the same arguments, and calls the same methods in the same order; `save` at every
+    step. Each step is an ordinary checkpoint at `<directory>/<step in 8 digits>`. What a killed run left half written
+    or half deleted is swept when a Checkpointer is made.
+
+    A step is kept if any of the keep_ rules says so, or if it is the newest; without rules all are. A rule deletes a
+    step only after a newer one is published. Deleting takes the manifest away first: a reader finds a step whole, or
+    finds that it is not there.
+
+    Args:
+        directory: A local path or a URL, as for `save`.
+        every: Save the steps that it divides; `save` returns False for others.
+        keep_last: How many of the newest steps to keep.
+        keep_every: Keep steps that it divides.
+        keep_best: (name of a metric, "min" or "max"): keep the step with the best value of it, the newest of equals.
+        keep_for: Keep steps that are younger than this.
+        components: For paths of subtrees (globs too), in how many of the newest steps they are kept: with
+            {"opt_state": 1}, older steps that are kept lose "opt_state" and stay loadable for all else.
+        background: Save with `save_async`, otherwise with `save`.
+        fail_fast: After a save in the background has failed, raise its error from the next `save`, whatever its step;
+            otherwise from the next that has something to save.
+        on_preemption: What `save` does once the job has been told to stop, by SIGTERM or by JAX's preemption service,
+            and the step is saved, whether it was due or not: "exit" raises `Preempted`, a SystemExit; "continue"
+            returns, and `preempted` is true.
+        preemption_seconds: How long that last save may take, counted from when this process heard of it.
+        options: See `Options`.
+
+    Example:
+        >>> import shutil, jax.numpy as jnp, jaxckpt
+        >>> shutil.rmtree("/tmp/jaxckpt-doc/steps", ignore_errors=True)
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/steps", every=10, keep_last=2) as steps:
+        ...     last, state = steps.restore_or_init(lambda: {"w": jnp.zeros(4)})
+        ...     for step in range(0 if last is None else last + 1, 35):
+        ...         state = {"w": state["w"] + 1}
+        ...         saved = steps.save(step, state)
+        >>> steps.steps()
+        [20, 30]
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        keep_for: datetime.timedelta | None = None,
+        components: Mapping[str, int] | None = None,
+        background: bool = True,
+        fail_fast: bool = False,
+        on_preemption: Literal["exit", "continue"] = "exit",
+        preemption_seconds: float = 30.0,
+        options: Options | None = None,
+    ) -> None:
+        for name, count in {
+            "every": every,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            **(components or {}),
+        }.items():
+            if count is not None and not (isinstance(count, int) and count > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(f"Checkpointer: {name} must be a whole number above zero, found {count!r}")
+        if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("min", "max")):
+            raise InputError(f'keep_best must be (metric, "min") or (metric, "max"), found {keep_best!r}')
+        if on_preemption not in ("exit", "continue"):
+            raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
+        self._rules = Rules(keep_last, keep_every, keep_best, keep_for, dict(components or {}))
+        self._store = Store.at(directory)
+        self._options = options or Options()
+        self._every = every
+        self._background = background
+        self._fail_fast = fail_fast
+        self._on_preemption = on_preemption
+        self._preemption_seconds = preemption_seconds
+        self._known: dict[int, _Step] = {}
+        self._pending: PendingSave | None = None
+        self._newest: int | None = None
+        self._restored: int | None = None
+        self._preempted = False
+        group = Group.current(self._options.timeout_seconds)
+        self._first = group.index == 0
+        with group.meeting("opening the directory of steps") as meeting:
+            if self._first:
+                self._sweep()
+                self._tidy_up()
+            meeting.barrier()
+        self._notice = _Notice(group.count)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer {self._store.url!r}: {self._rules}>"
+
+    # Saving ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        tree: Tree,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        process_state: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        force: bool = False,
+        overwrite: bool = False,
+    ) -> bool:
+        """Save a step if it is due. Every process, at every step: it is also where a preemption is heard of.
+
+        Args:
+            step: Its number, from 0.
+            tree: As for `jaxckpt.save`. It may be donated as soon as this returns.
+            metrics: Numbers to choose the best step by, and for `metrics(step)`; process 0's are recorded.
+            process_state: As for `jaxckpt.save`: what this process alone knows.
+            metadata: Any JSON value.
+            force: Save although `every` does not divide the step.
+            overwrite: Replace this step if it is there.
+
+        Returns:
+            Whether it is being saved: False for a step that is not due, or is skipped by `Options.when_busy`.
+
+        Raises:
+            Preempted: The job was told to stop, and this step is saved; see `on_preemption`.
+            Exception: As `jaxckpt.save_async`; and what ended an earlier save in the background.
+        """
+        if not isinstance(step, int) or step < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"step must be a whole number from 0, found {step!r}")
+        if self._fail_fast and self._pending is not None and self._pending.done:
+            self.wait()
+        last_one = not self._preempted and self._notice.reached(step)
+        if not (force or last_one or step % self._every == 0):
+            return False
+        if last_one:
+            self._preempted = True
+            self._wait_within(self._seconds_left())
+        saved = step == self._newest
+        if not saved:
+            record = StepRecord(step, {name: _finite(value) for name, value in (metrics or {}).items()})
+            asked = Asked(
+                self.path(step),
+                tree,
+                metadata=metadata,
+                overwrite=overwrite,
+                process_state=process_state,
+                step=record,
+                components=tuple(self._rules.components),
+                then=functools.partial(self._tidy_up, step),
+            )
+            pending = start(asked, self._options, background=self._background or last_one)
+            saved = not pending.skipped
+            if saved:
+                self._pending, self._newest = pending, step
+            if not (self._background or last_one):
+                self.wait()
+        if last_one:
+            self._leave(step, saved)
+        return saved
+
+    def _leave(self, step: int, saved: bool) -> None:
+        in_time = self._wait_within(self._seconds_left())
+        told = f"step {step} is saved" if saved and in_time else f"step {step} was not saved within the deadline"
+        _log.warning("the job was told to stop: %s", told)
+        if self._on_preemption == "exit":
+            raise Preempted(f"the job was told to stop: {told} in {self._store.url}")
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._notice.heard + self._preemption_seconds - time.monotonic())
+
+    def _wait_within(self, seconds: float) -> bool:
+        """Wait for the save under way, but not beyond a deadline: then nobody waits for it any more."""
+        if self._pending is None:
+            return True
+        try:
+            self._pending.wait(seconds)
+        except TimeoutError:
+            if not self._pending.done:
+                self._pending.abandon()
+                self._pending = None
+                return False
+            raise
+        self._pending = None
+        return True
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the job was told to stop, and the last step has been saved."""
+        return self._preempted
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The last save in the background, if nobody has waited for it."""
+        return self._pending
+
+    def wait(self) -> None:
+        """Wait until the last save is published. Raises what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def close(self) -> None:
+        """Wait for the last save, and let go of the signal handler. Raises what the save raised."""
+        self._notice.close()
+        self.wait()
+
+    # Restoring -------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        target: Tree = None,
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
+    ) -> Tree:
+        """Restore a step, the newest if `step` is None. Every process; the arguments are those of `jaxckpt.restore`.
+
+        Raises:
+            NotACheckpointError: No such step, or no step at all.
+            Exception: As `jaxckpt.restore`. A damaged step is an error, never passed over for an older one.
+        """
+        chosen = self._agreed_step() if step is None else step
+        if chosen is None:
+            raise NotACheckpointError(f"no step is in {self._store.url}")
+        try:
+            tree = restore(
+                self.path(chosen),
+                target,
+                mesh=mesh,
+                specs=specs,
+                select=select,
+                rename=rename,
+                strict=strict,
+                options=self._options,
+            )
+        except JaxckptError as error:
+            for note in self._about(chosen, error):
+                error.add_note(note)
+            raise
+        self._restored = chosen
+        return tree
+
+    def _about(self, step: int, error: JaxckptError) -> Iterator[str]:
+        others = [found for found in self.steps() if found != step]
+        if isinstance(error, (CorruptError, NotACheckpointError)) and others:
+            yield f"other steps in {self._store.url}: {others}; restore(step=…) takes one of them"
+        found = self._look(step)
+        if found is not None and found.record.dropped and not isinstance(error, CorruptError):
+            yield f"step {step} is kept without {', '.join(found.record.dropped)}; select= takes what it has"
+
+    def restore_or_init(
+        self, init: Callable[[], Tree], *, mesh: Mesh | None = None, specs: Specs = None, strict: bool = True
+    ) -> tuple[int | None, Tree]:
+        """The newest step, or a fresh start where there is none. Every process.
+
+        Args:
+            init: Makes the initial tree. It is called in either case: its result tells the structure, the dtypes and
+                the shardings of what is restored, and is let go of before anything is read.
+            mesh, specs, strict: As for `jaxckpt.restore`; `mesh` is needed only where `init` leaves arrays uncommitted
+                that were saved from several devices.
+
+        Returns:
+            (step, tree): the number of the step that was restored and its tree, or None and what `init` made.
+        """
+        step = self._agreed_step()
+        tree = init()
+        if step is None:
+            return None, tree
+        target = jax.tree.map(_abstract, tree)
+        del tree
+        return step, self.restore(step, target, mesh=mesh, specs=specs, strict=strict)
+
+    def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
+        """What this process, or one in its place, gave as `process_state[name]`. Every process.
+
+        Args:
+            name: One of the names given to `save`.
+            step: The step; None is the one that was restored last, else the newest.
+            resplit: Called where another number of processes saved: with the list of what each of them gave, and
+                with the number of processes now; returns a sequence with one item for each of these.
+
+        Returns:
+            JSON value or bytes, as it was given.
+
+        Raises:
+            InputError: Another number of processes saved, and there is no `resplit`; nothing was saved by that name.
+            DataError: It is not as it was saved.
+        """
+        chosen = step if step is not None else self._restored if self._restored is not None else self._agreed_step()
+        group = Group.current(self._options.timeout_seconds)
+        with group.meeting("restoring each process's own state") as meeting:
+            store = self._child(chosen or 0)
+            states = manifests.load_states(store, manifests.load(store)[0])
+            if not states or any(name not in state for state in states):
+                found = sorted(states[0]) if states else "none"
+                raise InputError(f"{store.url} has no process_state {name!r}; it has {found}")
+            items = [state[name] for state in states]
+            if len(items) != group.count:
+                if resplit is None:
+                    raise InputError(
+                        f"{len(items)} processes saved {name!r} in {store.url}, and here are {group.count}: pass"
+                        " resplit=, a function that makes one state for each process here out of those saved"
+                    )
+                items = list(resplit(items, group.count))
+                if len(items) != group.count:
+                    raise InputError(f"resplit made {len(items)} states of {name!r} for {group.count} processes")
+            meeting.barrier()
+        return items[group.index]
+
+    def _agreed_step(self) -> int | None:
+        """The newest step as process 0 finds it: others may list at another moment."""
+        group = Group.current(self._options.timeout_seconds)
+        with group.meeting("looking for the newest step") as meeting:
+            newest = self.latest_step() if self._first else None
+            meeting.gather("")
+            found = meeting.share("" if newest is None else str(newest))
+        return int(found) if found else None
+
+    # Looking ---------------------------------------------------------------------------------------------
+
+    def path(self, step: int) -> str:
+        """Where a step is: a checkpoint that `jaxckpt.restore`, `open` and all others take."""
+        return self._child(step).url
+
+    def steps(self) -> list[int]:
+        """The steps that are there, oldest first: one listing, and nothing but published manifests is believed."""
+        return sorted(int(name) for name in self._store.published() if _is_step(name))
+
+    def latest_step(self) -> int | None:
+        """The newest step that is there."""
+        return max(self.steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The best step that is there by `keep_best`; None where none has the metric."""
+        if self._rules.best is None:
+            raise InputError("best_step() needs Checkpointer(keep_best=(metric, mode))")
+        return self._rules.best_of(self._look_at_all())
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """The metrics that were given when a step was saved; None for those that were not finite."""
+        found = self._look(step)
+        if found is None:
+            raise NotACheckpointError(f"no step {step} is in {self._store.url}")
+        return dict(found.record.metrics)
+
+    def _child(self, step: int) -> Store:
+        return self._store.child(f"{step:08d}")
+
+    def _look(self, step: int) -> _Step | None:
+        """What a step's manifest says, read once; None where there is none, or a damaged one."""
+        if step not in self._known:
+            try:
+                manifest, _ = manifests.load(self._child(step))
+            except NotACheckpointError:
+                return None
+            except CorruptError as error:
+                _log.warning("step %d is left alone: %s", step, error)
+                return None
+            self._known[step] = _Step.of(step, manifest)
+        return self._known[step]
+
+    def _look_at_all(self) -> list[_Step]:
+        found = [found for step in self.steps() if (found := self._look(step)) is not None]
+        self._known = {step.number: step for step in found}
+        return found
+
+    # Keeping order, process 0 alone ----------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Delete what killed runs left: data never published, steps and subtrees half deleted."""
+        for name in self._store.names():
+            if not _is_step(name):
+                continue
+            child = self._store.child(name)
+            try:
+                manifest, _ = manifests.load(child)
+            except NotACheckpointError:
+                child.clear()
+            except CorruptError as error:
+                _log.warning("%s is left alone: %s", child.url, error)
+            else:
+                child.sweep(manifest.data)
+                child.trim(manifest.data, (record.stack() for record in manifest.stacks))
+
+    def _tidy_up(self, saved: int | None = None) -> None:
+        """Let the rules decide what stays. Whatever fails is tried again after the next save."""
+        try:
+            if saved is not None:
+                self._known.pop(saved, None)  # it may have been overwritten
+            found = self._look_at_all()
+            kept = self._rules.kept(found, datetime.datetime.now(datetime.UTC))
+            for step in found:
+                if step.number not in kept:
+                    child = self._child(step.number)
+                    child.unpublish(sync=self._options.sync)
+                    child.clear()
+                    self._known.pop(step.number, None)
+            for number, paths in self._rules.dropped([step for step in found if step.number in kept]).items():
+                self._drop(number, paths)
+        except (JaxckptError, OSError) as error:
+            _log.warning("old steps in %s could not be tidied up: %s", self._store.url, error)
+
+    def _drop(self, step: int, paths: list[str]) -> None:
+        """Publish a step's manifest anew without some subtrees, then delete their data."""
+        child = self._child(step)
+        manifest, content = manifests.load(child)
+        less = manifests.without(manifest, paths)
+        if less is None:
+            self._known[step] = _Step.of(step, manifest, undroppable=paths)
+            return
+        child.publish(manifest.data, manifests.encode(less), content, sync=self._options.sync)
+        self._known[step] = _Step.of(step, less)
+        child.trim(less.data, (record.stack() for record in less.stacks))
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) >= 8 and name == f"{int(name):08d}"
+
+
+def _finite(value: Any) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _abstract(leaf: Any) -> Any:
+    """A leaf as a target without its data."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if not leaf.committed:
+        return Uncommitted(leaf.shape, leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+# Rules ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A published step, as its manifest tells."""
+
+    number: int
+    created: datetime.datetime
+    record: StepRecord
+    undroppable: tuple[str, ...] = ()
+    """Subtrees that cannot be dropped, because they are not there or not stored apart."""
+
+    @classmethod
+    def of(cls, number: int, manifest: Manifest, undroppable: Sequence[str] = ()) -> Self:
+        created = datetime.datetime.fromisoformat(manifest.created)
+        return cls(number, created, manifest.step or StepRecord(number), tuple(undroppable))
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Which steps, and which subtrees of them, are kept."""
+
+    last: int | None = None
+    every: int | None = None
+    best: tuple[str, Literal["min", "max"]] | None = None
+    younger: datetime.timedelta | None = None
+    components: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def kept(self, steps: Sequence[_Step], now: datetime.datetime) -> set[int]:
+        """Numbers of the steps to keep, of all that are there, oldest first."""
+        if (self.last, self.every, self.best, self.younger) == (None,) * 4:
+            return {step.number for step in steps}
+        kept = {step.number for step in steps[-(self.last or 1) :]}
+        if self.every is not None:
+            kept |= {step.number for step in steps if step.number % self.every == 0}
+        if self.best is not None and (best := self.best_of(steps)) is not None:
+            kept.add(best)
+        if self.younger is not None:
+            kept |= {step.number for step in steps if now - step.created < self.younger}
+        return kept
+
+    def best_of(self, steps: Sequence[_Step]) -> int | None:
+        """The step with the best metric, the newest of equals."""
+        assert self.best is not None
+        metric, mode = self.best
+        sign = -1.0 if mode == "min" else 1.0
+        ranked = [
+            (sign * value, step.number) for step in steps if (value := step.record.metrics.get(metric)) is not None
+        ]
+        return max(ranked)[1] if ranked else None
+
+    def dropped(self, steps: Sequence[_Step]) -> dict[int, list[str]]:
+        """For each of the kept steps, oldest first, the subtrees that it has still and should not."""
+        found: dict[int, list[str]] = {}
+        for path, count in self.components.items():
+            for step in steps[:-count]:
+                if path not in step.record.dropped and path not in step.undroppable:
+                    found.setdefault(step.number, []).append(path)
+        return found
+
+
+# Preemption -----------------------------------------------------------------------------------------------
+
+
+class _Notice:
+    """Whether the job has been told to stop.
+
+    One process listens for SIGTERM. Among several, JAX's preemption service passes on what any of them hears, and has
+    all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self.heard = 0.0
+        """When, on the monotonic clock."""
+
+        self._processes = processes
+        self._told = False
+        self._previous: Any = None
+        if processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
+            _log.warning("jax_enable_preemption_service is off: no process hears that another is told to stop")
+        if processes == 1 and threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if not self._told:
+            self._told = True
+            self.heard = time.monotonic()
+
+    def reached(self, step: int) -> bool:
+        """Whether this is the step to stop at."""
+        if self._processes > 1 and not self._told and _sync_point(step):
+            self._on_signal(signal.SIGTERM, None)
+        return self._told
+
+    def close(self) -> None:
+        if self._previous is not None:
+            if signal.getsignal(signal.SIGTERM) == self._on_signal:
+                signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+
+
+def _sync_point(step: int) -> bool | None:
+    """Whether JAX has all processes stop at this step; None where its preemption service is off."""
+    try:
+        return multihost_utils.reached_preemption_sync_point(step)
+    except RuntimeError:
+        return None
