@@ -29,6 +29,7 @@ from jaxckpt._layout import (
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
+from jaxckpt._progress import show_bytes
 from jaxckpt._restore import read_box
 from jaxckpt._store import Array, Store
 from jaxckpt._target import Goal, Rename, Request, resolve
@@ -487,12 +488,3 @@ def _where(goal: Goal) -> Where:
     if len(sharding.device_set) == 1:
         return Where("", f"device {next(iter(sharding.device_set)).id}")
     return Where("", str(sharding))
-
-
-def show_bytes(size: float) -> str:
-    """A size as people read it: "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -33,7 +33,8 @@ class Options:
     """Codec of the chunks. None by default: trained weights do not compress."""
 
     host_bytes: int = 256 << 20
-    """Bytes that may be in flight between devices and storage at once, beside the arrays themselves."""
+    """Bytes of host memory that a save or a restore may take beside the arrays themselves, about; larger leaves move in
+    boxes. `save_async` may take `staging_bytes` besides."""
 
     staging_bytes: int | None = None
     """Bytes of host memory that `save_async` may hold in copies: of arrays on accelerators, and of NumPy arrays. When
@@ -58,7 +59,8 @@ class Options:
     """How long one process waits for another before it raises `PeerTimeoutError`, naming it."""
 
     progress: bool | Callable[[Progress], None] | None = None
-    """True draws a bar on a terminal; a function is called with a `Progress` as bytes move. None is silent."""
+    """True draws a bar on a terminal and elsewhere logs a line every 10 s (logger "jaxckpt", level INFO; stderr if that
+    is off); a function is called with a `Progress` as bytes move, in the thread that moves them. None is silent."""
 
     def __post_init__(self) -> None:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "timeout_seconds"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+_log = logging.getLogger("jaxckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,32 @@ class Progress:
     seconds: float
     """Seconds since it began."""
 
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate until now; 0 before anything has moved."""
+        return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Seconds that the rest takes at this rate; None before anything has moved."""
+        rest = self.total_bytes - self.done_bytes
+        return rest / self.bytes_per_second if self.bytes_per_second else None
+
+    def __str__(self) -> str:
+        """`save: 1.2 GiB of 4.0 GiB, 350.0 MiB/s, 8 s left`."""
+        left = "" if self.remaining_seconds is None else f", {self.remaining_seconds:.0f} s left"
+        rate = f"{show_bytes(self.bytes_per_second)}/s"
+        return f"{self.verb}: {show_bytes(self.done_bytes)} of {show_bytes(self.total_bytes)}, {rate}{left}"
+
+
+def show_bytes(size: float) -> str:
+    """A size as people read it: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
 
 Report = Callable[[int], None]
 """Called with a number of bytes that have just been moved."""
@@ -34,15 +63,17 @@ Report = Callable[[int], None]
 def reporting(verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None) -> Generator[Report]:
     """A function to call as bytes move; what it shows, if anything, ends with the block."""
     if callable(progress):
-        yield _callback(verb, total_bytes, progress)
-    elif progress and sys.stderr.isatty():
+        yield _counting(verb, total_bytes, progress)
+    elif not progress:
+        yield lambda moved: None
+    elif sys.stderr.isatty():
         with _bar(verb, total_bytes) as report:
             yield report
     else:
-        yield lambda moved: None
+        yield _counting(verb, total_bytes, _Lines())
 
 
-def _callback(verb: str, total_bytes: int, tell: Callable[[Progress], None]) -> Report:
+def _counting(verb: str, total_bytes: int, tell: Callable[[Progress], None]) -> Report:
     begun = time.monotonic()
     done = 0
 
@@ -52,6 +83,25 @@ def _callback(verb: str, total_bytes: int, tell: Callable[[Progress], None]) -> 
         tell(Progress(verb, done, total_bytes, time.monotonic() - begun))
 
     return report
+
+
+LINE_SECONDS = 10.0
+
+
+class _Lines:
+    """A line now and then, and one at the end, to the log "jaxckpt"; to stderr where nobody listens to that."""
+
+    def __init__(self) -> None:
+        self._next = LINE_SECONDS
+
+    def __call__(self, at: Progress) -> None:
+        if at.seconds < self._next and at.done_bytes < at.total_bytes:
+            return
+        self._next = at.seconds + LINE_SECONDS
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("%s", at)
+        else:
+            print(f"jaxckpt: {at}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from jaxckpt._errors import (
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StackRecord, StepRecord
 from jaxckpt._options import Options
-from jaxckpt._plan import SavePlan, plan_save
+from jaxckpt._plan import WRITE_COPIES, SavePlan, plan_save
 from jaxckpt._progress import Progress, Report, reporting
 from jaxckpt._staging import Staged, stage
 from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, storage_errors
@@ -267,7 +267,7 @@ def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
     job = _prepare(asked, options, group)
     pending = PendingSave(job.store.url, job.plan.process_bytes().get(group.index, 0), begun)
     with contextlib.closing(
-        stage(job.plan, job.draft, group.index, hold=background, stack_bytes=options.host_bytes)
+        stage(job.plan, job.draft, group.index, hold=background, stack_bytes=options.host_bytes // 2)
     ) as staged:
         if background:
             _in_background(job, pending, staged)
@@ -577,7 +577,7 @@ class _Share(msgspec.Struct, frozen=True):
 def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> list[tuple[int, str, int, str]]:
     """Write this process's objects as their data comes."""
     store, stacks, clock = job.store, job.plan.stacks, job.clock
-    flights = _Flights(job.options.host_bytes)
+    flights = _Flights(job.options.host_bytes // WRITE_COPIES)
     written: list[tuple[int, str, int, str]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
     array: Any = None
