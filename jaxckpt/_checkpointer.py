@@ -335,9 +335,11 @@ class Checkpointer:
             DataError: It is not as it was saved.
         """
         chosen = step if step is not None else self._restored if self._restored is not None else self._agreed_step()
+        if chosen is None:
+            raise NotACheckpointError(f"no step is in {self._store.url}")
         group = Group.current(self._options.timeout_seconds)
         with group.meeting("restoring each process's own state") as meeting:
-            store = self._child(chosen or 0)
+            store = self._child(chosen)
             states = manifests.load_states(store, manifests.load(store)[0])
             if not states or any(name not in state for state in states):
                 found = sorted(states[0]) if states else "none"
@@ -567,11 +569,13 @@ class _Notice:
         if not self._told:
             self._told = True
             self.heard = time.monotonic()
+        if callable(self._previous):
+            self._previous(number, frame)
 
     def reached(self, step: int) -> bool:
         """Whether this is the step to stop at."""
         if self._processes > 1 and not self._told and _sync_point(step):
-            self._on_signal(signal.SIGTERM, None)
+            self._told, self.heard = True, time.monotonic()
         return self._told
 
     def close(self) -> None:

@@ -286,9 +286,15 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
         atexit.unregister(_wait_at_exit)
         atexit.register(_wait_at_exit)  # the last to be registered runs first: before jax.distributed shuts down
     _unsettled[pending] = None
+
+    def work() -> None:
+        _save(job, claim, handover, pending)
+        if pending._error is not None:  # it may be kept for long: not with the arrays in its frames
+            traceback.clear_frames(pending._error.__traceback__)
+
     try:
         with job.clock.timed("device_to_host"):
-            handover.feed(staged, lambda: _worker().put(lambda: _save(job, claim, handover, pending)))
+            handover.feed(staged, lambda: _worker().put(work))
     except BaseException:
         pending._finished.wait()
         _unsettled.pop(pending, None)
