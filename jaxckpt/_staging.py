@@ -14,6 +14,7 @@ objects. Held, it is safe from whatever the caller does to the leaves next:
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -25,6 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._draft import Draft, Value
+from jaxckpt._exchange import box_everywhere
 from jaxckpt._grid import Box, contains, extent, intersection, volume, whole, within
 from jaxckpt._layout import addressable_boxes
 from jaxckpt._plan import Object, SavePlan
@@ -73,44 +75,42 @@ def stage(plan: SavePlan, draft: Draft, process: int, *, hold: bool, stack_bytes
     With `hold` it is safe from what the caller does to the leaves once it is yielded; no more than `stack_bytes` of
     it are stacked by JAX.
     """
-    by_stack: dict[int, list[Object]] = {}
-    for obj in plan.objects:
-        by_stack.setdefault(obj.stack, []).append(obj)
-    joined: set[Exchange] = set()
+    exchanged = deque(obj for obj in plan.objects if plan.moved[obj.stack])
     try:
-        for number, objects in by_stack.items():
-            mine = [obj for obj in objects if obj.process == process]
-            for exchange in _exchanges(plan, number, objects):
-                values = _join(plan, draft, exchange, joined)
-                for obj in mine:
-                    if obj.box[0] == exchange[1]:
-                        yield _staged(obj, values, hold="copies" if hold else None)
-            if not plan.moved[number]:
-                members = plan.members[number]
-                for obj in mine:
-                    values = [draft.values[leaf] for leaf in members[obj.box[0][0] : obj.box[0][1]]]
-                    if hold and obj.n_bytes <= stack_bytes and _stackable(values):
-                        stack_bytes -= obj.n_bytes
-                        yield _stacked(obj, values)
-                    else:
-                        yield _staged(obj, values, hold="views" if hold else None)
+        for obj in plan.objects:
+            values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
+            if plan.moved[obj.stack]:
+                exchanged.popleft()
+                parts = [box_everywhere(value, obj.box[1:]) for value in values]
+                if obj.process == process:
+                    # They are ours alone, but whole on every device: what is kept for later is a copy.
+                    boxes = (((row,), part, whole(part.shape)) for row, part in enumerate(parts))
+                    yield _pieces(obj, boxes, hold="copies" if hold else None)
+            elif obj.process == process:
+                if hold and obj.n_bytes <= stack_bytes and _stackable(values):
+                    stack_bytes -= obj.n_bytes
+                    yield _stacked(obj, values)
+                else:
+                    yield _staged(obj, values, hold="views" if hold else None)
     except (Exception, GeneratorExit):
         # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
-        for number, objects in by_stack.items():
-            for exchange in _exchanges(plan, number, objects):
-                if exchange not in joined:
-                    _join(plan, draft, exchange, joined)
+        for obj in exchanged:
+            for leaf in plan.members[obj.stack][slice(*obj.box[0])]:
+                box_everywhere(draft.values[leaf], obj.box[1:])
         raise
 
 
 def _staged(obj: Object, values: Sequence[Value], hold: str | None) -> Staged:
-    """An object from its leaves; hold="views" keeps views where that is safe, hold="copies" keeps none of theirs."""
+    """An object from its leaves."""
     region = obj.box[1:]
     return _pieces(obj, (((row,), value, region) for row, value in enumerate(values)), hold)
 
 
 def _pieces(obj: Object, sources: Iterable[tuple[Index, Value, Box]], hold: str | None) -> Staged:
-    """An object from (where in it, an array, the box of that) each."""
+    """An object from (where in it, an array, the box of that) each.
+
+    hold="views" keeps views where that is safe; hold="copies" copies all; None leaves the arrays where they are.
+    """
     pieces: list[tuple[Index, Any, Index | EllipsisType]] = []
     away: list[int] = []
     copied = 0
@@ -230,31 +230,3 @@ def _stacked(obj: Object, values: Sequence[Value]) -> Staged:
 @functools.lru_cache(maxsize=256)
 def _stack(sharding: Sharding) -> Any:
     return jax.jit(jnp.stack, out_shardings=sharding)
-
-
-# Exchanges between processes ------------------------------------------------------------------------------
-
-Exchange = tuple[int, tuple[int, int]]
-"""A stack and a range of its rows, whose leaves all processes bring together, in the same order everywhere."""
-
-
-def _exchanges(plan: SavePlan, stack: int, objects: Sequence[Object]) -> list[Exchange]:
-    return [(stack, rows) for rows in sorted({obj.box[0] for obj in objects})] if plan.moved[stack] else []
-
-
-def _join(plan: SavePlan, draft: Draft, exchange: Exchange, joined: set[Exchange]) -> list[Value]:
-    """Take part in an exchange: its leaves, whole on every device."""
-    joined.add(exchange)
-    stack, (first, last) = exchange
-    return [_replicated(draft.values[leaf]) for leaf in plan.members[stack][first:last]]
-
-
-@functools.lru_cache(maxsize=16)
-def _identity(sharding: Sharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=sharding)  # pyright: ignore[reportUnknownLambdaType]
-
-
-def _replicated(value: Any) -> Any:
-    """A leaf on every device of its mesh whole: JAX moves data between processes only within one jitted call."""
-    replicated = _identity(NamedSharding(value.sharding.mesh, PartitionSpec()))(value)
-    return jax.block_until_ready(replicated)

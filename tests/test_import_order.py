@@ -23,6 +23,7 @@ ROWS = [
     ["_layout"],
     ["_target"],
     ["_draft"],
+    ["_exchange"],
     ["_staging"],
     ["_save", "_restore"],
     ["_audit"],
