@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -245,6 +246,8 @@ class PendingSave:
 
     def abandon(self) -> None:
         """Let nobody wait for it, not even the end of the program."""
+        global _abandoned
+        _abandoned = True
         _unsettled.pop(self, None)
 
     def __repr__(self) -> str:
@@ -252,6 +255,7 @@ class PendingSave:
         return f"<PendingSave to {self.path}: {state}>"
 
 
+_abandoned = False
 _unsettled = dict[PendingSave, None]()  # a set in order: saves whose end nobody has been told yet
 
 
@@ -294,7 +298,7 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
 
     try:
         with job.clock.timed("device_to_host"):
-            handover.feed(staged, lambda: _worker().put(work))
+            handover.feed(staged, lambda: _worker()[0].put(work))
     except BaseException:
         pending._finished.wait()
         _unsettled.pop(pending, None)
@@ -302,17 +306,22 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
 
 
 @functools.cache
-def _worker() -> queue.SimpleQueue[Callable[[], None]]:
-    """Work for the thread that writes. It stays: starting one takes the caller up to Python's switch interval, 5 ms."""
-    todo = queue.SimpleQueue[Callable[[], None]]()
+def _worker() -> tuple[queue.SimpleQueue[Callable[[], None] | None], threading.Thread]:
+    """The thread that writes, and where its work is put; None ends it.
 
-    def work() -> None:
-        while True:
-            todo.get()()
+    It stays: starting one takes the caller up to Python's switch interval, 5 ms.
+    """
+    todo = queue.SimpleQueue[Callable[[], None] | None]()
+
+    def run() -> None:
+        while (work := todo.get()) is not None:
+            work()
+            del work  # it holds all that was saved
 
     # Waited for at exit, but not for ever where a deadline says so: a daemon.
-    threading.Thread(target=work, name="jaxckpt-save", daemon=True).start()
-    return todo
+    thread = threading.Thread(target=run, name="jaxckpt-save", daemon=True)
+    thread.start()
+    return todo, thread
 
 
 def _busy(group: Group) -> bool:
@@ -346,17 +355,24 @@ def _wait_at_exit() -> None:
             print(f"jaxckpt: the save_async to {pending.path} failed, and nobody called wait():", file=sys.stderr)
             traceback.print_exc()
             _exit_status = 1
+    if not _abandoned:
+        # It may still be letting go of arrays, and a thread that Python stops within JAX's C++ aborts the process.
+        todo, thread = _worker()
+        todo.put(None)
+        thread.join()
+        _worker.cache_clear()
 
 
 @atexit.register
 def _leave_with_status() -> None:
     # Registered when jaxckpt is imported, so it runs after what was registered later. What raises at exit is printed,
     # but Python still exits with 0.
-    if _exit_status:
+    # Nor can Python end well while the thread writes on.
+    if _exit_status or _abandoned:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_exit_status)
+        os._exit(_exit_status or 128 + signal.SIGTERM)
 
 
 # From the caller's thread to the one that writes -----------------------------------------------------------
