@@ -1,0 +1,100 @@
+"""What is told while bytes move: to a program, to a terminal, to a log, to stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import environment
+
+import jaxckpt
+from jaxckpt import _progress
+
+TREE = {"a": np.arange(100_000.0), "b": np.ones(1000, np.float32)}
+N_BYTES = 804_000
+PROGRAM = """
+import sys, numpy as np, jaxckpt
+jaxckpt.save(sys.argv[1], {"a": np.arange(100_000.0)}, options=jaxckpt.Options(progress=True))
+"""
+
+
+def test_a_callback_is_told_until_all_is_moved(tmp_path: Path) -> None:
+    seen: list[jaxckpt.Progress] = []
+    options = jaxckpt.Options(progress=seen.append)
+    jaxckpt.save(tmp_path / "c", TREE, options=options)
+    jaxckpt.restore(tmp_path / "c", options=options)
+    for verb in ("save", "restore"):
+        told = [one for one in seen if one.verb == verb]
+        done = [one.done_bytes for one in told]
+        assert done == sorted(done)
+        assert done[-1] == told[-1].total_bytes == N_BYTES
+        assert all(one.seconds > 0 for one in told)
+
+
+def test_rates_and_what_is_left() -> None:
+    half = jaxckpt.Progress("save", 3 << 30, 4 << 30, 6.0)
+    assert half.bytes_per_second == 2**29
+    assert half.remaining_seconds == 2.0
+    assert str(half) == "save: 3.0 GiB of 4.0 GiB, 512.0 MiB/s, 2 s left"
+    begun = jaxckpt.Progress("restore", 0, 4096, 0.0)
+    assert (begun.bytes_per_second, begun.remaining_seconds) == (0.0, None)
+    assert str(begun) == "restore: 0 B of 4.0 KiB, 0 B/s"
+
+
+def test_lines_go_to_the_log_where_somebody_listens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "jaxckpt"):
+        jaxckpt.save(tmp_path / "c", TREE, options=jaxckpt.Options(progress=True))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "jaxckpt"]
+    assert line.startswith("save: 785.2 KiB of 785.2 KiB, ")
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_are_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _progress._Lines()
+    for second in range(31):
+        lines(jaxckpt.Progress("save", second, 30, float(second)))
+    assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["10", "20", "30"]
+
+
+def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "c")],
+        env=environment(1), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == ""
+    assert done.stderr.startswith("jaxckpt: save: 781.2 KiB of 781.2 KiB, ")
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "c")], env=environment(1) | {"TERM": "xterm"}, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            found = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not found:
+            break
+        shown += found
+    assert child.wait(timeout=60) == 0
+    os.close(ours)
+    assert b"781.2" in shown
+    assert b"KiB" in shown
+
+
+def test_silent_by_default(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    jaxckpt.save(tmp_path / "c", TREE)
+    jaxckpt.load_numpy(tmp_path / "c")
+    assert capfd.readouterr() == ("", "")
