@@ -3,7 +3,7 @@
 #   make demo    train on one mesh, save, restore on others, serve from one host
 #   make test    the tests
 #   make check   lint, types, docs, examples
-#   make bench   small leaves, against Orbax
+#   make bench   small leaves and asynchronous saving, against Orbax
 
 # PYTHON=/path/to/python3 chooses another Python than the first that is new enough; each minor version has a stamp of
 # its own, so that choosing one makes the environment anew.
@@ -32,6 +32,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/small_leaves.py
+	$(BIN)/python benchmarks/async_save.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site

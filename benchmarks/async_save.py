@@ -12,8 +12,7 @@ step having run right after it.
 started at that moment: arrays that are held cannot be overwritten in place, so the step needs fresh memory, and it
 shares the cores with the writing. It stands beside the same step with nothing being saved.
 
-Durability: defaults of both libraries; see small_leaves.py. The process starts itself again with malloc settings as
-told there, so that freed memory stays with the process.
+Durability: defaults of both libraries; see small_leaves.py. Freed memory stays with the process; see steady.py.
 """
 
 from __future__ import annotations
@@ -33,6 +32,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import steady
+
+steady.begin()
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -40,7 +43,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
-from small_leaves import make_tree, remove  # first: it sets the environment before JAX is imported
+from small_leaves import make_tree, remove
 
 import jaxckpt
 

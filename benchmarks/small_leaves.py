@@ -17,9 +17,7 @@ Orbax compresses by default; `use_compression=False` is measured too, so that th
 
 The floor is the same number of bytes as one plain file: written without and with fsync, and read into fresh memory.
 
-The process starts itself again with MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_. On small virtual machines
-memory that a process frees goes back to the host, and touching it again is slow; with these settings glibc keeps
-what was once touched, and what is measured is the libraries, not the hypervisor. All contestants run under them.
+All run with freed memory kept in the process; see steady.py.
 """
 
 from __future__ import annotations
@@ -40,16 +38,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_ENVIRONMENT = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "JAX_PLATFORMS": "cpu",
-}
+import steady
 
-if __name__ == "__main__" and any(os.environ.get(name) != value for name, value in _ENVIRONMENT.items()):
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_ENVIRONMENT})
+steady.begin()
 
 import jax
 import numpy as np
@@ -59,7 +50,6 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jaxckpt
 
 Tree = Any
