@@ -465,6 +465,11 @@ class _Handover:
                 one = self._queue.popleft()
             yield one
 
+    def starves(self) -> bool:
+        """Whether the caller's thread has nothing ready, perhaps for want of room."""
+        with self._changed:
+            return not self._queue and not self._ended
+
     def landed(self, one: Staged) -> None:
         """An object is written, and its copies are gone."""
         with self._changed:
@@ -623,6 +628,8 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
             with clock.timed("device_to_host"):
                 source = one.data(flights.buffer)
             flights.launch(one, store.write(array, obj.box, source), source)
+            if isinstance(staged, _Handover) and staged.starves():
+                land(True)  # what is under way takes the room that the next one may be waiting for
         land(True)
     except BaseException:
         flights.abandon()  # else a late write would make its file anew in a folder that is being deleted

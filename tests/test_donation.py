@@ -1,0 +1,160 @@
+"""save_async returns when every array may be donated: what is saved is what they held then, whatever runs next."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import _staging
+from jaxckpt._store import Store
+
+ROUNDS = 200
+
+
+def state() -> Any:
+    """Leaves of every layout; the 80 small ones make 640 pieces, enough to be stacked by a jitted call."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+
+    def put(shape: tuple[int, ...], *spec: Any, dtype: Any = np.float32) -> jax.Array:
+        return jax.device_put(rng.standard_normal(shape).astype(dtype), NamedSharding(mesh, P(*spec)))
+
+    return {
+        "split": put((256, 128), "a", "b"),
+        "rows": put((64, 64), ("b", "a")),
+        "replicated": put((64, 32)),
+        "partly": put((32, 16), "a"),
+        "bf16": put((64, 64), "b", dtype=jnp.bfloat16),
+        "large": put((2048, 1024), "a", "b"),  # 1 MiB a piece
+        "small": [put((16, 16), "a", "b") for _ in range(80)],
+        "count": jax.device_put(np.int32(0), NamedSharding(mesh, P())),
+        "uncommitted": jnp.arange(5),
+        "key": jax.random.key(0),
+    }
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(tree: Any) -> Any:
+    key = jax.random.split(tree["key"])[0]
+    return {**jax.tree.map(lambda leaf: leaf + 1, {**tree, "key": jnp.int32(0)}), "key": key}
+
+
+def values(tree: Any) -> Any:
+    """The data, as NumPy arrays of their own."""
+
+    def value(leaf: Any) -> Any:
+        key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.array(jax.random.key_data(leaf) if key else leaf)
+
+    return jax.tree.map(value, tree)
+
+
+def require_equal(path: Path, wanted: Any) -> None:
+    got = jaxckpt.load_numpy(path)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written before it is opened."""
+    opened = threading.Event()
+    write = Store.write
+
+    def wait(*arguments: Any) -> Any:
+        assert opened.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(Store, "write", wait)
+    yield opened
+    opened.set()
+
+
+def test_200_rounds_of_a_step_that_donates(tmp_path: Path) -> None:
+    tree = state()
+    options = jaxckpt.Options(sync=False)
+    for _ in range(ROUNDS):
+        wanted = values(tree)
+        pending = jaxckpt.save_async(tmp_path / "c", tree, overwrite=True, options=options)
+        tree = step(tree)
+        pending.wait()
+        require_equal(tmp_path / "c", wanted)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["host memory", "other devices"])
+def test_steps_that_donate_before_anything_is_written(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    if elsewhere:  # CPU devices have pinned memory to copy to as well: the way of accelerators
+        monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+    tree = state()
+    for number in range(3):
+        wanted = values(tree)
+        gate.clear()
+        pending = jaxckpt.save_async(tmp_path / str(number), tree)
+        for _ in range(3):
+            tree = jax.block_until_ready(step(tree))
+        assert not pending.done
+        gate.set()
+        pending.wait()
+        require_equal(tmp_path / str(number), wanted)
+
+
+def test_deleted_right_after(tmp_path: Path, gate: threading.Event) -> None:
+    tree = state()
+    wanted = values(tree)
+    pending = jaxckpt.save_async(tmp_path / "c", tree)
+    jax.tree.map(lambda leaf: leaf.delete(), {**tree, "key": None})
+    gate.set()
+    pending.wait()
+    require_equal(tmp_path / "c", wanted)
+
+
+def test_numpy_arrays_overwritten_right_after(tmp_path: Path, gate: threading.Event) -> None:
+    tree = {"a": np.arange(1000.0), "many": [np.full(10, n) for n in range(50)], "view": np.arange(64).reshape(8, 8).T}
+    wanted = jax.tree.map(np.array, tree)
+    pending = jaxckpt.save_async(tmp_path / "c", tree)
+    for leaf in jax.tree.leaves(tree):
+        leaf[...] = -1
+    tree["a"] = tree["many"] = None
+    gate.set()
+    pending.wait()
+    require_equal(tmp_path / "c", wanted)
+
+
+def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+    held, most = 0, 0
+    pieces, landed = _staging._pieces, jaxckpt._save._Handover.landed
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        nonlocal held, most
+        one = pieces(*arguments, **named)
+        held += one.copied_bytes
+        most = max(most, held)
+        return one
+
+    def uncount(self: Any, one: Any) -> None:
+        nonlocal held
+        held -= one.copied_bytes
+        landed(self, one)
+
+    monkeypatch.setattr(_staging, "_pieces", count)
+    monkeypatch.setattr(jaxckpt._save._Handover, "landed", uncount)
+    mesh = jax.make_mesh((8,), ("a",))
+    x = jax.device_put(np.arange(1 << 22, dtype=np.float32).reshape(64, -1), NamedSharding(mesh, P("a")))
+    options = jaxckpt.Options(staging_bytes=4 << 20, object_bytes=1 << 20, host_bytes=16 << 20)
+    jaxckpt.save_async(tmp_path / "c", {"x": x, "y": x + 1}, options=options).wait()
+    assert held == 0
+    assert (1 << 20) < most <= (5 << 20)  # the one that waits for room is a copy already
+    require_equal(tmp_path / "c", {"x": np.asarray(x), "y": np.asarray(x) + 1})

@@ -1,0 +1,109 @@
+"""Told to stop: one last save, the same step everywhere, and an end in time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import RunProcesses, RunPython, environment
+
+import jaxckpt
+
+TOGETHER = """
+import os, signal, time
+import numpy as np, jax, jaxckpt
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+sharding = NamedSharding(mesh, P("a", "b"))
+x = jax.make_array_from_callback((8, 8), sharding, lambda index: np.zeros((8, 8), np.float32)[index])
+add = jax.jit(lambda x: x + 1 + 0 * x.sum(), donate_argnums=0)
+with jaxckpt.Checkpointer(args, every=1000) as checkpoints:
+    for step in range(1, 400):
+        x = add(x)
+        if step == 7 and process_id == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            checkpoints.save(step, {"x": x, "step": step}, process_state={"at": step})
+        except SystemExit:
+            print("last", step, flush=True)
+            raise
+        time.sleep(0.02 * (1 + process_id))
+"""
+
+
+def test_one_of_two_processes_is_told_and_both_save_the_same_last_step(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    done = run_processes(
+        TOGETHER, processes=2, devices_per_process=2, args=str(tmp_path / "s"), timeout=90, check=False
+    )
+    assert [one.returncode for one in done] == [143, 143], "\n".join(map(str, done))
+    (said,) = {one.stdout for one in done}
+    last = int(said.split()[1])
+    assert 7 < last < 399
+    with jaxckpt.Checkpointer(tmp_path / "s") as checkpoints:
+        assert checkpoints.steps() == [last]
+    tree = jaxckpt.load_numpy(tmp_path / "s" / f"{last:08d}")
+    assert tree["step"] == last
+    np.testing.assert_array_equal(tree["x"], np.full((8, 8), last, np.float32))
+    assert jaxckpt.open(tmp_path / "s" / f"{last:08d}").process_states == [{"at": last}] * 2
+
+
+ALONE = """
+import os, signal, sys, time
+import numpy as np, jaxckpt
+how = sys.argv[2]
+if how == "stuck":
+    from jaxckpt._store import Store
+    Store.write = lambda *_: time.sleep(1000)
+earlier = []
+if how == "chained":
+    signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))
+with jaxckpt.Checkpointer(
+    sys.argv[1], every=1000, preemption_seconds=2, on_preemption="continue" if how == "continue" else "exit"
+) as checkpoints:
+    for step in range(1, 100):
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+            begun = time.monotonic()
+        try:
+            saved = checkpoints.save(step, {"x": np.full(1000, step)})
+        except jaxckpt.Preempted as told:
+            print(step, *earlier, told, flush=True)
+            raise
+        if checkpoints.preempted:
+            print(step, saved, "goes on", flush=True)
+            assert not checkpoints.save(step + 1, {"x": np.full(1000, step + 1)})
+            break
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "continue", "chained"])
+def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "s"
+    said = run_python(ALONE, args=[str(folder), how], check=False, devices=1)
+    saved = f"the job was told to stop: step 7 is saved in {folder}\n"
+    assert said == {"exit": f"7 {saved}", "continue": "7 True goes on\n", "chained": f"7 told {saved}"}[how]
+    with jaxckpt.Checkpointer(folder) as checkpoints:
+        assert checkpoints.steps() == [7]
+        np.testing.assert_array_equal(checkpoints.restore()["x"], np.full(1000, 7))
+
+
+def test_the_deadline_holds_where_storage_hangs(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "s"), "stuck"],
+        env=environment(1), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert time.monotonic() - begun < 20
+    assert "step 7 was not saved within the deadline" in done.stdout
+    with jaxckpt.Checkpointer(tmp_path / "s") as checkpoints:
+        assert checkpoints.steps() == []
+    assert list((tmp_path / "s").iterdir()) == []
