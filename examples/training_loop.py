@@ -41,15 +41,11 @@ QUICK = bool(os.environ.get("JAXCKPT_DEMO_QUICK"))
 BATCH, CONTEXT, WIDTH = 64, 16, 512  # BATCH: windows of text in a step, over all processes
 
 
-def flat(x: jax.Array) -> jax.Array:
-    return x.reshape(len(x), -1)
-
-
 def model() -> nnx.Module:
     """What byte follows CONTEXT bytes."""
     rngs = nnx.Rngs(0)
     embed, hidden = nnx.Embed(256, 32, rngs=rngs), nnx.Linear(CONTEXT * 32, WIDTH, rngs=rngs)
-    drop, out = nnx.Dropout(0.1, rngs=rngs), nnx.Linear(WIDTH, 256, rngs=rngs)
+    flat, drop, out = jax.vmap(jnp.ravel), nnx.Dropout(0.1, rngs=rngs), nnx.Linear(WIDTH, 256, rngs=rngs)
     return nnx.Sequential(embed, flat, hidden, nnx.gelu, drop, out)
 
 
