@@ -105,13 +105,13 @@ def run(folder: Path, steps: int, told: int = 0, after: int = 0) -> tuple[int, d
     losses: dict[int, str] = {}
     command = [sys.executable, __file__, str(folder), "--steps", str(steps)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        print(" ", next(child.stdout, "").strip(), end=" ")
+        begin = next(child.stdout, "").strip()
         for step, loss in map(str.split, child.stdout):
             losses[int(step)] = loss
             if int(step) == after:
                 time.sleep(random.random() / 50)
                 child.send_signal(told)
-    print(f"to step {max(losses, default=None)}, exit status {child.returncode}", flush=True)
+    print(f"  {begin} to step {max(losses, default=None)}, exit status {child.returncode}", flush=True)
     return child.returncode, losses
 
 

@@ -98,6 +98,42 @@ print(json.dumps([status, list(losses.items())]))
     assert losses | again == expected
 
 
+def test_of_two_processes_one_is_told_to_stop(run_processes: RunProcesses, tmp_path: Path) -> None:
+    job = f"""
+import os, signal, sys, time
+from pathlib import Path
+devices = os.environ["XLA_FLAGS"]
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import training_loop
+os.environ["XLA_FLAGS"] = devices  # half of them in each process
+
+class Told(training_loop.jaxckpt.Checkpointer):
+    def save(self, step, *rest, **named):
+        if step == args[1] and process_id == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if 0 < args[1] <= step:
+            time.sleep(0.1)  # JAX's preemption service has seconds to pass it on before the last step
+        return super().save(step, *rest, **named)
+
+training_loop.jaxckpt.Checkpointer = Told
+training_loop.train(Path(args[0]), {STEPS})
+"""
+
+    def train(folder: Path, told: int, status: int) -> dict[int, str]:
+        done = run_processes(job, processes=2, devices_per_process=4, args=[str(folder), told], check=False)
+        assert [one.returncode for one in done] == [status, status], "\n".join(map(str, done))
+        first, second = (losses_of(one.stdout) for one in done)
+        assert first == second
+        return first
+
+    expected = train(tmp_path / "whole", told=0, status=0)
+    losses = train(tmp_path / "told", told=7, status=143)
+    assert newest(tmp_path / "told") == max(losses) < STEPS
+    again = train(tmp_path / "told", told=0, status=0)
+    assert min(again) == max(losses) + 1
+    assert losses | again == expected
+
+
 def test_the_rules_hold_on_disk(run_python: RunPython, tmp_path: Path, expected: dict[int, str]) -> None:
     run_python(EXAMPLE, args=[str(tmp_path), "--steps", "30"])
     best = min(range(5, 31, 5), key=lambda step: float(expected[step]))
