@@ -6,6 +6,7 @@ import datetime
 import functools
 import logging
 import math
+import operator
 import os
 import signal
 import threading
@@ -21,7 +22,14 @@ from jax.sharding import Mesh
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._coord import Group
-from jaxckpt._errors import CorruptError, InputError, JaxckptError, NotACheckpointError, Preempted
+from jaxckpt._errors import (
+    CheckpointExistsError,
+    CorruptError,
+    InputError,
+    JaxckptError,
+    NotACheckpointError,
+    Preempted,
+)
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StepRecord
 from jaxckpt._options import Options
@@ -133,7 +141,13 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as failure:  # it must not hide the one that is on its way
+            error.add_note(f"jaxckpt: besides, the last save failed: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self._store.url!r}: {self._rules}>"
@@ -169,8 +183,12 @@ class Checkpointer:
             Preempted: The job was told to stop, and this step is saved; see `on_preemption`.
             Exception: As `jaxckpt.save_async`; and what ended an earlier save in the background.
         """
-        if not isinstance(step, int) or step < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"step must be a whole number from 0, found {step!r}")
+        try:
+            step = operator.index(step)
+        except TypeError as error:
+            raise InputError(f"step must be a whole number, found {step!r}") from error
+        if step < 0:
+            raise InputError(f"step must not be below 0, found {step}")
         if self._fail_fast and self._pending is not None and self._pending.done:
             self.wait()
         last_one = not self._preempted and self._notice.reached(step)
@@ -181,7 +199,7 @@ class Checkpointer:
             self._wait_within(self._seconds_left())
         saved = step == self._newest
         if not saved:
-            record = StepRecord(step, {name: _finite(value) for name, value in (metrics or {}).items()})
+            record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
             asked = Asked(
                 self.path(step),
                 tree,
@@ -190,6 +208,7 @@ class Checkpointer:
                 process_state=process_state,
                 step=record,
                 components=tuple(self._rules.components),
+                check=functools.partial(self._require_newest, step, overwrite),
                 then=functools.partial(self._tidy_up, step),
             )
             pending = start(asked, self._options, background=self._background or last_one)
@@ -201,6 +220,39 @@ class Checkpointer:
         if last_one:
             self._leave(step, saved)
         return saved
+
+    def _require_newest(self, step: int, overwrite: bool) -> None:
+        """Raise unless a step comes after all that are there: the rules would take what is older for outdated."""
+        steps = self.steps()
+        if step in steps and not overwrite:
+            raise CheckpointExistsError(f"step {step} is in {self._store.url}; pass overwrite=True to replace it")
+        if steps and step < steps[-1] and step not in steps:
+            raise InputError(
+                f"step {step} is older than step {steps[-1]}, the newest in {self._store.url}. To go back to an older"
+                " step, delete(step) the newer ones first, or save into another directory"
+            )
+
+    def delete(self, step: int) -> None:
+        """Delete a step. Every process; a step that is not there is no error, but the only one is not deleted.
+
+        Raises:
+            InputError: No other step would be left.
+        """
+        self.wait()
+        group = Group.current(self._options.timeout_seconds)
+        with group.meeting("deleting a step") as meeting:
+            if self._first:
+                if [found.number for found in self._look_at_all()] == [step]:
+                    raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
+                self._delete(step)
+            meeting.barrier()
+        self._newest = None
+
+    def _delete(self, step: int) -> None:
+        child = self._child(step)
+        child.unpublish(sync=self._options.sync)
+        child.clear()
+        self._known.pop(step, None)
 
     def _leave(self, step: int, saved: bool) -> None:
         in_time = self._wait_within(self._seconds_left())
@@ -302,8 +354,9 @@ class Checkpointer:
         """The newest step, or a fresh start where there is none. Every process.
 
         Args:
-            init: Makes the initial tree. It is called in either case: its result tells the structure, the dtypes and
-                the shardings of what is restored, and is let go of before anything is read.
+            init: Makes the initial tree; what is restored has its structure, dtypes and shardings. A function jitted
+                with out_shardings tells them without being run; any other is called, and what it made is let go of
+                before anything is read.
             mesh, specs, strict: As for `jaxckpt.restore`; `mesh` is needed only where `init` leaves arrays uncommitted
                 that were saved from several devices.
 
@@ -311,12 +364,9 @@ class Checkpointer:
             (step, tree): the number of the step that was restored and its tree, or None and what `init` made.
         """
         step = self._agreed_step()
-        tree = init()
         if step is None:
-            return None, tree
-        target = jax.tree.map(_abstract, tree)
-        del tree
-        return step, self.restore(step, target, mesh=mesh, specs=specs, strict=strict)
+            return None, init()
+        return step, self.restore(step, _target_of(init), mesh=mesh, specs=specs, strict=strict)
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
         """What this process, or one in its place, gave as `process_state[name]`. Every process.
@@ -441,10 +491,7 @@ class Checkpointer:
             kept = self._rules.kept(found, datetime.datetime.now(datetime.UTC))
             for step in found:
                 if step.number not in kept:
-                    child = self._child(step.number)
-                    child.unpublish(sync=self._options.sync)
-                    child.clear()
-                    self._known.pop(step.number, None)
+                    self._delete(step.number)
             for number, paths in self._rules.dropped([step for step in found if step.number in kept]).items():
                 self._drop(number, paths)
         except (JaxckptError, OSError) as error:
@@ -467,9 +514,22 @@ def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) >= 8 and name == f"{int(name):08d}"
 
 
-def _finite(value: Any) -> float | None:
-    number = float(value)
+def _metric(name: str, value: Any) -> float | None:
+    """A metric as it is recorded; None where it is not finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"metric {name!r} must be a number, found {str(value)[:80]}: {error}") from error
     return number if math.isfinite(number) else None
+
+
+def _target_of(init: Callable[[], Tree]) -> Tree:
+    """What `init` makes, without its data."""
+    if hasattr(init, "lower"):  # jitted: its results are arrays, all of them
+        shapes = jax.eval_shape(init)
+        if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
+            return shapes
+    return jax.tree.map(_abstract, init())
 
 
 def _abstract(leaf: Any) -> Any:
@@ -559,21 +619,27 @@ class _Notice:
 
         self._processes = processes
         self._told = False
+        self._listening = False
         self._previous: Any = None
-        if processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
+
+    def _listen(self) -> None:
+        self._listening = True
+        if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
             _log.warning("jax_enable_preemption_service is off: no process hears that another is told to stop")
-        if processes == 1 and threading.current_thread() is threading.main_thread():
+        if self._processes == 1 and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if not self._told:
-            self._told = True
-            self.heard = time.monotonic()
-        if callable(self._previous):
-            self._previous(number, frame)
+        self._told, self.heard = True, time.monotonic()
+        previous = self._previous
+        self.close()  # a second signal does what it did before
+        if callable(previous):
+            previous(number, frame)
 
     def reached(self, step: int) -> bool:
-        """Whether this is the step to stop at."""
+        """Whether this is the step to stop at. The first call begins to listen."""
+        if not self._listening:
+            self._listen()
         if self._processes > 1 and not self._told and _sync_point(step):
             self._told, self.heard = True, time.monotonic()
         return self._told

@@ -187,6 +187,9 @@ class Asked:
     components: tuple[str, ...] = ()
     """Paths of subtrees that are stored apart from all else, so that they can be dropped later."""
 
+    check: Callable[[], None] | None = None
+    """What process 0 does before anything else; what it raises, all raise."""
+
     then: Callable[[], None] | None = None
     """What process 0 does once the checkpoint is published, before the save counts as done."""
 
@@ -405,6 +408,8 @@ def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
     with contextlib.ExitStack() as entered:
         meeting = entered.enter_context(group.meeting("preparing to save"))
         settle()
+        if group.index == 0 and asked.check is not None:
+            asked.check()
         with clock.timed("plan"):
             store = Store.at(asked.path)
             manifests.require_json(asked.metadata, "metadata")
