@@ -29,7 +29,7 @@ from jaxckpt._layout import (
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
-from jaxckpt._restore import read_box, wanted
+from jaxckpt._restore import kept, read_box
 from jaxckpt._store import Array, Store
 from jaxckpt._target import Goal, Rename, Request, resolve
 from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
@@ -433,7 +433,7 @@ def _restore_plan(manifest: Manifest, goals: Sequence[Goal], options: Options) -
         stack = stacks[record.stack]
         leaves.append(_leaf_plan(manifest, record, goal))
         if goal.sharding is None:
-            everywhere.append(wanted(goal, record.stack, record.row, (whole(stack.shape),)))
+            everywhere.append(Want(record.stack, record.row, (whole(stack.shape),), goal.cast, kept(goal)))
             continue
         key = (goal.sharding, stack.shape)
         if key not in placements:
@@ -445,7 +445,7 @@ def _restore_plan(manifest: Manifest, goals: Sequence[Goal], options: Options) -
                 held.setdefault(process, []).append(box)
             boxes_of[id(found)] = {process: distinct(boxes) for process, boxes in held.items()}
         for process, boxes in boxes_of[id(found)].items():
-            wants.setdefault(process, []).append(wanted(goal, record.stack, record.row, boxes))
+            wants.setdefault(process, []).append(Want(record.stack, record.row, boxes, goal.cast, kept(goal)))
         for device, process, box in found:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + volume(box) * stack.itemsize

@@ -284,6 +284,11 @@ class Run:
     streamed: bool = False
     """Whether the boxes are too large for buffers of the host: what is read goes on to the devices part by part."""
 
+    @property
+    def passing(self) -> bool:
+        """Whether its buffers are let go once what is in them is on the devices."""
+        return not (self.kept or self.streamed)
+
     def held(self, box: int) -> Box:
         """The part of the stack that the buffer of a box holds."""
         return (self.rows, *self.boxes[box])
@@ -384,7 +389,7 @@ def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> 
         for box, served in cut_at_chunks(boxes, stack.chunk):
             regions.append(_region(runs, box, [targets[i] for i in served]))
     n_bytes = sum(volume(run.held(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
-    held = sum((run.rows[1] - run.rows[0]) * _row_bytes(stack, run) for run in runs if not (run.kept or run.streamed))
+    held = sum((run.rows[1] - run.rows[0]) * _row_bytes(stack, run) for run in runs if run.passing)
     return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, most_bytes)), n_bytes, held)
 
 

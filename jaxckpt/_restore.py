@@ -24,7 +24,7 @@ from jaxckpt._grid import Box, extent, intersection, volume, whole, within
 from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
-from jaxckpt._plan import Read, ReadStep, Region, Stack, Want, indexed_objects_of, plan_read, read_bytes
+from jaxckpt._plan import Read, ReadStep, Region, Run, Stack, Want, indexed_objects_of, plan_read, read_bytes
 from jaxckpt._progress import Report, reporting
 from jaxckpt._store import MANIFEST, Array, Pending, Store, aligned_empty, object_key, storage_errors
 from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve, selected_leaves
@@ -137,7 +137,7 @@ def load_numpy(path: str | os.PathLike[str], *, select: Select | None = None, op
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class _Home:
     """Where a leaf's boxes go: for each box that is read, the devices that get it; none for the host."""
 
     boxes: tuple[Box, ...]
@@ -150,37 +150,32 @@ class Home:
     """Whether the buffers that are read become the arrays."""
 
 
-class Homes:
+class _Homes:
     """The home of each goal; equal ones are worked out once."""
 
     def __init__(self, stacks: Sequence[Stack], options: Options) -> None:
         self._stacks = stacks
         self._whole_bytes = min(WHOLE_BYTES, read_bytes(options.host_bytes) + 1)
-        self._found: dict[tuple[Any, ...], Home] = {}
+        self._found: dict[tuple[Any, ...], _Home] = {}
 
-    def of(self, goal: Goal, stack: int) -> Home:
-        key = (stack, goal.sharding, goal.kind in ("jax", "key"), _cast_to(goal))
+    def of(self, goal: Goal, stack: int) -> _Home:
+        key = (stack, goal.sharding, goal.kind in ("jax", "key"), goal.cast)
         if key not in self._found:
             self._found[key] = self._home(goal, self._stacks[stack])
         return self._found[key]
 
     def want(self, goal: Goal, stack: int, row: int) -> Want:
         home = self.of(goal, stack)
-        return wanted(goal, stack, row, home.boxes, home.kept)
+        return Want(stack, row, home.boxes, goal.cast, home.kept)
 
-    def _home(self, goal: Goal, stack: Stack) -> Home:
+    def _home(self, goal: Goal, stack: Stack) -> _Home:
         if goal.sharding is None:
-            return Home((whole(stack.shape),), ((None,),), True, kept(goal))
+            return _Home((whole(stack.shape),), ((None,),), True, kept(goal))
         n_bytes = volume(whole(stack.shape)) * _wanted_dtype(stack, goal).itemsize
         if goal.sharding.is_fully_addressable and n_bytes < self._whole_bytes:  # pyright: ignore
-            return Home((whole(stack.shape),), ((),), True, kept(goal))
+            return _Home((whole(stack.shape),), ((),), True, kept(goal))
         found = local_boxes(goal.sharding, stack.shape)  # pyright: ignore[reportArgumentType]
-        return Home(tuple(found), tuple(map(tuple, found.values())), False, kept(goal))
-
-
-def wanted(goal: Goal, stack: int, row: int, boxes: tuple[Box, ...], is_kept: bool | None = None) -> Want:
-    """What the planner must know of a goal."""
-    return Want(stack, row, boxes, _cast_to(goal), kept(goal) if is_kept is None else is_kept)
+        return _Home(tuple(found), tuple(map(tuple, found.values())), False, kept(goal))
 
 
 def kept(goal: Goal) -> bool:
@@ -202,7 +197,7 @@ def kept(goal: Goal) -> bool:
 def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
     """The value of every goal by leaf number."""
     stacks = [record.stack() for record in manifest.stacks]
-    homes = Homes(stacks, options)
+    homes = _Homes(stacks, options)
     values: dict[int, Any] = {}
     by_row: dict[tuple[int, int], Goal] = {}
     for number, goal in goals.items():
@@ -399,7 +394,8 @@ class _Window:
         total = sum(sizes)
         block = next((found for found in self._free if total <= found.nbytes <= 2 * total), None)
         if block is None:
-            self._free.clear()
+            if total:
+                self._free.clear()  # so that what lies idle does not add to what is in use
             block = aligned_empty((total,), np.dtype(np.uint8))
         else:
             self._free = [found for found in self._free if found is not block]
@@ -419,19 +415,18 @@ class _Filling:
         self.window = window
         self._delivery = delivery
         self._to_come = len(step.reads)
-        shapes = [
-            [(extent(run.held(box)), dtype if run.dtype is None else run.dtype) for box in range(len(run.boxes))]
-            for run in step.runs
-        ]
-        passing = [not (run.kept or run.streamed) for run in step.runs]
-        self._block, cut = window.arrays(
-            [found for run, passes in zip(shapes, passing, strict=True) if passes for found in run]
-        )
+        self._block, cut = window.arrays([wanted for run in step.runs if run.passing for wanted in self._shapes(run)])
         rest = iter(cut)
         self._buffers: Buffers = [
-            [] if run.streamed else [next(rest) if passes else aligned_empty(shape, dtype) for shape, dtype in found]
-            for run, found, passes in zip(step.runs, shapes, passing, strict=True)
+            []
+            if run.streamed
+            else [next(rest) if run.passing else aligned_empty(*found) for found in self._shapes(run)]
+            for run in step.runs
         ]
+
+    def _shapes(self, run: Run) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        dtype = self.dtype if run.dtype is None else run.dtype
+        return [(extent(run.held(box)), dtype) for box in range(len(run.boxes))]
 
     def place(self, region: Region) -> Array:
         """The part of the one buffer that a region serves."""
@@ -489,14 +484,20 @@ class _Reading:
             if region.staged:
                 sent.update(self._filling.scatter(region, target))
         self._report(self._read.n_bytes)
-        window = self._filling.window
-        window.next(lambda: _settle(list(sent.values()), window, self._read.held_bytes, self._block))
+        if sent:
+            self._filling.window.next(lambda: self._end(list(sent.values())))
+        else:
+            self._end([])
+
+    def _end(self, arrays: list[Any]) -> None:
+        _settle(arrays, self._filling.window, self._read.held_bytes, self._block)
         self._filling.landed()
 
 
 def _settle(arrays: list[Any], window: _Window, n_bytes: int, block: Array) -> None:
     """Release memory once the arrays that are made of it are on their devices."""
-    jax.block_until_ready(arrays)
+    if arrays:
+        jax.block_until_ready(arrays)
     taken_over = any(device.platform == "cpu" for array in jax.tree.leaves(arrays)[:1] for device in array.devices())
     window.release(n_bytes, None if taken_over else block)
 
@@ -518,7 +519,7 @@ class _Leaves:
         manifest: Manifest,
         stacks: Sequence[Stack],
         by_row: Mapping[tuple[int, int], Goal],
-        homes: Homes,
+        homes: _Homes,
         values: dict[int, Any],
     ) -> None:
         self._manifest = manifest
@@ -540,7 +541,8 @@ class _Leaves:
                 home = self._homes.of(goal, step.stack)
                 if run.streamed:
                     parts = [part for box in range(len(run.boxes)) for part in self._parts.pop((step.stack, row, box))]
-                    self._finish(goal, step.stack, parts)
+                    dtype = _wanted_dtype(self._stacks[step.stack], goal)
+                    self._finish(goal, step.stack, [_as_dtype(part, dtype) for part in parts])
                     continue
                 views = [buffer[offset] for buffer in found]
                 if goal.kind not in ("jax", "key"):
@@ -570,12 +572,15 @@ class _Leaves:
             goal = self._by_row[step.stack, row]
             devices = self._homes.of(goal, step.stack).devices[number]
             piece = _cast(data[offset], goal)
-            placed = jax.device_put([piece] * len(devices), list(devices))
             key = (step.stack, row, number)
-            if part[1:] != box:
+            if part[1:] == box:
+                placed = jax.device_put([piece] * len(devices), list(devices))
+            else:
+                piece = piece.view(_carrier(piece.dtype))
                 if key not in self._parts:
                     self._parts[key] = [jnp.zeros(extent(box), piece.dtype, device=device) for device in devices]
                 starts = tuple(start - origin for (start, _), (origin, _) in zip(part[1:], box, strict=True))
+                placed = jax.device_put([piece] * len(devices), list(devices))
                 placed = [_update(whole, piece, starts) for whole, piece in zip(self._parts[key], placed, strict=True)]
             touched[key] = self._parts[key] = placed
         return touched
@@ -612,26 +617,30 @@ class _Leaves:
         self._values[goal.leaf] = array
 
 
-def _placed_at(whole: jax.Array, part: jax.Array, starts: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(whole, part, starts)
+def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype as which parts are put together on a device: programs may alter NaNs of small floats (CPU)."""
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
+    return dtype
 
 
-_update = jax.jit(_placed_at, donate_argnums=0)
+def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
+    return array if array.dtype == dtype else _bitcast(array, dtype)
+
+
+# Both in the place of what they are given, which no longer exists then.
+_update: Any = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
+_bitcast: Any = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1, donate_argnums=0)
 
 
 def _wanted_dtype(stack: Stack, goal: Goal) -> np.dtype[Any]:
-    return goal.dtype if isinstance(goal.dtype, np.dtype) else DTYPES[stack.dtype]
-
-
-def _cast_to(goal: Goal) -> np.dtype[Any] | None:
-    return goal.dtype if isinstance(goal.dtype, np.dtype) else None
+    return DTYPES[stack.dtype] if goal.cast is None else goal.cast
 
 
 def _cast(view: Array, goal: Goal) -> Array:
-    dtype = _cast_to(goal)
-    if dtype is None or dtype == view.dtype:
+    if goal.cast is None or goal.cast == view.dtype:
         return view
-    cast = np.empty(view.shape, dtype)
+    cast = np.empty(view.shape, goal.cast)
     _assign(cast, view)
     return cast
 
