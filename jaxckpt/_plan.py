@@ -285,6 +285,11 @@ class Run:
     """Whether the boxes are too large for buffers of the host: what is read goes on to the devices part by part."""
 
     @property
+    def like(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
+        """What is wanted of each row."""
+        return self.boxes, self.dtype, self.kept
+
+    @property
     def passing(self) -> bool:
         """Whether its buffers are let go once what is in them is on the devices."""
         return not (self.kept or self.streamed)
@@ -376,12 +381,11 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
 def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> ReadStep:
     runs: list[Run] = []
     for want in wants:
-        run = Run((want.row, want.row + 1), want.boxes, want.dtype, want.kept)
-        if runs and replace(run, rows=runs[-1].rows) == runs[-1] and runs[-1].rows[1] == want.row:
-            runs[-1] = replace(run, rows=(runs[-1].rows[0], want.row + 1))
-        else:
-            runs.append(run)
-    runs = [replace(run, streamed=not run.kept and _row_bytes(stack, run) > most_bytes) for run in runs]
+        begun = want.row
+        if runs and runs[-1].rows[1] == want.row and runs[-1].like == (want.boxes, want.dtype, want.kept):
+            begun = runs.pop().rows[0]
+        streamed = not want.kept and _bytes(stack, want) > most_bytes
+        runs.append(Run((begun, want.row + 1), want.boxes, want.dtype, want.kept, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
@@ -389,16 +393,17 @@ def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> 
         for box, served in cut_at_chunks(boxes, stack.chunk):
             regions.append(_region(runs, box, [targets[i] for i in served]))
     n_bytes = sum(volume(run.held(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
-    held = sum((run.rows[1] - run.rows[0]) * _row_bytes(stack, run) for run in runs if run.passing)
+    held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.passing)
     return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, most_bytes)), n_bytes, held)
 
 
-def _itemsize(stack: Stack, run: Run) -> int:
-    return stack.itemsize if run.dtype is None else run.dtype.itemsize
+def _itemsize(stack: Stack, wanted: Want | Run) -> int:
+    return stack.itemsize if wanted.dtype is None else wanted.dtype.itemsize
 
 
-def _row_bytes(stack: Stack, run: Run) -> int:
-    return sum(map(volume, run.boxes)) * _itemsize(stack, run)
+def _bytes(stack: Stack, wanted: Want | Run) -> int:
+    """Bytes of the boxes of one row, as they are wanted."""
+    return sum(map(volume, wanted.boxes)) * _itemsize(stack, wanted)
 
 
 def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
