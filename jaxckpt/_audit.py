@@ -30,7 +30,7 @@ from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
-from jaxckpt._restore import read_box
+from jaxckpt._restore import kept, read_box
 from jaxckpt._store import Array, Store
 from jaxckpt._target import Goal, Rename, Request, resolve
 from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
@@ -328,7 +328,7 @@ class Checkpoint:
             None if isinstance(mesh, Mesh) else devices_per_process,
         )
         goals, _ = resolve(self._manifest, asked, options)
-        return _restore_plan(self._manifest, list(goals.values()))
+        return _restore_plan(self._manifest, list(goals.values()), options)
 
 
 # Plans ----------------------------------------------------------------------------------------------------
@@ -397,7 +397,8 @@ class RestorePlan:
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most that any process holds in host memory for one step of reading."""
+        """The most that any process holds in host memory beside the arrays. For a mesh that is not here, whose devices
+        may have memory of their own, what is on its way to them counts too."""
         return max((part.cost.peak_host_bytes for part in self.processes), default=0)
 
     def __str__(self) -> str:
@@ -410,7 +411,7 @@ class RestorePlan:
             f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
             f" {busiest.cost.requests} requests",
             f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
-            f"  host       {show_bytes(self.peak_host_bytes)} at most in one step of reading",
+            f"  host       {show_bytes(self.peak_host_bytes)} at most beside the arrays",
         ]
         moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in self.leaves)
         lines.extend(f"  {before} → {after}: leaves: {count}" for (before, after), count in moves.most_common())
@@ -426,7 +427,7 @@ class RestorePlan:
         return "\n".join(lines)
 
 
-def _restore_plan(manifest: Manifest, goals: Sequence[Goal]) -> RestorePlan:
+def _restore_plan(manifest: Manifest, goals: Sequence[Goal], options: Options) -> RestorePlan:
     stacks = [record.stack() for record in manifest.stacks]
     placements: dict[tuple[Any, tuple[int, ...]], Placement] = {}
     wants: dict[int, list[Want]] = {}
@@ -441,7 +442,7 @@ def _restore_plan(manifest: Manifest, goals: Sequence[Goal]) -> RestorePlan:
         stack = stacks[record.stack]
         leaves.append(_leaf_plan(manifest, record, goal))
         if goal.sharding is None:
-            everywhere.append(Want(record.stack, record.row, (whole(stack.shape),)))
+            everywhere.append(Want(record.stack, record.row, (whole(stack.shape),), goal.cast, kept(goal)))
             continue
         key = (goal.sharding, stack.shape)
         if key not in placements:
@@ -453,14 +454,15 @@ def _restore_plan(manifest: Manifest, goals: Sequence[Goal]) -> RestorePlan:
                 held.setdefault(process, []).append(box)
             boxes_of[id(found)] = {process: distinct(boxes) for process, boxes in held.items()}
         for process, boxes in boxes_of[id(found)].items():
-            wants.setdefault(process, []).append(Want(record.stack, record.row, boxes))
+            wants.setdefault(process, []).append(Want(record.stack, record.row, boxes, goal.cast, kept(goal)))
         for device, process, box in found:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + volume(box) * stack.itemsize
     plans: list[ProcessPlan] = []
     for process in sorted(wants) or [0]:
-        steps = plan_read(stacks, [*wants.get(process, ()), *everywhere])
-        plans.append(ProcessPlan(process, read_cost(stacks, steps), device_bytes.get(process, {})))
+        steps = plan_read(stacks, [*wants.get(process, ()), *everywhere], options.host_bytes)
+        cost = read_cost(stacks, steps, options.host_bytes)
+        plans.append(ProcessPlan(process, cost, device_bytes.get(process, {})))
     return RestorePlan(tuple(plans), tuple(leaves))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -40,6 +40,12 @@ def intersection(a: Box, b: Box) -> Box | None:
     """The common region, or None where it would be empty."""
     common = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in common) else common
+
+
+def hull(boxes: Iterable[Box]) -> Box:
+    """The smallest box that holds all of `boxes`."""
+    sides = zip(*boxes, strict=True)
+    return tuple((min(start for start, _ in side), max(stop for _, stop in side)) for side in sides)
 
 
 def contains(outer: Box, inner: Box) -> bool:
@@ -305,8 +311,27 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
             (number, common) for number, box in enumerate(boxes) if (common := intersection(box, cell)) is not None
         ]
         if served:
-            hull = tuple(
-                (min(box[dim][0] for _, box in served), max(box[dim][1] for _, box in served))
-                for dim in range(len(chunk))
-            )
-            yield hull, tuple(number for number, _ in served)
+            yield hull(box for _, box in served), tuple(number for number, _ in served)
+
+
+def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
+    """`box` cut at borders of the first grid, then of the next ones where a cell does not fit.
+
+    A part that does not fit lies in one cell of the last grid. Parts along leading dimensions come first, and the
+    leading dimensions are cut first, so that parts are as contiguous as may be.
+    """
+    if not grids:
+        yield box
+        return
+    sides, *finer = grids
+    dims = [dim for dim, (first, last) in enumerate(touched(box, sides)) if last - first > 1]
+    if finer and not dims and not fits(box):
+        yield from cut_down(box, finer, fits)
+    elif not dims or (not finer and fits(box)):
+        yield box
+    else:
+        first, last = touched(box, sides)[dims[0]]
+        border = (first + last) // 2 * sides[dims[0]]
+        (start, stop), before, after = box[dims[0]], box[: dims[0]], box[dims[0] + 1 :]
+        for part in ((start, border), (border, stop)):
+            yield from cut_down((*before, part, *after), grids, fits)

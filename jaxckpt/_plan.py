@@ -9,7 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from jaxckpt._grid import (
     Box,
@@ -18,8 +21,10 @@ from jaxckpt._grid import (
     chunk_shape,
     coarsen,
     cut_at_chunks,
+    cut_down,
     extent,
     grid_cells,
+    hull,
     intersection,
     object_shape,
     touched,
@@ -48,7 +53,7 @@ encodes it, and malloc keeps about as much again in the arenas of its threads. M
 tree of 2 GiB: 470–670 MiB with 256 MiB of objects under way, 130–210 MiB with 64 MiB, which took 10 % longer."""
 
 STEP_BYTES = 64 << 20
-"""Bytes that are read together into buffers, and stay in memory until the last array cut from them is gone."""
+"""Bytes of the buffers that are filled together, and stay in memory until the last array cut from them is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +275,38 @@ class Want:
     row: int
     boxes: tuple[Box, ...]
 
+    dtype: np.dtype[Any] | None = None
+    """What the leaf becomes, where it is another dtype than the stored one."""
+
+    kept: bool = True
+    """Whether the buffers that are filled become the arrays; otherwise they are copied to devices and let go."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive rows of a stack of which the same boxes are wanted; each box has one buffer for all the rows."""
+    """Consecutive rows of a stack of which the same is wanted; each box has one buffer for all the rows."""
 
     rows: tuple[int, int]
     boxes: tuple[Box, ...]
+    dtype: np.dtype[Any] | None
+    kept: bool
+
+    streamed: bool = False
+    """Whether the boxes are too large for buffers of the host: what is read goes on to the devices part by part."""
+
+    @property
+    def like(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
+        """What is wanted of each row."""
+        return self.boxes, self.dtype, self.kept
+
+    @property
+    def passing(self) -> bool:
+        """Whether its buffers are let go once what is in them is on the devices."""
+        return not (self.kept or self.streamed)
+
+    def held(self, box: int) -> Box:
+        """The part of the stack that the buffer of a box holds."""
+        return (self.rows, *self.boxes[box])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +316,22 @@ class Region:
     box: Box
     serves: tuple[tuple[int, int], ...]
 
+    staged: bool
+    """Whether it is read beside the buffers first: it serves several of them, or none there is, or is cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Regions that are read together: the unit that is in flight."""
+
+    regions: tuple[Region, ...]
+
+    n_bytes: int
+    """Bytes of what is wanted of them."""
+
+    held_bytes: int
+    """Bytes of host memory it takes beside the buffers: the chunks as they are stored, and what is staged."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
@@ -293,25 +339,36 @@ class ReadStep:
 
     stack: int
     runs: tuple[Run, ...]
-    regions: tuple[Region, ...]
+    reads: tuple[Read, ...]
+
     n_bytes: int
-    """Bytes of the buffers."""
+    """Bytes of array data wanted, as it is stored."""
 
-    staged_bytes: int
-    """Bytes of the regions that serve several buffers, or part of one, and so are read beside them first."""
+    held_bytes: int
+    """Bytes of the buffers that do not become arrays."""
+
+    @property
+    def regions(self) -> Iterator[Region]:
+        return itertools.chain.from_iterable(read.regions for read in self.reads)
 
 
-def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], step_bytes: int = STEP_BYTES) -> list[ReadStep]:
-    """Steps that read every wanted box once, and no chunk twice."""
+def read_bytes(host_bytes: int) -> int:
+    """Most bytes of one read where so many may be in flight: one is read, one is decoded, two are on their way."""
+    return max(1, host_bytes // 4)
+
+
+def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int) -> list[ReadStep]:
+    """Steps that read every wanted box once, and no chunk twice, in reads small enough for memory of `host_bytes`."""
     by_stack: dict[int, list[Want]] = {}
     for want in wants:
         if want.boxes and any(volume(box) for box in want.boxes):
             by_stack.setdefault(want.stack, []).append(want)
+    most = read_bytes(host_bytes)
     steps: list[ReadStep] = []
     for number, found in sorted(by_stack.items()):
         stack = stacks[number]
         found.sort(key=lambda want: want.row)
-        steps.extend(_step(number, stack, group) for group in _grouped(stack, found, step_bytes))
+        steps.extend(_step(number, stack, group, most) for group in _grouped(stack, found, min(STEP_BYTES, most)))
     return steps
 
 
@@ -331,24 +388,101 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
         yield group
 
 
-def _step(number: int, stack: Stack, wants: Sequence[Want]) -> ReadStep:
+def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> ReadStep:
     runs: list[Run] = []
     for want in wants:
-        if runs and runs[-1].rows[1] == want.row and runs[-1].boxes == want.boxes:
-            runs[-1] = Run((runs[-1].rows[0], want.row + 1), want.boxes)
-        else:
-            runs.append(Run((want.row, want.row + 1), want.boxes))
+        begun = want.row
+        if runs and runs[-1].rows[1] == want.row and runs[-1].like == (want.boxes, want.dtype, want.kept):
+            begun = runs.pop().rows[0]
+        streamed = not want.kept and _bytes(stack, want) > most_bytes
+        runs.append(Run((begun, want.row + 1), want.boxes, want.dtype, want.kept, streamed))
     regions: list[Region] = []
-    staged = 0
     for together in _sharing_chunks(runs, stack.chunk[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
-        boxes = [(runs[run].rows, *runs[run].boxes[box]) for run, box in targets]
-        for region, served in cut_at_chunks(boxes, stack.chunk):
-            regions.append(Region(region, tuple(targets[i] for i in served)))
-            if len(served) > 1:
-                staged += volume(region) * stack.itemsize
-    held = sum((run.rows[1] - run.rows[0]) * volume(box) * stack.itemsize for run in runs for box in run.boxes)
-    return ReadStep(number, tuple(runs), tuple(regions), held, staged)
+        boxes = [runs[run].held(box) for run, box in targets]
+        for box, served in cut_at_chunks(boxes, stack.chunk):
+            regions.append(_region(runs, box, [targets[i] for i in served]))
+    n_bytes = sum(volume(run.held(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
+    held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.passing)
+    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, most_bytes)), n_bytes, held)
+
+
+def _itemsize(stack: Stack, wanted: Want | Run) -> int:
+    return stack.itemsize if wanted.dtype is None else wanted.dtype.itemsize
+
+
+def _bytes(stack: Stack, wanted: Want | Run) -> int:
+    """Bytes of the boxes of one row, as they are wanted."""
+    return sum(map(volume, wanted.boxes)) * _itemsize(stack, wanted)
+
+
+def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
+    staged = len(serves) > 1 or any(runs[run].dtype is not None or runs[run].streamed for run, _ in serves)
+    return Region(box, tuple(serves), staged)
+
+
+def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes: int) -> Iterator[Read]:
+    """The regions of a step: together where they are few bytes, otherwise cut at the borders of objects and chunks."""
+
+    def stored(box: Box) -> int:
+        chunks = math.prod(b - a for a, b in touched(box, stack.chunk))
+        return chunks * math.prod(stack.chunk) * stack.itemsize
+
+    def read(group: Sequence[Region]) -> Read:
+        wanted = sum(volume(_common(runs, region, at)) for region in group for at in region.serves)
+        held = sum(stored(region.box) + _staged_bytes(stack, runs, region) for region in group)
+        return Read(tuple(group), wanted * stack.itemsize, held)
+
+    if sum(stored(region.box) for region in regions) <= most_bytes:
+        yield read(regions)
+        return
+    # What lies in one object is read together, as far as it fits: tensorstore merges it into few requests.
+    by_object: dict[tuple[int, ...], list[Region]] = {}
+    for region in regions:
+        for box in cut_down(region.box, (stack.object, stack.chunk), lambda box: stored(box) <= most_bytes):
+            part = _clipped(runs, region, box)
+            if part is not None:
+                index = tuple(start // side for (start, _), side in zip(part.box, stack.object, strict=True))
+                by_object.setdefault(index, []).append(part)
+    group: list[Region] = []
+    size = 0
+    for _, parts in sorted(by_object.items()):
+        sizes = [stored(part.box) for part in parts]
+        if group and size + sum(sizes) > most_bytes:
+            yield read(group)
+            group, size = [], 0
+        for part, part_size in zip(parts, sizes, strict=True):
+            if group and size + part_size > most_bytes:
+                yield read(group)
+                group, size = [], 0
+            group.append(part)
+            size += part_size
+    yield read(group)
+
+
+def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
+    """What a region has of a buffer that it serves."""
+    common = intersection(region.box, runs[at[0]].held(at[1]))
+    assert common is not None
+    return common
+
+
+def _clipped(runs: Sequence[Run], region: Region, box: Box) -> Region | None:
+    """The part of a region in `box`; None where nothing of that is wanted."""
+    boxes = {at: found for at in region.serves if (found := intersection(box, runs[at[0]].held(at[1])))}
+    return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
+
+
+def _staged_bytes(stack: Stack, runs: Sequence[Run], region: Region) -> int:
+    """Bytes of a region that is read beside the buffers, and of what is cast on its way to a device."""
+    if not region.staged:
+        return 0
+    cast = [
+        volume(_common(runs, region, at)) * _itemsize(stack, runs[at[0]])
+        for at in region.serves
+        if runs[at[0]].streamed and runs[at[0]].dtype is not None
+    ]
+    return volume(region.box) * stack.itemsize + sum(cast)
 
 
 def _sharing_chunks(runs: Sequence[Run], chunk_rows: int) -> Iterator[list[int]]:
@@ -377,7 +511,8 @@ class ReadCost:
     """Reads of storage: one for an object that is read whole, else one for its index and one for each chunk."""
 
     peak_host_bytes: int = 0
-    """The most that lies in host memory beside the finished arrays: the largest step's staging."""
+    """The most that lies in host memory beside the finished arrays: stored chunks in flight, what is staged, and on
+    accelerators the buffers."""
 
     def __add__(self, other: ReadCost) -> ReadCost:
         return ReadCost(
@@ -388,9 +523,10 @@ class ReadCost:
         )
 
 
-def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep]) -> ReadCost:
-    """Count what `steps` will read."""
+def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: int) -> ReadCost:
+    """Count what `steps` will read where `host_bytes` may be in flight."""
     total = ReadCost()
+    least = together = 0
     for step in steps:
         stack = stacks[step.stack]
         read = requests = 0
@@ -400,8 +536,11 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep]) -> ReadCost:
                 chunks = math.prod(b - a for a, b in touched(part, stack.chunk))
                 read += chunks * stack.chunk_stored_bytes + stack.index_bytes
                 requests += 1 if whole_object else 1 + chunks
-        total += ReadCost(step.n_bytes, read, requests, step.n_bytes + step.staged_bytes)
-    return total
+        total += ReadCost(step.n_bytes, read, requests)
+        sizes = [found.held_bytes for found in step.reads]
+        least = max(least, step.held_bytes + max(sizes))  # however little may be in flight, one read is
+        together += step.held_bytes + sum(sizes)
+    return replace(total, peak_host_bytes=max(least, min(host_bytes, together)))
 
 
 def objects_of(stack: Stack, box: Box) -> Iterator[tuple[Box, Box]]:

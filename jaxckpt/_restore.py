@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._coord import Group
-from jaxckpt._errors import DataError, PeersDisagreeError, listing
+from jaxckpt._errors import DataError, NotACheckpointError, PeersDisagreeError, listing
 from jaxckpt._grid import Box, extent, intersection, volume, whole, within
-from jaxckpt._layout import Specs, addressable_boxes
+from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
-from jaxckpt._plan import ReadStep, Region, Stack, Want, indexed_objects_of, plan_read
+from jaxckpt._plan import Read, ReadStep, Region, Run, Stack, Want, indexed_objects_of, plan_read, read_bytes
 from jaxckpt._progress import Report, reporting
 from jaxckpt._store import Array, Pending, Store, aligned_empty, object_key, storage_errors
 from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve, selected_leaves
@@ -70,7 +74,7 @@ def restore(
         what was saved: NumPy arrays and scalars, int, str, and so on.
 
     Raises:
-        NotACheckpointError: No manifest at `path`.
+        NotACheckpointError: No manifest at `path`, or it was deleted or replaced while it was being read.
         MismatchError: Missing, extra, misshaped or lossily cast leaves; one error lists them all.
         SpecError: A spec does not fit its leaf or the mesh.
         LayoutError: Neither target nor mesh, and the saved devices are not here.
@@ -138,33 +142,93 @@ class _Home:
 
     boxes: tuple[Box, ...]
     devices: tuple[tuple[Any, ...], ...]
+
     whole: bool
     """Whether the one box is handed to JAX with the sharding, and JAX cuts it."""
+
+    kept: bool
+    """Whether the buffers that are read become the arrays."""
+
+
+class _Homes:
+    """The home of each goal; equal ones are worked out once."""
+
+    def __init__(self, stacks: Sequence[Stack], options: Options) -> None:
+        self._stacks = stacks
+        self._whole_bytes = min(WHOLE_BYTES, read_bytes(options.host_bytes) + 1)
+        self._found: dict[tuple[Any, ...], _Home] = {}
+
+    def of(self, goal: Goal, stack: int) -> _Home:
+        key = (stack, goal.sharding, goal.kind in ("jax", "key"), goal.cast)
+        if key not in self._found:
+            self._found[key] = self._home(goal, self._stacks[stack])
+        return self._found[key]
+
+    def want(self, goal: Goal, stack: int, row: int) -> Want:
+        home = self.of(goal, stack)
+        return Want(stack, row, home.boxes, goal.cast, home.kept)
+
+    def _home(self, goal: Goal, stack: Stack) -> _Home:
+        if goal.sharding is None:
+            return _Home((whole(stack.shape),), ((None,),), True, kept(goal))
+        n_bytes = volume(whole(stack.shape)) * _wanted_dtype(stack, goal).itemsize
+        if goal.sharding.is_fully_addressable and n_bytes < self._whole_bytes:  # pyright: ignore
+            return _Home((whole(stack.shape),), ((),), True, kept(goal))
+        found = local_boxes(goal.sharding, stack.shape)  # pyright: ignore[reportArgumentType]
+        return _Home(tuple(found), tuple(map(tuple, found.values())), False, kept(goal))
+
+
+def kept(goal: Goal) -> bool:
+    """Whether buffers of the host become a leaf's arrays: on the host, and on CPU devices, which take them over.
+
+    Also in host memory that an accelerator reaches, where no program of its could put parts together. Elsewhere
+    buffers are on their way: they count as memory in flight, and a large leaf has none.
+    """
+    if goal.kind not in ("jax", "key"):
+        return True
+    if isinstance(goal.sharding, PlannedSharding):
+        return False
+    if goal.sharding is None:
+        return all(device.platform == "cpu" for device in jax.device_put(np.empty(0, np.uint8)).devices())
+    device = next(iter(goal.sharding.device_set))
+    return device.platform == "cpu" or goal.sharding.memory_kind not in (None, device.default_memory().kind)
 
 
 def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
     """The value of every goal by leaf number."""
     stacks = [record.stack() for record in manifest.stacks]
+    homes = _Homes(stacks, options)
     values: dict[int, Any] = {}
     by_row: dict[tuple[int, int], Goal] = {}
-    wants: list[Want] = []
-    homes: dict[tuple[Any, ...], _Home] = {}
     for number, goal in goals.items():
         record = manifest.leaves[number]
         if record.value is not None:
             values[number] = _from_text(record, goal)
-            continue
-        stack, row = manifest.place(record)
-        by_row[stack, row] = goal
-        wants.append(Want(stack, row, _home(goal, stacks[stack], homes).boxes))
-    steps = plan_read(stacks, wants)
-    check_stored(store, manifest, stacks, steps)
+        else:
+            by_row[manifest.place(record)] = goal
+    steps = plan_read(stacks, [homes.want(goal, *place) for place, goal in by_row.items()], options.host_bytes)
+    leaves = _Leaves(manifest, stacks, by_row, homes, values)
     total = sum(step.n_bytes for step in steps)
-    with reporting("restore", total, options.progress) as report:
-        for step, buffers in _read(store, manifest, stacks, steps, options, report):
-            _deliver(step, buffers, by_row, homes, stacks[step.stack], manifest, values)
-    _deliver_empty(wants, by_row, homes, stacks, manifest, values)
+    with _undisturbed(store, manifest), reporting("restore", total, options.progress) as report:
+        check_stored(store, manifest, stacks, steps)
+        _read(store, manifest, stacks, steps, options, leaves, report)
+    leaves.empty_leaves()
     return values
+
+
+@contextlib.contextmanager
+def _undisturbed(store: Store, manifest: Manifest) -> Generator[None]:
+    """Where data is missing or another because the checkpoint is, say that instead of calling it corrupt."""
+    try:
+        yield
+    except DataError as error:
+        try:
+            if manifests.load(store)[0] == manifest:
+                raise
+            what = "replaced by another, or by one without some of its leaves,"
+        except NotACheckpointError:
+            what = "deleted"
+        raise NotACheckpointError(f"the checkpoint at {store.url} was {what} while it was being read") from error
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
@@ -173,19 +237,6 @@ def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[An
     for device, box in addressable_boxes(sharding, shape):
         found.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     return found
-
-
-def _home(goal: Goal, stack: Stack, homes: dict[tuple[Any, ...], _Home]) -> _Home:
-    key = (goal.sharding, goal.kind in ("jax", "key"), stack.shape, stack.itemsize)
-    if key not in homes:
-        on_host = goal.sharding is None
-        n_bytes = volume(whole(stack.shape)) * stack.itemsize
-        if on_host or (goal.sharding.is_fully_addressable and n_bytes < WHOLE_BYTES):  # pyright: ignore
-            homes[key] = _Home((whole(stack.shape),), ((),), True)
-        else:
-            found = local_boxes(goal.sharding, stack.shape)  # pyright: ignore[reportArgumentType]
-            homes[key] = _Home(tuple(found), tuple(map(tuple, found.values())), False)
-    return homes[key]
 
 
 def check_stored(store: Store, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> None:
@@ -243,14 +294,41 @@ def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: O
     if not volume(box):
         return np.empty(extent(box), DTYPES[stacks[stack].dtype])
     # One step however large: the buffer is the result.
-    steps = plan_read(stacks, [Want(stack, row, (box,))])
-    check_stored(store, manifest, stacks, steps)
-    ((_, buffers),) = _read(store, manifest, stacks, steps, options, lambda moved: None)
-    return buffers[0][0][0]
+    steps = plan_read(stacks, [Want(stack, row, (box,))], options.host_bytes)
+    delivery = _OneBox()
+    with _undisturbed(store, manifest):
+        check_stored(store, manifest, stacks, steps)
+        _read(store, manifest, stacks, steps, options, delivery, lambda moved: None)
+    return delivery.array
 
 
 Buffers = list[list[Array]]
-"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]."""
+"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. None of a streamed run."""
+
+
+class Delivery(Protocol):
+    """What becomes of what is read."""
+
+    def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        """Take the filled buffers of a step; returns the device arrays that are made of them."""
+        ...
+
+    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+        """Take a part of a box that has no buffer, (run, box); returns the device arrays that it goes into."""
+        ...
+
+
+class _OneBox:
+    """Delivers to its caller."""
+
+    array: Array
+
+    def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        self.array = buffers[0][0][0]
+        return []
+
+    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+        raise NotImplementedError  # what the host wants is kept
 
 
 def _read(
@@ -259,136 +337,315 @@ def _read(
     stacks: Sequence[Stack],
     steps: Sequence[ReadStep],
     options: Options,
+    delivery: Delivery,
     report: Report,
-) -> Iterator[tuple[ReadStep, Buffers]]:
-    """Read the steps, some ahead of each other within `options.host_bytes`, and yield each when it is complete."""
-    under_way: deque[tuple[ReadStep, Buffers, list[tuple[Region, Array | None, Pending]]]] = deque()
-    in_flight = 0
-
-    def land() -> tuple[ReadStep, Buffers]:
-        nonlocal in_flight
-        step, buffers, reads = under_way.popleft()
-        for region, staged, pending in reads:
-            with storage_errors(
-                lambda rows=region.box[0]: f"cannot read leaf {_leaves_at(manifest, step.stack, rows)}"
-            ):
-                pending.result()
-            if staged is not None:
-                _scatter(region, staged, step, buffers)
-        in_flight -= step.n_bytes + step.staged_bytes
-        report(step.n_bytes)
-        return step, buffers
-
+) -> None:
+    """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
+    window = _Window(options.host_bytes)
     for step in steps:
         stack = stacks[step.stack]
-        while under_way and in_flight + step.n_bytes + step.staged_bytes > options.host_bytes:
-            yield land()
+        window.take(step.held_bytes)
+        filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
         array = store.open_array(manifest.data, stack, mapped=options.mmap)
-        dtype = DTYPES[stack.dtype]
-        buffers = [
-            [aligned_empty((run.rows[1] - run.rows[0], *extent(box)), dtype) for box in run.boxes] for run in step.runs
+        for read in step.reads:
+            window.take(read.held_bytes)
+            reading = _Reading(
+                read, filling, report, lambda rows, number=step.stack: _leaves_at(manifest, number, rows)
+            )
+            with store.batch() as batch:
+                for region, target in zip(read.regions, reading.targets, strict=True):
+                    reading.pending.append(store.read_into(array, region.box, target, batch))
+            window.later(reading.land)
+    window.drain()
+
+
+class _Window:
+    """Memory of the host in use beside the arrays, at most so many bytes of it: who takes more lets the oldest go."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held_bytes = 0
+        self._turns: deque[Callable[[], None]] = deque()
+        self._free: list[Array] = []
+
+    def take(self, n_bytes: int) -> None:
+        while self._turns and self._held_bytes + n_bytes > self._most_bytes:
+            self._turns.popleft()()
+        self._held_bytes += n_bytes
+
+    def release(self, n_bytes: int, block: Array | None) -> None:
+        """Bytes are in use no more; nor is a block, which may be used again."""
+        self._held_bytes -= n_bytes
+        if block is not None and block.nbytes:
+            self._free.append(block)
+
+    def later(self, turn: Callable[[], None]) -> None:
+        """Something that will release bytes, to be called in its turn."""
+        self._turns.append(turn)
+
+    def next(self, turn: Callable[[], None]) -> None:
+        """As `later`, but before all others."""
+        self._turns.appendleft(turn)
+
+    def drain(self) -> None:
+        while self._turns:
+            self._turns.popleft()()
+
+    def arrays(self, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[Array, list[Array]]:
+        """A block of memory, used before if there is one of about the size, and arrays cut from it."""
+        sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
+        total = sum(sizes)
+        block = next((found for found in self._free if total <= found.nbytes <= 2 * total), None)
+        if block is None:
+            if total:
+                self._free.clear()  # so that what lies idle does not add to what is in use
+            block = aligned_empty((total,), np.dtype(np.uint8))
+        else:
+            self._free = [found for found in self._free if found is not block]
+        cut = [
+            block[stop - size : stop][: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            for (shape, dtype), size, stop in zip(wanted, sizes, itertools.accumulate(sizes), strict=True)
         ]
-        reads: list[tuple[Region, Array | None, Pending]] = []
-        with store.batch() as batch:
-            for region in step.regions:
-                staged = None if len(region.serves) == 1 else aligned_empty(extent(region.box), dtype)
-                target = _place(region, step, buffers) if staged is None else staged
-                reads.append((region, staged, store.read_into(array, region.box, target, batch)))
-        under_way.append((step, buffers, reads))
-        in_flight += step.n_bytes + step.staged_bytes
-    while under_way:
-        yield land()
+        return block, cut
 
 
-def _place(region: Region, step: ReadStep, buffers: Buffers) -> Array:
-    """The part of the one buffer that a region serves."""
-    run, box = region.serves[0]
-    return buffers[run][box][within(region.box, (step.runs[run].rows, *step.runs[run].boxes[box]))]
+class _Filling:
+    """The buffers of a step that is being read."""
+
+    def __init__(self, step: ReadStep, dtype: np.dtype[Any], window: _Window, delivery: Delivery) -> None:
+        self.step = step
+        self.dtype = dtype
+        self.window = window
+        self._delivery = delivery
+        self._to_come = len(step.reads)
+        self._block, cut = window.arrays([wanted for run in step.runs if run.passing for wanted in self._shapes(run)])
+        rest = iter(cut)
+        self._buffers: Buffers = [
+            []
+            if run.streamed
+            else [next(rest) if run.passing else aligned_empty(*found) for found in self._shapes(run)]
+            for run in step.runs
+        ]
+
+    def _shapes(self, run: Run) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        dtype = self.dtype if run.dtype is None else run.dtype
+        return [(extent(run.held(box)), dtype) for box in range(len(run.boxes))]
+
+    def place(self, region: Region) -> Array:
+        """The part of the one buffer that a region serves."""
+        ((run, box),) = region.serves
+        return self._buffers[run][box][within(region.box, self.step.runs[run].held(box))]
+
+    def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
+        """Copy a staged region to what it serves; returns the device arrays that have it once they are ready."""
+        sent: dict[Any, Any] = {}
+        for at in region.serves:
+            run, box = at
+            held = self.step.runs[run].held(box)
+            common = intersection(region.box, held)
+            if common is None:
+                continue
+            data = staged[within(common, region.box)]
+            if self.step.runs[run].streamed:
+                sent.update(self._delivery.stream(self.step, at, common, data))
+            else:
+                target = self._buffers[run][box]
+                _assign(target[within(common, held)], data)
+        return sent
+
+    def landed(self) -> None:
+        """One of the step's reads is complete; with the last of them the step is delivered."""
+        self._to_come -= 1
+        if not self._to_come:
+            arrays = self._delivery.deliver(self.step, self._buffers)
+            if self.step.held_bytes:
+                self.window.next(lambda: _settle(arrays, self.window, self.step.held_bytes, self._block))
+            self._buffers = []
 
 
-def _scatter(region: Region, staged: Array, step: ReadStep, buffers: Buffers) -> None:
-    for run, box in region.serves:
-        held = (step.runs[run].rows, *step.runs[run].boxes[box])
-        common = intersection(region.box, held)
-        if common is not None:
-            buffers[run][box][within(common, held)] = staged[within(common, region.box)]
+class _Reading:
+    """A read that is in flight."""
+
+    def __init__(self, read: Read, filling: _Filling, report: Report, leaves: Callable[[tuple[int, int]], str]) -> None:
+        self.pending: list[Pending] = []
+        self._read = read
+        self._filling = filling
+        self._report = report
+        self._leaves = leaves
+        self._block, staged = filling.window.arrays(
+            [(extent(region.box), filling.dtype) for region in read.regions if region.staged]
+        )
+        rest = iter(staged)
+        self.targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
+
+    def land(self) -> None:
+        """Wait for it and pass on what is staged."""
+        sent: dict[Any, Any] = {}
+        for region, target, pending in zip(self._read.regions, self.targets, self.pending, strict=True):
+            with storage_errors(lambda rows=region.box[0]: f"cannot read leaf {self._leaves(rows)}"):
+                pending.result()
+            if region.staged:
+                sent.update(self._filling.scatter(region, target))
+        self._report(self._read.n_bytes)
+        if sent:
+            self._filling.window.next(lambda: self._end(list(sent.values())))
+        else:
+            self._end([])
+
+    def _end(self, arrays: list[Any]) -> None:
+        _settle(arrays, self._filling.window, self._read.held_bytes, self._block)
+        self._filling.landed()
+
+
+def _settle(arrays: list[Any], window: _Window, n_bytes: int, block: Array) -> None:
+    """Release memory once the arrays that are made of it are on their devices."""
+    if arrays:
+        jax.block_until_ready(arrays)
+    taken_over = any(device.platform == "cpu" for array in jax.tree.leaves(arrays)[:1] for device in array.devices())
+    window.release(n_bytes, None if taken_over else block)
+
+
+def _assign(target: Array, source: Array) -> None:
+    # What an unsafe cast loses was asked for: NumPy need not warn of it again.
+    with np.errstate(all="ignore"):
+        target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
 
 
 # Handing over ---------------------------------------------------------------------------------------------
 
 
-def _deliver(
-    step: ReadStep,
-    buffers: Buffers,
-    by_row: Mapping[tuple[int, int], Goal],
-    homes: dict[tuple[Any, ...], _Home],
-    stack: Stack,
-    manifest: Manifest,
-    values: dict[int, Any],
-) -> None:
-    """Turn a step's buffers into leaves: rows become arrays of the host, or go to the devices in one batched call."""
-    hosts: list[Array] = []
-    targets: list[Any] = []
-    pieces: list[tuple[Goal, int]] = []
-    for run, found in zip(step.runs, buffers, strict=True):
-        for offset, row in enumerate(range(*run.rows)):
-            goal = by_row[step.stack, row]
-            home = _home(goal, stack, homes)
-            views = [_cast(buffer[offset], goal) for buffer in found]
-            if goal.kind not in ("jax", "key"):
-                values[goal.leaf] = _on_host(views[0], goal)
-                continue
-            begun = len(hosts)
-            if home.whole:
-                hosts.append(views[0])
-                targets.append(goal.sharding)
+class _Leaves:
+    """Makes the values of leaves of what is read."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        stacks: Sequence[Stack],
+        by_row: Mapping[tuple[int, int], Goal],
+        homes: _Homes,
+        values: dict[int, Any],
+    ) -> None:
+        self._manifest = manifest
+        self._stacks = stacks
+        self._by_row = by_row
+        self._homes = homes
+        self._values = values
+        self._parts: dict[tuple[int, int, int], list[Any]] = {}
+        """By stack, row and box: an array for each device that wants it, as far as it is read."""
+
+    def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        """Rows become arrays of the host, or go to the devices in one batched call."""
+        hosts: list[Array] = []
+        targets: list[Any] = []
+        pieces: list[tuple[Goal, int]] = []
+        for run, found in zip(step.runs, buffers, strict=True):
+            for offset, row in enumerate(range(*run.rows)):
+                goal = self._by_row[step.stack, row]
+                home = self._homes.of(goal, step.stack)
+                if run.streamed:
+                    parts = [part for box in range(len(run.boxes)) for part in self._parts.pop((step.stack, row, box))]
+                    dtype = _wanted_dtype(self._stacks[step.stack], goal)
+                    self._finish(goal, step.stack, [_as_dtype(part, dtype) for part in parts])
+                    continue
+                views = [buffer[offset] for buffer in found]
+                if goal.kind not in ("jax", "key"):
+                    self._values[goal.leaf] = _on_host(views[0], goal)
+                    continue
+                begun = len(hosts)
+                if home.whole:
+                    hosts.append(views[0])
+                    targets.append(goal.sharding)
+                else:
+                    for view, devices in zip(views, home.devices, strict=True):
+                        hosts.extend([view] * len(devices))
+                        targets.extend(devices)
+                pieces.append((goal, len(hosts) - begun))
+        placed = jax.device_put(hosts, targets) if hosts else []
+        rest = iter(placed)
+        for goal, count in pieces:
+            self._finish(goal, step.stack, list(itertools.islice(rest, count)))
+        return placed
+
+    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+        """Put a part of a large box onto its devices, into the array that gathers them there."""
+        run, number = at
+        box = step.runs[run].boxes[number]
+        touched: dict[Any, Any] = {}
+        for offset, row in enumerate(range(*part[0])):
+            goal = self._by_row[step.stack, row]
+            devices = self._homes.of(goal, step.stack).devices[number]
+            piece = _cast(data[offset], goal)
+            key = (step.stack, row, number)
+            if part[1:] == box:
+                placed = jax.device_put([piece] * len(devices), list(devices))
             else:
-                for view, devices in zip(views, home.devices, strict=True):
-                    hosts.extend([view] * len(devices))
-                    targets.extend(devices)
-            pieces.append((goal, len(hosts) - begun))
-    if pieces:
-        _to_devices(hosts, targets, pieces, homes, stack, manifest, values)
+                piece = piece.view(_carrier(piece.dtype))
+                if key not in self._parts:
+                    self._parts[key] = [jnp.zeros(extent(box), piece.dtype, device=device) for device in devices]
+                starts = tuple(start - origin for (start, _), (origin, _) in zip(part[1:], box, strict=True))
+                placed = jax.device_put([piece] * len(devices), list(devices))
+                placed = [_update(whole, piece, starts) for whole, piece in zip(self._parts[key], placed, strict=True)]
+            touched[key] = self._parts[key] = placed
+        return touched
+
+    def empty_leaves(self) -> None:
+        """Leaves of no bytes: nothing was read for them."""
+        for (number, _), goal in self._by_row.items():
+            if goal.leaf in self._values:
+                continue
+            stack = self._stacks[number]
+            dtype = _wanted_dtype(stack, goal)
+            home = self._homes.of(goal, number)
+            if goal.kind not in ("jax", "key"):
+                self._values[goal.leaf] = _on_host(np.empty(stack.shape, dtype), goal)
+            elif home.whole:
+                self._finish(goal, number, [jax.device_put(np.empty(stack.shape, dtype), goal.sharding)])  # pyright: ignore
+            else:
+                placed = zip(home.boxes, home.devices, strict=True)
+                parts = [jax.device_put(np.empty(extent(box), dtype), d) for box, devices in placed for d in devices]
+                self._finish(goal, number, parts)
+
+    def _finish(self, goal: Goal, number: int, parts: list[Any]) -> None:
+        """A leaf of the arrays of this process's devices, or of the one that is it."""
+        stack = self._stacks[number]
+        sharding: Any = goal.sharding
+        array = parts[0] if self._homes.of(goal, number).whole else None
+        if array is None:
+            # The dtype tells what no part does where this process has no device of the sharding.
+            array = jax.make_array_from_single_device_arrays(
+                stack.shape, sharding, parts, dtype=_wanted_dtype(stack, goal)
+            )
+        if goal.kind == "key":
+            array = jax.random.wrap_key_data(array, impl=self._manifest.leaves[goal.leaf].impl)
+        self._values[goal.leaf] = array
 
 
-def _to_devices(
-    hosts: list[Array],
-    targets: list[Any],
-    pieces: list[tuple[Goal, int]],
-    homes: dict[tuple[Any, ...], _Home],
-    stack: Stack,
-    manifest: Manifest,
-    values: dict[int, Any],
-) -> None:
-    placed = iter(jax.device_put(hosts, targets))
-    for goal, count in pieces:
-        parts = [next(placed) for _ in range(count)]
-        array = parts[0] if _home(goal, stack, homes).whole else _assembled(stack, goal, parts)
-        values[goal.leaf] = _as_key(array, goal, manifest)
+def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype as which parts are put together on a device: programs may alter NaNs of small floats (CPU)."""
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
+    return dtype
 
 
-def _assembled(stack: Stack, goal: Goal, parts: list[Any]) -> Any:
-    sharding: Any = goal.sharding
-    # The dtype tells what no part does where this process has no device of the sharding.
-    return jax.make_array_from_single_device_arrays(stack.shape, sharding, parts, dtype=_wanted_dtype(stack, goal))
+def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
+    return array if array.dtype == dtype else _bitcast(array, dtype)
+
+
+# Both in the place of what they are given, which no longer exists then.
+_update: Any = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
+_bitcast: Any = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1, donate_argnums=0)
 
 
 def _wanted_dtype(stack: Stack, goal: Goal) -> np.dtype[Any]:
-    return goal.dtype if isinstance(goal.dtype, np.dtype) else DTYPES[stack.dtype]
-
-
-def _as_key(array: Any, goal: Goal, manifest: Manifest) -> Any:
-    if goal.kind != "key":
-        return array
-    return jax.random.wrap_key_data(array, impl=manifest.leaves[goal.leaf].impl)
+    return DTYPES[stack.dtype] if goal.cast is None else goal.cast
 
 
 def _cast(view: Array, goal: Goal) -> Array:
-    if not isinstance(goal.dtype, np.dtype) or goal.dtype == view.dtype:
+    if goal.cast is None or goal.cast == view.dtype:
         return view
-    # What an unsafe cast loses was asked for: NumPy need not warn of it again.
-    with np.errstate(all="ignore"):
-        return (np.real(view) if view.dtype.kind == "c" and goal.dtype.kind != "c" else view).astype(goal.dtype)
+    cast = np.empty(view.shape, goal.cast)
+    _assign(cast, view)
+    return cast
 
 
 def _on_host(view: Array, goal: Goal) -> Any:
@@ -418,35 +675,3 @@ def _from_text(record: LeafRecord, goal: Goal) -> Any:
     if goal.kind != "jax":
         return value
     return jax.device_put(array, goal.sharding)  # pyright: ignore[reportArgumentType]
-
-
-def _deliver_empty(
-    wants: Sequence[Want],
-    by_row: Mapping[tuple[int, int], Goal],
-    homes: dict[tuple[Any, ...], _Home],
-    stacks: Sequence[Stack],
-    manifest: Manifest,
-    values: dict[int, Any],
-) -> None:
-    """Leaves of no bytes: nothing was read for them."""
-    for want in wants:
-        goal = by_row[want.stack, want.row]
-        if goal.leaf in values:
-            continue
-        stack = stacks[want.stack]
-        dtype = _wanted_dtype(stack, goal)
-        home = _home(goal, stack, homes)
-        if goal.kind not in ("jax", "key"):
-            values[goal.leaf] = _on_host(np.empty(stack.shape, dtype), goal)
-        elif home.whole:
-            values[goal.leaf] = _as_key(
-                jax.device_put(np.empty(stack.shape, dtype), goal.sharding),
-                goal,
-                manifest,  # pyright: ignore
-            )
-        else:
-            devices = [device for found in home.devices for device in found]
-            boxes = [box for box, found in zip(home.boxes, home.devices, strict=True) for _ in found]
-            parts = [jax.device_put(np.empty(extent(box), dtype), d) for box, d in zip(boxes, devices, strict=True)]
-            array = _assembled(stack, goal, parts)
-            values[goal.leaf] = _as_key(array, goal, manifest)

@@ -85,6 +85,11 @@ class Goal:
     sharding: Sharding | PlannedSharding | None = None
     """For kinds "jax" and "key"; None puts it, uncommitted, on JAX's default device."""
 
+    @property
+    def cast(self) -> np.dtype[Any] | None:
+        """The dtype that the stored one is cast to, if any."""
+        return self.dtype if isinstance(self.dtype, np.dtype) else None
+
 
 Build = Callable[[Mapping[int, Any]], Tree]
 """Makes the tree from the leaves' values by leaf number."""

@@ -259,3 +259,20 @@ def test_a_chunk_that_serves_several_boxes_is_cut_out_alone() -> None:
     """What is read beside its place is no more than the chunks that boxes share."""
     regions = dict(_grid.cut_at_chunks([((0, 10),), ((10, 20),)], (4,)))
     assert regions == {((0, 8),): (0,), ((8, 12),): (0, 1), ((12, 20),): (1,)}
+
+
+@given(st.data())
+def test_a_box_that_is_cut_down_is_its_parts(data: st.DataObject) -> None:
+    shape = data.draw(strategies.sides(1, 12))
+    box = data.draw(strategies.boxes(shape))
+    chunk = tuple(data.draw(st.integers(1, n)) for n in shape)
+    coarse = tuple(c * data.draw(st.integers(1, 3)) for c in chunk)
+    most = data.draw(st.integers(1, 30))
+    parts = list(_grid.cut_down(box, (coarse, chunk), lambda part: _grid.volume(part) <= most))
+    assert (strategies.paint(shape, parts) == strategies.paint(shape, [box])).all()
+    for part in parts:
+        assert all(last - first == 1 for first, last in _grid.touched(part, coarse)), "in one cell of the first grid"
+        one_chunk = all(last - first == 1 for first, last in _grid.touched(part, chunk))
+        assert one_chunk or _grid.volume(part) <= most
+    chunks = [set(itertools.product(*(range(*side) for side in _grid.touched(part, chunk)))) for part in parts]
+    assert sum(map(len, chunks)) == len(set().union(*chunks)), "no chunk is in two parts"

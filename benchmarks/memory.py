@@ -1,0 +1,312 @@
+"""Host memory that a save and a restore take beside the tree: jaxckpt against Orbax, in one run.
+
+    python benchmarks/memory.py [--gib 2] [--folder DIR]
+
+A float32 tree of 2 GiB (four leaves of 1/8 and one of 1/2 of it) on a 2×4 mesh of simulated CPU devices is saved and
+restored. Each measurement is a child process of its own: VmHWM, the most memory that the process ever had resident,
+pages of mapped files among it, is set back just before the call, and what is told is
+
+    for a save       VmHWM after it - VmRSS before it, the tree being alive all the time
+    for a restore    VmHWM after it - VmRSS before it - bytes of the arrays returned
+
+A replica on a CPU device shares its memory with the others, so a replicated leaf counts once. Before the call the
+child compiles a small program on each device, so that JAX itself is not measured. Each child checks what it restored.
+Orbax runs with its default settings, both its checkpointers.
+
+The folder should be on a disk: pages of tmpfs that are mapped count as memory of the process, though they are the
+file's. `Options.host_bytes` is left at its default, 256 MiB; with --host-mib it is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+_ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+
+if __name__ == "__main__" and any(os.environ.get(name) != value for name, value in _ENVIRONMENT.items()):
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_ENVIRONMENT})
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import jaxckpt
+
+Tree = Any
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 1 << 20
+
+OURS, PYTREE, STANDARD = "jaxckpt", "Orbax PyTreeCheckpointer", "Orbax StandardCheckpointer"
+CASES = {
+    # what is wanted, and of whom: Orbax returns JAX arrays on shardings that it is given
+    "as saved, 2×4": (OURS, PYTREE, STANDARD),
+    "onto 3×2": (OURS, PYTREE, STANDARD),
+    "rows → columns": (OURS, PYTREE, STANDARD),
+    "one device": (OURS, PYTREE, STANDARD),
+    "replicated on 2": (OURS, PYTREE, STANDARD),
+    "cast to bfloat16, 3×2": (OURS, PYTREE, STANDARD),
+    "load_numpy": (OURS,),
+}
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(sizes))])
+    return Mesh(devices.reshape(sizes), ("x", "y")[: len(sizes)])
+
+
+def shapes_of(gib: float) -> dict[str, tuple[int, int]]:
+    """Sides that 24 divides, so that a 2×4, a 3×2 and a mesh of 8 divide them."""
+    columns = 8208
+    rows = round(gib * (1 << 30) / 8 / (4 * columns) / 24) * 24
+    return {**{f"leaf{number}": (rows, columns) for number in range(4)}, "large": (4 * rows, columns)}
+
+
+def expected(shape: tuple[int, int], rows: slice) -> np.ndarray[Any, Any]:
+    start, stop, _ = rows.indices(shape[0])
+    return np.arange(start * shape[1], stop * shape[1], dtype=np.float32).reshape(stop - start, shape[1])
+
+
+def make_tree(gib: float, sharding: NamedSharding) -> Tree:
+    def piece(shape: tuple[int, int], index: Any) -> np.ndarray[Any, Any]:
+        return np.ascontiguousarray(expected(shape, index[0])[:, index[1]])
+
+    tree = {
+        name: jax.make_array_from_callback(shape, sharding, lambda index, shape=shape: piece(shape, index))
+        for name, shape in shapes_of(gib).items()
+    }
+    return jax.block_until_ready(tree)
+
+
+def require_equal(tree: Tree, gib: float) -> None:
+    """A band of rows at a time, so that checking takes little memory of its own."""
+    for name, shape in shapes_of(gib).items():
+        leaf = tree[name]
+        for start in range(0, shape[0], 512):
+            rows = slice(start, min(start + 512, shape[0]))
+            if not np.array_equal(np.asarray(leaf[rows]), expected(shape, rows).astype(leaf.dtype)):
+                raise SystemExit(f"{name} was restored with other values than were saved")
+
+
+# In a child -----------------------------------------------------------------------------------------------
+
+
+def status(name: str) -> int:
+    """A size of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise SystemExit(f"no {name} in /proc/self/status")
+
+
+def measured(call: Callable[[], Tree]) -> tuple[Tree, int, float]:
+    """What a call returns, how far the process's memory rose meanwhile, and seconds."""
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    begun = time.perf_counter()
+    result = call()
+    jax.block_until_ready(result)
+    seconds = time.perf_counter() - begun
+    return result, status("VmHWM") - before, seconds
+
+
+def unique_bytes(tree: Tree) -> int:
+    """Bytes of memory of a tree's leaves, replicas that share it once."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            total += sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in leaf.addressable_shards}.values())
+        else:
+            total += leaf.nbytes
+    return total
+
+
+def saver(who: str, path: Path, tree: Tree, options: jaxckpt.Options) -> Callable[[], None]:
+    if who == OURS:
+        return lambda: (jaxckpt.save(path, tree, options=options), None)[1]
+    import orbax.checkpoint as ocp
+
+    if who == PYTREE:
+        checkpointer: Any = ocp.PyTreeCheckpointer()
+        return lambda: checkpointer.save(path, tree)
+    standard = ocp.StandardCheckpointer()
+    return lambda: (standard.save(path, tree), standard.wait_until_finished())[1]
+
+
+def restorer(who: str, case: str, path: Path, gib: float, options: jaxckpt.Options) -> Callable[[], Tree]:
+    if case == "load_numpy":
+        return lambda: jaxckpt.load_numpy(path, options=options)
+    sharding, dtype = {
+        "as saved, 2×4": (NamedSharding(mesh_of(2, 4), P("x", "y")), np.float32),
+        "onto 3×2": (NamedSharding(mesh_of(3, 2), P("x", "y")), np.float32),
+        "rows → columns": (NamedSharding(mesh_of(8), P(None, "x")), np.float32),
+        "one device": (NamedSharding(mesh_of(1), P()), np.float32),
+        "replicated on 2": (NamedSharding(mesh_of(2), P()), np.float32),
+        "cast to bfloat16, 3×2": (NamedSharding(mesh_of(3, 2), P("x", "y")), jnp.bfloat16),
+    }[case]
+    wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape in shapes_of(gib).items()}
+    if who == OURS:
+        return lambda: jaxckpt.restore(path, wanted, options=options)
+    import orbax.checkpoint as ocp
+
+    if who == PYTREE:
+        arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+        checkpointer: Any = ocp.PyTreeCheckpointer()
+        return lambda: checkpointer.restore(path, item=wanted, restore_args=arguments)
+    standard: Any = ocp.StandardCheckpointer()
+    return lambda: standard.restore(path, wanted)
+
+
+def child(verb: str, who: str, case: str, path: Path, gib: float, host_bytes: int) -> dict[str, float]:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    options = jaxckpt.Options(host_bytes=host_bytes, cast="unsafe")
+    jax.block_until_ready([jnp.zeros(8, device=device) + 1 for device in jax.devices()])
+    if verb == "save":
+        by_rows = case == "rows → columns"
+        sharding = NamedSharding(mesh_of(8), P("x")) if by_rows else NamedSharding(mesh_of(2, 4), P("x", "y"))
+        tree = make_tree(gib, sharding)
+        _, risen, seconds = measured(saver(who, path, tree, options))
+        return {"bytes": risen, "tree": unique_bytes(tree), "seconds": seconds}
+    tree, risen, seconds = measured(restorer(who, case, path, gib, options))
+    held = unique_bytes(tree)
+    require_equal(tree, gib)
+    return {"bytes": risen - held, "tree": held, "seconds": seconds}
+
+
+# The run --------------------------------------------------------------------------------------------------
+
+
+def run_child(verb: str, who: str, case: str, path: Path, arguments: argparse.Namespace) -> dict[str, float] | None:
+    os.sync()
+    given = json.dumps([verb, who, case, str(path), arguments.gib, arguments.host_mib * MIB])
+    done = subprocess.run([sys.executable, __file__, "--child", given], stdout=subprocess.PIPE, text=True, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def measure(folder: Path, arguments: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+
+    def note(verb: str, who: str, case: str, path: Path) -> None:
+        found = run_child(verb, who, case, path, arguments)
+        rows.append({"verb": verb, "who": who, "case": case, **(found or {"failed": True})})
+        figure = f"{found['bytes'] / MIB:.0f} MiB" if found else "failed"
+        console.print(f"{verb} {case}, {who}: {figure}")
+
+    for who in (OURS, PYTREE, STANDARD):
+        squares, by_rows = folder / "squares", folder / "rows"
+        note("save", who, "as saved, 2×4", squares)
+        note("save", who, "rows → columns", by_rows)
+        for case, contestants in CASES.items():
+            if who in contestants:
+                note("restore", who, case, by_rows if case == "rows → columns" else squares)
+        shutil.rmtree(squares)
+        shutil.rmtree(by_rows)
+    return rows
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(
+        title=f"Host memory over a tree of {result['gib']:g} GiB, host_bytes = {result['host_mib']} MiB, 8 devices"
+    )
+    table.add_column("")
+    for who in (OURS, PYTREE, STANDARD):
+        table.add_column(who, justify="right")
+    found = {(row["verb"], row["case"], row["who"]): row for row in result["rows"]}
+
+    def cell(verb: str, case: str, who: str) -> str:
+        row = found.get((verb, case, who))
+        if row is None:
+            return ""
+        return "failed" if "failed" in row else f"{row['bytes'] / MIB:,.0f} MiB, {row['seconds']:.1f} s"
+
+    for label, verb, case in (
+        ("save, 2×4", "save", "as saved, 2×4"),
+        ("save, rows", "save", "rows → columns"),
+        *((f"restore {case}", "restore", case) for case in CASES),
+    ):
+        table.add_row(label, *(cell(verb, case, who) for who in (OURS, PYTREE, STANDARD)))
+    console.print(table)
+
+
+def machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    return {
+        "cpu": next((line.partition(":")[2].strip() for line in cpuinfo if "model name" in line), platform.processor()),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint")
+    return {"python": platform.python_version(), "jaxckpt": jaxckpt.__version__} | {n: version(n) for n in names}
+
+
+def filesystem(folder: Path) -> str:
+    """Type of the file system that a folder is on."""
+    best = ("", "unknown")
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, point, kind, *_ = line.split()
+        if f"{folder}/".startswith(f"{point.rstrip('/')}/") and len(point) > len(best[0]):
+            best = (point, kind)
+    return best[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the tree")
+    parser.add_argument("--host-mib", type=int, default=jaxckpt.Options().host_bytes // MIB, help="Options.host_bytes")
+    parser.add_argument("--folder", type=Path, help="folder to write below; by default a temporary one on the disk")
+    parser.add_argument("--json", type=Path, help="where the result goes; by default results/memory-<date>.json")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        verb, who, case, path, gib, host_bytes = json.loads(arguments.child)
+        print(json.dumps(child(verb, who, case, Path(path), gib, host_bytes)))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="memory.") as name:
+        folder = Path(name).resolve()
+        where = filesystem(folder)
+        rows = measure(folder, arguments, console)
+    result = {
+        "benchmark": "memory",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gib": arguments.gib,
+        "host_mib": arguments.host_mib,
+        "filesystem": where,
+        "machine": machine(),
+        "versions": versions(),
+        "rows": rows,
+    }
+    show(result, console)
+    known = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    console.print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {where}; {known}")
+    out = arguments.json or RESULTS / f"memory-{result['date']}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""How much host memory a restore takes beside the arrays that it returns, and what is done to keep to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import processes
+import pytest
+import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import _plan, _restore
+
+HOST_BYTES = 32 << 20
+SLACK = 24 << 20
+"""What interpreter, threads and allocator take meanwhile."""
+
+PROGRAMS = 48 << 20
+"""What JAX takes to compile the programs that put parts together, one for each device and shape."""
+
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""glibc keeps freed blocks of up to 32 MiB for its threads: with this what is freed is gone, and not counted."""
+
+SHAPES = {"a": (1536, 4096), "b": (1536, 4096), "large": (12288, 4096)}
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), ("x", "y")[: len(sizes)])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """240 MiB: two leaves of 24 MiB and one of 192 MiB."""
+    path = tmp_path_factory.mktemp("memory") / "ckpt"
+    sharding = NamedSharding(mesh_of(2, 4), P("x", "y"))
+    tree = {
+        name: jax.device_put(np.arange(np.prod(shape), dtype=np.float32).reshape(shape), sharding)
+        for name, shape in SHAPES.items()
+    }
+    jaxckpt.save(path, tree, options=jaxckpt.Options(sync=False))
+    yield path
+    shutil.rmtree(path)
+
+
+# Measured -------------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import jaxckpt
+from jaxckpt import _restore
+
+path, case, mapped, host_bytes, passing, shapes = json.loads(sys.argv[1])
+options = jaxckpt.Options(host_bytes=host_bytes, mmap=mapped, cast="unsafe")
+if passing:
+    _restore.kept = lambda goal: goal.kind not in ("jax", "key")
+
+def mesh(*sizes):
+    return Mesh(np.array(jax.devices()[:int(np.prod(sizes))]).reshape(sizes), ("x", "y")[:len(sizes)])
+
+def onto(dtype, mesh, spec):
+    sharding = NamedSharding(mesh, spec)
+    target = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape in shapes.items()}
+    return lambda: jaxckpt.restore(path, target, options=options)
+
+read = {
+    "as saved": lambda: jaxckpt.restore(path, options=options),
+    "3x2": onto(np.float32, mesh(3, 2), P("x", "y")),
+    "rows": onto(np.float32, mesh(8), P("x")),
+    "one device": onto(np.float32, mesh(1), P()),
+    "cast": onto(jnp.bfloat16, mesh(3, 2), P("x", "y")),
+    "numpy": lambda: jaxckpt.load_numpy(path, options=options),
+}[case]
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
+
+jax.block_until_ready([jnp.zeros(8, device=device) + 1 for device in jax.devices()])
+before = status("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # VmHWM starts anew
+tree = jax.block_until_ready(read())
+peak = status("VmHWM")
+for name, shape in shapes.items():
+    expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    assert (np.asarray(tree[name]) == expected.astype(tree[name].dtype)).all(), name
+print(peak - before - sum(leaf.nbytes for leaf in tree.values()))
+"""
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mmap", "plain"])
+@pytest.mark.parametrize("case", ["as saved", "3x2", "rows", "one device", "cast", "numpy"])
+def test_a_restore_takes_the_bytes_it_may_beside_the_arrays(
+    case: str, mapped: bool, saved: Path, run_python: processes.RunPython
+) -> None:
+    taken = int(
+        run_python(CHILD, args=[json.dumps([str(saved), case, mapped, HOST_BYTES, False, SHAPES])], env=ALLOCATOR)
+    )
+    print(f"{case}: {taken / 2**20:.1f} MiB")
+    assert taken <= HOST_BYTES + SLACK
+
+
+@pytest.mark.parametrize("case", ["as saved", "3x2", "one device", "cast"])
+def test_so_does_the_way_of_accelerators(case: str, saved: Path, run_python: processes.RunPython) -> None:
+    taken = int(run_python(CHILD, args=[json.dumps([str(saved), case, True, HOST_BYTES, True, SHAPES])], env=ALLOCATOR))
+    print(f"{case}: {taken / 2**20:.1f} MiB")
+    assert taken <= HOST_BYTES + SLACK + PROGRAMS
+
+
+# Counted --------------------------------------------------------------------------------------------------
+
+
+def bytes_read() -> int:
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in found for value in metric["values"])
+
+
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (8,), (1,)], ids=str)
+def test_however_little_memory_there_is_no_chunk_is_read_twice(
+    sizes: tuple[int, ...], passing: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if passing:
+        monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
+    options = jaxckpt.Options(host_bytes=8 << 20, mmap=False)
+    mesh = mesh_of(*sizes)
+    before = bytes_read()
+    tree = jaxckpt.restore(saved, mesh=mesh, specs=P(*mesh.axis_names), options=options)
+    n_bytes = sum(leaf.nbytes for leaf in tree.values())
+    assert n_bytes <= bytes_read() - before <= 1.002 * n_bytes
+    for name, shape in SHAPES.items():
+        assert np.array_equal(tree[name], np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+
+
+def test_the_dry_run_tells_how_much_a_restore_will_take(saved: Path) -> None:
+    checkpoint = jaxckpt.open(saved, options=jaxckpt.Options(host_bytes=HOST_BYTES))
+    assert checkpoint.plan().peak_host_bytes == HOST_BYTES
+    assert checkpoint.plan(mesh={"x": 3, "y": 2}).peak_host_bytes == HOST_BYTES
+    assert checkpoint.plan(options=jaxckpt.Options(host_bytes=1 << 40)).peak_host_bytes == 240 << 20
+    assert checkpoint.plan(select="a", options=jaxckpt.Options()).peak_host_bytes == 24 << 20
+    # On devices with memory of their own what is read and the buffers it is read into, both.
+    accelerators = jaxckpt.Options(host_bytes=1 << 40)
+    assert checkpoint.plan(mesh={"x": 2, "y": 4}, options=accelerators).peak_host_bytes == 480 << 20
+    one_chunk = checkpoint.plan(options=jaxckpt.Options(host_bytes=1)).peak_host_bytes
+    assert 1 < one_chunk <= jaxckpt.Options().chunk_bytes
+
+
+# Accelerators' way, on CPU devices ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cast", [None, "bfloat16", "float64"])
+def test_boxes_larger_than_a_read_are_put_together_on_the_device(
+    cast: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
+    updates: list[int] = []
+    update = _restore._update
+    monkeypatch.setattr(_restore, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (96, 64), np.uint32)  # NaNs of every kind among them
+    small = bits.view(np.uint16).view(jnp.bfloat16)
+    sharding = NamedSharding(mesh_of(4), P("x"))
+    tree = {
+        "split": jax.device_put(bits.view(np.float32), sharding),
+        "small float": jax.device_put(small, sharding),
+        "uncommitted": jnp.asarray(bits),
+        "key": jax.random.split(jax.random.key(1), 64),
+        "host": bits,
+    }
+    jaxckpt.save(tmp_path / "c", tree, options=jaxckpt.Options(chunk_bytes=512, object_bytes=4096))
+    wanted = NamedSharding(mesh_of(3, 2), P("x", "y"))
+    with jax.enable_x64(cast == "float64"):
+        target: dict[str, Any] = {
+            **tree,
+            "split": jax.ShapeDtypeStruct((96, 64), cast or "float32", sharding=wanted),
+            "small float": jax.ShapeDtypeStruct((96, 128), jnp.bfloat16, sharding=wanted),
+        }
+        restored = jaxckpt.restore(tmp_path / "c", target, options=jaxckpt.Options(host_bytes=2048, cast="unsafe"))
+        assert len(updates) > 100
+        assert max(updates) <= (1024 if cast == "float64" else 512), "a chunk, as it is wanted"
+        got = np.asarray(restored["split"])
+        assert restored["split"].sharding == wanted
+        with np.errstate(all="ignore"):
+            expected = bits.view(np.float32).astype(cast or np.float32)
+            np.testing.assert_array_equal(got.astype(np.float64), expected.astype(np.float64))
+        assert cast or got.tobytes() == expected.tobytes()
+    assert np.asarray(restored["small float"]).tobytes() == small.tobytes()
+    assert np.array_equal(restored["uncommitted"], bits)
+    assert not restored["uncommitted"].committed
+    assert np.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(tree["key"]))
+    assert np.array_equal(restored["host"], bits)
+
+
+# Deleted meanwhile ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before its files are looked at", "after"])
+@pytest.mark.parametrize("fate", ["deleted", "replaced by another"])
+def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
+    fate: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c"
+    jaxckpt.save(path, {"w": np.arange(100)})
+    name = "plan_read" if moment.startswith("before") else "_read"
+    then = getattr(_restore, name)
+
+    def meanwhile(*args: Any) -> Any:
+        if fate == "deleted":
+            shutil.rmtree(path)
+        else:
+            jaxckpt.save(path, {"w": np.zeros(100)}, overwrite=True)
+        return then(*args)
+
+    monkeypatch.setattr(_restore, name, meanwhile)
+    with pytest.raises(jaxckpt.NotACheckpointError, match=f"was {fate} while it was being read"):
+        jaxckpt.load_numpy(path)
+
+
+def test_data_that_is_missing_from_a_checkpoint_that_is_there_is_corrupt(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"w": np.arange(100)})
+    (data,) = (tmp_path / "c").glob("data-*")
+    shutil.rmtree(data)
+    with pytest.raises(jaxckpt.DataError, match="is missing"):
+        jaxckpt.load_numpy(tmp_path / "c")
+
+
+def test_a_read_is_a_quarter_of_what_may_be_held() -> None:
+    assert [_plan.read_bytes(n) for n in (1, 8, 256 << 20)] == [1, 2, 64 << 20]
