@@ -223,9 +223,10 @@ def _undisturbed(store: Store, manifest: Manifest) -> Generator[None]:
         yield
     except DataError as error:
         try:
-            if manifests.load(store)[0] == manifest:
+            now, _ = manifests.load(store)
+            if now == manifest:
                 raise
-            what = "replaced by another, or by one without some of its leaves,"
+            what = "replaced by another" if now.save_id != manifest.save_id else "relieved of some of its leaves"
         except NotACheckpointError:
             what = "deleted"
         raise NotACheckpointError(f"the checkpoint at {store.url} was {what} while it was being read") from error
