@@ -1,0 +1,346 @@
+"""save_async: what goes wrong is told once and never lost; a second save waits or is skipped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import RunProcesses, environment
+
+import jaxckpt
+from jaxckpt import _draft, _save
+from jaxckpt._store import Store
+
+TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
+
+
+class Gate:
+    """Holds back every write until it is opened, or makes it fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.error: Exception | None = None
+        write = Store.write
+
+        def wait(*arguments: Any) -> Any:
+            assert self.opened.wait(60)
+            if self.error is not None:
+                raise self.error
+            return write(*arguments)
+
+        monkeypatch.setattr(Store, "write", wait)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+    for pending in list(_save._unsettled):
+        pending._finished.wait(60)
+    _save._unsettled.clear()
+
+
+def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
+    """A save in the background that has failed, and nobody was told."""
+    gate.error = jaxckpt.StorageError(28, "no space")
+    gate.opened.set()
+    pending = jaxckpt.save_async(path, TREE)
+    assert pending._finished.wait(60)
+    gate.error = None
+    return pending
+
+
+def test_it_returns_before_it_is_written_and_tells_how_far_it_is(tmp_path: Path, gate: Gate) -> None:
+    pending = jaxckpt.save_async(tmp_path / "c", TREE, metadata={"run": 1})
+    assert not pending.done
+    assert pending.progress.done_bytes == 0
+    assert pending.progress.total_bytes == 8080
+    with pytest.raises(TimeoutError, match=r"not done after 0\.01 s: save: 0 B of 7\.9 KiB"):
+        pending.wait(0.01)
+    assert "under way" in repr(pending)
+    gate.opened.set()
+    info = pending.wait(60)
+    assert pending.done
+    assert pending.progress.done_bytes == 8080
+    assert info.total_bytes == 8080
+    assert 0 < info.blocked_seconds < info.seconds
+    assert set(info.phase_seconds) == {"plan", "device_to_host", "write", "sync", "barrier", "publish"}
+    assert sum(info.phase_seconds.values()) <= info.seconds * 1.05
+    assert pending.wait() == info
+    assert jaxckpt.open(tmp_path / "c").metadata == {"run": 1}
+
+
+def test_what_can_be_told_at_once_is(tmp_path: Path) -> None:
+    deleted = jnp.ones(3)
+    deleted.delete()
+    for tree, kind in (({"x": deleted}, jaxckpt.TreeError), ({"x": object()}, jaxckpt.TreeError)):
+        with pytest.raises(kind):
+            jaxckpt.save_async(tmp_path / "c", tree)
+    with pytest.raises(jaxckpt.InputError, match="metadata"):
+        jaxckpt.save_async(tmp_path / "c", TREE, metadata={1: 2})
+    with pytest.raises(jaxckpt.InputError, match="process_state"):
+        jaxckpt.save_async(tmp_path / "c", TREE, process_state={"x": float("nan")})
+    with pytest.raises(jaxckpt.TreeError, match="tracer"):
+        jax.jit(lambda x: jaxckpt.save_async(tmp_path / "c", {"x": x}))(1.0)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_failure_is_raised_by_wait_each_time(tmp_path: Path, gate: Gate) -> None:
+    pending = failing(gate, tmp_path / "c")
+    for _ in range(2):
+        with pytest.raises(jaxckpt.StorageError, match="no space"):
+            pending.wait()
+    assert "failed" in repr(pending)
+    jaxckpt.save(tmp_path / "c", TREE)  # whoever was told need not be told again
+    assert [path.name for path in tmp_path.glob("c/data-*")] == [f"data-{jaxckpt.open(tmp_path / 'c').save_id}"]
+
+
+@pytest.mark.parametrize("save", [jaxckpt.save, jaxckpt.save_async])
+def test_a_failure_is_raised_by_the_next_save(tmp_path: Path, gate: Gate, save: Any) -> None:
+    failing(gate, tmp_path / "c")
+    with pytest.raises(jaxckpt.StorageError, match="no space") as told:
+        save(tmp_path / "d", TREE)
+    assert str(tmp_path / "c") in told.value.__notes__[0]
+    assert not (tmp_path / "d").exists()
+    jaxckpt.save_async(tmp_path / "d", TREE).wait()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
+    first = jaxckpt.save_async(tmp_path / "c", TREE)
+    threading.Timer(0.2, gate.opened.set).start()
+    second = jaxckpt.save_async(tmp_path / "d", TREE)
+    assert first.done
+    second.wait()
+    assert first.wait().seconds > 0.15
+
+
+def test_or_is_skipped(tmp_path: Path, gate: Gate) -> None:
+    options = jaxckpt.Options(when_busy="skip")
+    first = jaxckpt.save_async(tmp_path / "c", TREE, options=options)
+    second = jaxckpt.save_async(tmp_path / "d", TREE, options=options)
+    assert (first.skipped, second.skipped, second.done) == (False, True, True)
+    with pytest.raises(jaxckpt.InputError, match="skipped"):
+        second.wait()
+    gate.opened.set()
+    first.wait()
+    assert not (tmp_path / "d").exists()
+    third = jaxckpt.save_async(tmp_path / "d", TREE, options=options)
+    assert not third.skipped
+    third.wait()
+
+
+def test_a_save_that_fails_while_the_caller_waits_for_room(tmp_path: Path, gate: Gate) -> None:
+    gate.error = jaxckpt.StorageError(28, "no space")
+    gate.opened.set()
+    options = jaxckpt.Options(staging_bytes=1 << 20)
+    pending = jaxckpt.save_async(tmp_path / "c", {str(n): np.zeros(1 << 19) for n in range(4)}, options=options)
+    with pytest.raises(jaxckpt.StorageError, match="no space"):
+        pending.wait(60)
+    assert list(tmp_path.glob("c/*")) == []
+
+
+def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+    begin = "import atexit, numpy as np, jaxckpt\nfrom jaxckpt._store import Store\natexit.register(print, 'theirs')\n"
+    return subprocess.run(
+        [sys.executable, "-c", begin + program, str(path)],
+        env=environment(1), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_a_failure_that_nobody_asked_after_is_told_at_exit(tmp_path: Path) -> None:
+    program = """
+def fail(*_): raise jaxckpt.StorageError(28, "no space")
+Store.write = fail
+import sys
+jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
+"""
+    done = at_exit(program, tmp_path / "c")
+    assert done.returncode == 1
+    assert "no space" in done.stderr
+    assert "Traceback" in done.stderr
+    assert f"the save_async to {tmp_path / 'c'} failed, and nobody called wait()" in done.stderr
+    assert done.stdout == "theirs\n"
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('mine')"])
+def test_a_save_under_way_is_finished_at_exit(tmp_path: Path, end: str) -> None:
+    program = f"""
+import sys, time
+write = Store.write
+def slow(*arguments): time.sleep(0.5); return write(*arguments)
+Store.write = slow
+jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
+{end}
+"""
+    done = at_exit(program, tmp_path / "c")
+    assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1), done.stderr
+    assert done.stdout == "theirs\n"
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
+
+
+# Several processes -----------------------------------------------------------------------------------------
+
+TOGETHER = """
+import os, signal, time
+import numpy as np, jax, jaxckpt
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxckpt._store import Store
+
+mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def made(spec, value):
+    return jax.make_array_from_callback((8, 8), NamedSharding(mesh, spec), lambda i: np.full((8, 8), value, "f")[i])
+"""
+
+
+def test_steps_with_collectives_run_while_it_is_written(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+tree = {"x": made(P("a", "b"), 1), "y": made(P(), 1)}
+step = jax.jit(lambda tree: jax.tree.map(lambda x: x + (x * 0 + 1).sum() / 64, tree), donate_argnums=0)
+write = Store.write
+def slow(*arguments):
+    time.sleep(0.3 * (1 + process_id))
+    return write(*arguments)
+Store.write = slow
+saves = []
+for number in range(1, 4):
+    saves.append(jaxckpt.save_async(f"{args}/{number}", tree, mesh=mesh, specs=P("b")))
+    while True:
+        tree = jax.block_until_ready(step(tree))  # the same number of steps in both
+        if float(tree["y"].addressable_data(0)[0, 0]) % 10 == 1:
+            break
+print([pending.wait().process_bytes for pending in saves])
+"""
+    done = run_processes(TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=90)
+    assert len({one.stdout for one in done}) == 1
+    for number in range(1, 4):
+        tree = jaxckpt.load_numpy(tmp_path / str(number))
+        wanted = np.full((8, 8), 1 + 10 * (number - 1), np.float32)
+        np.testing.assert_array_equal(tree["x"], wanted)
+        np.testing.assert_array_equal(tree["y"], wanted)
+
+
+def test_what_fails_in_one_is_raised_by_wait_in_all(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+if process_id == 1:
+    def fail(*_): raise jaxckpt.StorageError(28, "no space")
+    Store.write = fail
+pending = jaxckpt.save_async(args, {"x": made(P("a", "b"), 1)})
+try:
+    pending.wait(60)
+except jaxckpt.StorageError as error:
+    print("own", error)
+except jaxckpt.PeerFailedError as error:
+    print("other's", error)
+"""
+    done = run_processes(
+        TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path / "c"), timeout=90
+    )  # fmt: skip
+    assert done[0].stdout.startswith("other's process 1 failed with StorageError: [Errno 28] no space")
+    assert done[1].stdout.startswith("own [Errno 28] no space")
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_one_that_cannot_even_begin_is_named_by_the_others(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+tree = {"x": made(P("a", "b"), 1), "bad": object() if process_id == 1 else 1}
+try:
+    jaxckpt.save_async(args, tree).wait(60)
+except jaxckpt.JaxckptError as error:
+    print(type(error).__name__, error)
+jaxckpt.save_async(args, {"x": tree["x"]}).wait(60)
+"""
+    done = run_processes(
+        TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path / "c"), timeout=90
+    )  # fmt: skip
+    assert done[0].stdout.startswith("PeerFailedError process 1 failed with TreeError")
+    assert done[1].stdout.startswith("TreeError")
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.ones((8, 8), np.float32))
+
+
+def test_skipping_is_agreed_on(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+write = Store.write
+def slow(*arguments):
+    time.sleep(process_id)  # process 0 has written its part long before
+    return write(*arguments)
+Store.write = slow
+options = jaxckpt.Options(when_busy="skip")
+skipped = []
+for number in range(12):
+    pending = jaxckpt.save_async(f"{args}/{number}", {"x": made(P("a", "b"), number)}, options=options)
+    skipped.append(pending.skipped)
+    time.sleep(0.1 * (1 + process_id))
+print(skipped)
+"""
+    done = run_processes(TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=90)
+    assert done[0].stdout == done[1].stdout
+    skipped = eval(done[0].stdout)
+    assert True in skipped
+    assert skipped.count(False) >= 2
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [n for n, one in enumerate(skipped) if not one]
+
+
+# The last tree is remembered --------------------------------------------------------------------------------
+
+
+def similar() -> list[Any]:
+    """Trees of which each is like the one before in all but one thing."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+    def put(*spec: Any, dtype: Any = np.float32) -> jax.Array:
+        return jax.device_put(x.astype(dtype), NamedSharding(mesh, P(*spec)))
+
+    def split(*values: Any) -> Any:
+        return dict(zip("pq", values, strict=True))
+
+    return [
+        split(put("a"), put("b")),
+        split(put("a"), put("b")),
+        split(put("b"), put("a")),
+        split(put("a"), put("b", dtype=jnp.bfloat16)),
+        split(put("a"), jnp.asarray(x)),
+        split(put("a"), x),
+        [put("a"), put("b")],
+        (put("a"), put("b")),
+        (put("a"), None, put("b")),
+        {1: put("a"), 2: put("b")},
+        {True: put("a"), 2: put("b")},
+        {1.0: put("a"), 2: put("b")},
+        {"p": put("a"), "q": {"r": put("b")}},
+        {"p": put("a"), "q": {"r": put("b")}, "n": 1},
+        {"p": put("a"), "q": {"r": put("b")}, "n": 2},
+        {"k": jax.random.key(0)},
+        {"k": jax.random.key(0, impl="rbg")},
+    ]
+
+
+def test_no_tree_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(tree: Any, components: tuple[str, ...] = ()) -> Any:
+        draft = _draft.describe(tree, None, None, jaxckpt.Options(), components)
+        values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
+        return draft.structure, draft.records, draft.arrays, draft.table.layouts, draft.table.meshes, values
+
+    def afresh(*arguments: Any) -> Any:
+        monkeypatch.setattr(_draft, "_last", None)
+        return told(*arguments)
+
+    trees = similar()
+    expected = [repr(afresh(tree)) for tree in trees]  # repr: 1, 1.0 and True are equal, but not the same
+    monkeypatch.setattr(_draft, "_last", None)
+    for numbers in (range(len(trees)), reversed(range(len(trees))), [0, 0, 2, 2, 0, 3, 3, 1, 9, 10, 11, 10, 9]):
+        for number in numbers:
+            assert repr(told(trees[number])) == expected[number]
+    assert repr(told(trees[12], ("q",))) == repr(afresh(trees[12], ("q",)))
+    assert repr(told(trees[12])) == expected[12]
