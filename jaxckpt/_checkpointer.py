@@ -197,7 +197,7 @@ class Checkpointer:
         if last_one:
             self._preempted = True
             self._wait_within(self._seconds_left())
-        saved = step == self._newest
+        saved = last_one and step == self._newest
         if not saved:
             record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
             asked = Asked(

@@ -1,0 +1,405 @@
+"""Steps: which are saved, which are kept, what of them is kept, and what a crash may leave."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import RunProcesses
+
+import jaxckpt
+from jaxckpt._checkpointer import Rules, _Step
+from jaxckpt._manifest import StepRecord
+from jaxckpt._store import Store
+
+FAST = jaxckpt.Options(sync=False)
+NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
+
+
+def state(step: int) -> Any:
+    return {"params": {"w": np.full((4, 4), step)}, "opt_state": [{"m": np.full((4, 4), -step)}, step], "step": step}
+
+
+def filled(path: Path, steps: range, **arguments: Any) -> jaxckpt.Checkpointer:
+    """A directory in which steps were saved, one after the other."""
+    checkpoints = jaxckpt.Checkpointer(path, options=FAST, background=False, **arguments)
+    for step in steps:
+        checkpoints.save(step, state(step), metrics={"loss": abs(step - 13.2)})
+    return checkpoints
+
+
+# What is kept ----------------------------------------------------------------------------------------------
+
+METRICS = st.one_of(st.none(), st.sampled_from([-1.5, 0.0, 2.0]), st.floats(-100, 100))
+
+
+@given(
+    steps=st.dictionaries(st.integers(0, 60), st.tuples(METRICS, st.integers(0, 5)), min_size=1, max_size=20),
+    last=st.one_of(st.none(), st.integers(1, 5)),
+    every=st.one_of(st.none(), st.integers(1, 10)),
+    mode=st.sampled_from([None, "min", "max"]),
+    days=st.one_of(st.none(), st.integers(1, 4)),
+)
+def test_the_rules(
+    steps: dict[int, tuple[float | None, int]], last: int | None, every: int | None, mode: Any, days: int | None
+) -> None:
+    found = [
+        _Step(step, NOW - datetime.timedelta(days=age), StepRecord(step, {} if loss is None else {"loss": loss}))
+        for step, (loss, age) in sorted(steps.items())
+    ]
+    rules = Rules(last, every, None if mode is None else ("loss", mode), days and datetime.timedelta(days=days))
+    kept = rules.kept(found, NOW)
+    known = {step: loss for step, (loss, _) in steps.items() if loss is not None}
+    best = (min if mode == "min" else max)(known.values()) if mode and known else None
+    for step, (_, age) in steps.items():
+        newer = sum(other > step for other in steps)
+        wanted = (
+            (last, every, mode, days) == (None,) * 4
+            or newer < (last or 1)
+            or (every is not None and step % every == 0)
+            or (best is not None and known.get(step) == best and not any(known[n] == best for n in known if n > step))
+            or (days is not None and age < days)
+        )
+        assert (step in kept) == wanted, (step, kept)
+
+
+def test_steps_are_kept_by_last_interval_and_best(tmp_path: Path) -> None:
+    with filled(tmp_path, range(41), every=2, keep_last=2, keep_every=20, keep_best=("loss", "min")) as checkpoints:
+        assert checkpoints.steps() == [0, 14, 20, 38, 40]
+        assert checkpoints.latest_step() == 40
+        assert checkpoints.best_step() == 14
+        assert checkpoints.metrics(14) == {"loss": pytest.approx(0.8)}
+    assert sorted(os.listdir(tmp_path)) == ["00000000", "00000014", "00000020", "00000038", "00000040"]
+    assert jaxckpt.load_numpy(checkpoints.path(14))["step"] == 14
+
+
+def test_without_rules_all_are_kept_and_with_keep_for_the_young(tmp_path: Path) -> None:
+    assert filled(tmp_path / "a", range(5)).steps() == [0, 1, 2, 3, 4]
+    assert filled(tmp_path / "b", range(5), keep_for=datetime.timedelta(hours=1)).steps() == [0, 1, 2, 3, 4]
+    assert filled(tmp_path / "c", range(5), keep_for=datetime.timedelta(0)).steps() == [4]
+
+
+def test_a_failed_save_costs_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = filled(tmp_path, range(2), keep_last=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(5, "no")))
+        with pytest.raises(jaxckpt.StorageError):
+            checkpoints.save(2, state(2))
+    assert checkpoints.steps() == [1]
+    assert checkpoints.restore()["step"] == 1
+    assert checkpoints.save(2, state(2))
+    assert checkpoints.steps() == [2]
+
+
+def test_the_newest_good_step_stays_when_a_newer_one_is_damaged(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path, range(4))
+    (tmp_path / "00000003" / "manifest.json").write_text("{}")
+    checkpoints = jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
+    assert checkpoints.steps() == [2, 3]
+    with pytest.raises(jaxckpt.CorruptError) as told:
+        checkpoints.restore()
+    assert "other steps" in told.value.__notes__[0]
+    assert checkpoints.restore(2)["step"] == 2
+    with pytest.raises(jaxckpt.InputError, match="the only one"):
+        checkpoints.delete(2)
+
+
+# Subtrees --------------------------------------------------------------------------------------------------
+
+
+def test_old_steps_lose_subtrees_and_their_data(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path, range(4), components={"opt_state": 2})
+    for step in range(4):
+        tree = jaxckpt.load_numpy(checkpoints.path(step))
+        np.testing.assert_array_equal(tree["params"]["w"], np.full((4, 4), step))
+        assert ("opt_state" in tree) == (step >= 2)
+        stacks = {path.parent.name for path in Path(checkpoints.path(step)).glob("data-*/*/zarr.json")}
+        assert len(stacks) == (2 if step >= 2 else 1)
+    with pytest.raises(jaxckpt.MismatchError) as told:
+        checkpoints.restore(0, state(0))
+    assert "step 0 is kept without opt_state" in told.value.__notes__[0]
+    assert checkpoints.restore(0, state(0), select=["params", "step"])["opt_state"][1] == 0
+    checkpoints.save(4, state(4))
+    assert [step for step in range(5) if "opt_state" in jaxckpt.load_numpy(checkpoints.path(step))] == [3, 4]
+
+
+def test_subtrees_that_are_not_stored_apart_are_left_whole(tmp_path: Path) -> None:
+    filled(tmp_path, range(3))
+    checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_state": 1, "nothing": 1}, options=FAST)
+    assert all("opt_state" in jaxckpt.load_numpy(checkpoints.path(step)) for step in range(3))
+
+
+class Crash(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("survived", range(3))
+def test_a_crash_between_publishing_less_and_deleting_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
+) -> None:
+    steps = tmp_path / "steps"
+    filled(steps, range(4), components={"opt_state": 4})
+    calls = 0
+
+    def trim(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > survived:
+            raise Crash
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "trim", trim)
+        # Starting trims each of the four steps once; then come those that lose something.
+        calls = -4
+        with pytest.raises(Crash):
+            jaxckpt.Checkpointer(steps, components={"opt_state": 1}, options=FAST)
+    for step in range(4):
+        assert jaxckpt.load_numpy(steps / f"{step:08d}")["step"] == step
+    jaxckpt.Checkpointer(steps, components={"opt_state": 1}, options=FAST)
+    for step in range(4):
+        assert len(list(steps.glob(f"{step:08d}/data-*/*/zarr.json"))) == (2 if step == 3 else 1)
+
+
+# Deleting --------------------------------------------------------------------------------------------------
+
+
+def test_deleting_unpublishes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path, range(3))
+
+    def clear(store: Store) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "clear", clear)
+        with pytest.raises(Crash):
+            jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
+    assert list(tmp_path.glob("00000000/data-*/*/c"))  # its data is there,
+    with pytest.raises(jaxckpt.NotACheckpointError):  # but it is not
+        jaxckpt.load_numpy(tmp_path / "00000000")
+    checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST)
+    assert checkpoints.steps() == [1, 2]
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
+
+
+def test_what_is_not_a_step_is_not_touched(tmp_path: Path) -> None:
+    for name in ("notes", "123", "-0000001", "000000001", "00000007x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data-x").mkdir()
+    (tmp_path / "00000005").write_text("a file")
+    checkpoints = filled(tmp_path, range(8, 10), keep_last=1)
+    assert checkpoints.steps() == [9]
+    assert len(list(tmp_path.iterdir())) == 7
+    assert len(list(tmp_path.glob("*/data-x"))) == 5
+
+
+def test_listing_looks_at_nothing_but_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = filled(tmp_path, range(5))
+    (tmp_path / "00000009").mkdir()  # a save that is not published
+    seen: list[str] = []
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: seen.append(str(path)) or listdir(path))
+    assert checkpoints.steps() == [0, 1, 2, 3, 4]
+    assert seen == [str(tmp_path)]
+
+
+def test_steps_in_memory(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}-steps"
+    checkpoints = jaxckpt.Checkpointer(url, keep_last=2, components={"opt_state": 1})
+    for step in range(4):
+        checkpoints.save(step, state(step), process_state={"at": step})
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 3]
+    assert checkpoints.restore_or_init(lambda: state(0))[1]["step"] == 3
+    assert checkpoints.process_state("at") == 3
+    assert "opt_state" not in jaxckpt.load_numpy(f"{url}/00000002")
+
+
+# Saving and restoring ---------------------------------------------------------------------------------------
+
+
+def test_it_starts_afresh_and_goes_on(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, P("a", "b"))
+    calls = 0
+
+    def init() -> Any:
+        nonlocal calls
+        calls += 1
+        w = jax.device_put(jnp.zeros((8, 8), jnp.bfloat16), split)
+        return {"w": w, "free": jnp.zeros(3), "key": jax.random.key(1), "n": 0, "host": np.zeros(2)}
+
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        last, tree = checkpoints.restore_or_init(init)
+        assert last is None
+        saved = {**jax.tree.map(lambda leaf: leaf + 1, {**tree, "key": 0}), "key": jax.random.key(7)}
+        checkpoints.save(5, saved)
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        last, tree = checkpoints.restore_or_init(init)
+    assert (last, calls) == (5, 2)
+    assert (tree["w"].sharding, tree["w"].dtype, tree["free"].committed) == (split, jnp.bfloat16, False)
+    assert (tree["n"], type(tree["host"])) == (1, np.ndarray)
+    for name in ("w", "free", "host"):
+        np.testing.assert_array_equal(tree[name], saved[name])
+    assert jnp.array_equal(jax.random.key_data(tree["key"]), jax.random.key_data(saved["key"]))
+
+
+def test_a_jitted_init_is_not_run_to_restore(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, P("a"))
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P()))})
+
+    @jax.jit
+    def never() -> Any:
+        return {"w": jax.lax.with_sharding_constraint(jax.pure_callback(lambda: 1 / 0, jnp.zeros(8)), split)}
+
+    init = jax.jit(never, out_shardings={"w": split})
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        _, tree = checkpoints.restore_or_init(init)
+    assert tree["w"].sharding == split
+    np.testing.assert_array_equal(tree["w"], np.arange(8.0))
+
+
+def test_going_back_is_not_done_unnoticed(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path, range(5))
+    with pytest.raises(jaxckpt.CheckpointExistsError, match="step 3"):
+        checkpoints.save(3, state(3))
+    assert checkpoints.save(3, state(33), overwrite=True)
+    assert checkpoints.restore(3)["step"] == 33
+    checkpoints.delete(2)
+    with pytest.raises(jaxckpt.InputError, match="step 2 is older than step 4"):
+        checkpoints.save(2, state(2))
+    checkpoints.delete(4)
+    checkpoints.delete(3)
+    assert checkpoints.save(2, state(22))
+    assert checkpoints.steps() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fail_fast", [True, False])
+def test_a_failed_save_stops_the_next_step_or_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_fast: bool
+) -> None:
+    with monkeypatch.context() as patched, jaxckpt.Checkpointer(tmp_path, every=3, fail_fast=fail_fast) as checkpoints:
+        patched.setattr(Store, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+        assert checkpoints.save(0, state(0))
+        assert checkpoints.pending is not None
+        assert checkpoints.pending._finished.wait(60)
+        stopped = 0
+        for step in (1, 2, 3):
+            try:
+                checkpoints.save(step, state(step))
+            except jaxckpt.StorageError:
+                stopped = step
+                break
+        assert stopped == (1 if fail_fast else 3)
+        checkpoints._pending = None  # told above
+
+
+def test_the_body_s_own_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+
+    def body() -> None:
+        with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(0, state(0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as told:
+        body()
+    assert "no space" in told.value.__notes__[0]
+
+
+def test_metrics(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, keep_best=("loss", "max")) as checkpoints:
+        for step, loss in enumerate([1.0, np.float32(3.0), float("nan"), float("inf"), jnp.float32(3.0), 2]):
+            checkpoints.save(step, {"x": step}, metrics={"loss": loss})
+        checkpoints.save(6, {"x": 6})
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 6]
+        assert (checkpoints.best_step(), checkpoints.metrics(6)) == (4, {})
+        with pytest.raises(jaxckpt.InputError, match="metric 'loss' must be a number"):
+            checkpoints.save(7, {"x": 7}, metrics={"loss": "low"})
+        with pytest.raises(jaxckpt.NotACheckpointError, match="no step 5"):
+            checkpoints.metrics(5)
+    with pytest.raises(jaxckpt.InputError, match="keep_best"):
+        jaxckpt.Checkpointer(tmp_path).best_step()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"every": 0},
+        {"keep_last": 0},
+        {"keep_last": 1.5},
+        {"keep_every": -1},
+        {"components": {"x": 0}},
+        {"keep_best": ("loss", "least")},
+        {"on_preemption": "die"},
+    ],
+)
+def test_arguments_that_make_no_sense(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(jaxckpt.InputError):
+        jaxckpt.Checkpointer(tmp_path, **wrong)
+
+
+def test_steps_are_whole_numbers(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        for wrong in (-1, 1.5, "3"):
+            with pytest.raises(jaxckpt.InputError):
+                checkpoints.save(wrong, {"x": 1})  # pyright: ignore
+        assert checkpoints.save(np.int64(3), {"x": 1})  # pyright: ignore
+    assert checkpoints.steps() == [3]
+
+
+# Each process's own state -----------------------------------------------------------------------------------
+
+
+def test_process_states_of_three_are_given_back_to_two_and_one(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+from jax.experimental import multihost_utils
+import jax
+with jaxckpt.Checkpointer(args) as checkpoints:
+    if jax.process_count() == 3:
+        checkpoints.save(1, {"x": 1}, process_state={"at": [process_id, None, "é"], "raw": bytes([process_id, 255])})
+    else:
+        def resplit(states, count):
+            return [states[n::count] for n in range(count)]
+        print(checkpoints.process_state("at", resplit=resplit), checkpoints.process_state("raw", 1, resplit=resplit))
+        try:
+            checkpoints.process_state("at")
+        except jaxckpt.JaxckptError as error:
+            print(type(error).__name__)
+"""
+    where = str(tmp_path / "s")
+    run_processes(program, processes=3, devices_per_process=1, args=where, timeout=60)
+    found = [[n, None, "é"] for n in range(3)], [bytes([n, 255]) for n in range(3)]
+    for count in (2, 1):
+        done = run_processes(program, processes=count, devices_per_process=1, args=where, timeout=60)
+        for n, one in enumerate(done):
+            assert one.stdout.splitlines() == [f"{found[0][n::count]} {found[1][n::count]}", "InputError"]
+    states = jaxckpt.open(tmp_path / "s" / "00000001").process_states
+    assert states == [{"at": at, "raw": raw} for at, raw in zip(*found, strict=True)]
+    (victim,) = (tmp_path / "s").glob("*/data-*/process-1.json")
+    victim.write_bytes(victim.read_bytes().replace(b"null", b"1234"))
+    with pytest.raises(jaxckpt.DataError, match=r"process-1\.json is not as it was saved"):
+        jaxckpt.open(tmp_path / "s" / "00000001").process_states  # noqa: B018
+
+
+def test_process_states_that_are_not_there(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(jaxckpt.NotACheckpointError, match="no step"):
+            checkpoints.process_state("at")
+        checkpoints.save(1, {"x": 1}, process_state={"at": 1})
+        checkpoints.wait()
+        with pytest.raises(jaxckpt.InputError, match=r"no process_state 'on'; it has \['at'\]"):
+            checkpoints.process_state("on")
