@@ -422,9 +422,7 @@ class _Filling:
         self._block, cut = window.arrays([wanted for run in step.runs if run.passing for wanted in self._shapes(run)])
         rest = iter(cut)
         self._buffers: Buffers = [
-            []
-            if run.streamed
-            else [next(rest) if run.passing else aligned_empty(*found) for found in self._shapes(run)]
+            [] if run.streamed else [next(rest) if run.passing else _own(*found) for found in self._shapes(run)]
             for run in step.runs
         ]
 
@@ -504,6 +502,11 @@ def _settle(arrays: list[Any], window: _Window, n_bytes: int, block: Array) -> N
         jax.block_until_ready(arrays)
     taken_over = any(device.platform == "cpu" for array in jax.tree.leaves(arrays)[:1] for device in array.devices())
     window.release(n_bytes, None if taken_over else block)
+
+
+def _own(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Memory that becomes the caller's; objects lie in memory of NumPy's own making."""
+    return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
 
 
 def _assign(target: Array, source: Array) -> None:

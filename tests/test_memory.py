@@ -201,6 +201,16 @@ def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     assert np.array_equal(restored["host"], bits)
 
 
+@pytest.mark.parametrize("dtype", ["O", "U8", "complex128", ">f4", "m8[s]"])
+def test_a_cast_is_made_in_the_array_that_is_returned(dtype: str, tmp_path: Path) -> None:
+    saved = np.arange(12.0).reshape(3, 4)
+    jaxckpt.save(tmp_path / "c", {"a": saved})
+    target = {"a": np.empty((3, 4), dtype)}
+    restored = jaxckpt.restore(tmp_path / "c", target, options=jaxckpt.Options(cast="unsafe"))
+    assert restored["a"].dtype == dtype
+    np.testing.assert_array_equal(restored["a"], saved.astype(dtype))
+
+
 # Deleted meanwhile ----------------------------------------------------------------------------------------
 
 
