@@ -146,7 +146,10 @@ class Checkpointer:
             return
         try:
             self.close()
-        except Exception as failure:  # it must not hide the one that is on its way
+        except Exception as failure:
+            if failure is error:
+                return
+            # It must not hide the one that is on its way.
             error.add_note(f"jaxckpt: besides, the last save failed: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
@@ -196,7 +199,11 @@ class Checkpointer:
             return False
         if last_one:
             self._preempted = True
-            self._wait_within(self._seconds_left())
+            try:
+                self._wait_within(self._seconds_left())
+            except Exception as error:
+                _log.warning("the save before the last one failed: %s", error)
+                self._pending = None
         saved = last_one and step == self._newest
         if not saved:
             record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
