@@ -124,7 +124,10 @@ def _pieces(obj: Object, sources: Iterable[tuple[Index, Value, Box]], hold: str 
             array, part = value, here
             if isinstance(value, jax.Array):
                 array = value.addressable_data(number)
-                if not lies_in_host_memory(value):
+                if not lies_in_host_memory(value) and _is_offloaded(value):
+                    array, part = np.array(np.asarray(array)[here]), ...  # device_put would give the very same array
+                    copied += array.nbytes
+                elif not lies_in_host_memory(value):
                     array, part = array if _is_all(here, array.shape) else array[here], ...
                     away.append(len(pieces))
                 elif hold == "views":
@@ -165,6 +168,11 @@ def _host_side(sharding: Sharding) -> Sharding | None:
 def lies_in_host_memory(value: jax.Array) -> bool:
     """Whether NumPy can look at an array where it is."""
     return _on_cpu(value.sharding)
+
+
+def _is_offloaded(value: jax.Array) -> bool:
+    """Whether an array of another device was put into host memory by the user."""
+    return value.sharding.memory_kind in ("pinned_host", "unpinned_host")
 
 
 @functools.lru_cache(maxsize=4096)

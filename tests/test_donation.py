@@ -158,3 +158,20 @@ def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     assert held == 0
     assert (1 << 20) < most <= (5 << 20)  # the one that waits for room is a copy already
     require_equal(tmp_path / "c", {"x": np.asarray(x), "y": np.asarray(x) + 1})
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["host memory", "other devices"])
+def test_arrays_offloaded_to_host_memory(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    if elsewhere:
+        monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = np.arange(4096.0, dtype=np.float32)
+    tree = {"x": jax.device_put(x, NamedSharding(mesh, P("a"), memory_kind="pinned_host"))}
+    pending = jaxckpt.save_async(tmp_path / "c", tree)
+    tree["x"].delete()
+    gate.set()
+    pending.wait()
+    require_equal(tmp_path / "c", {"x": x})
+    assert jaxckpt.restore(tmp_path / "c")["x"].sharding.memory_kind == "pinned_host"
