@@ -486,6 +486,7 @@ class Checkpointer:
             except CorruptError as error:
                 _log.warning("%s is left alone: %s", child.url, error)
             else:
+                self._known[int(name)] = _Step.of(int(name), manifest)
                 child.sweep(manifest.data)
                 child.trim(manifest.data, (record.stack() for record in manifest.stacks))
 
