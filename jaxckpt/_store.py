@@ -272,9 +272,11 @@ class Store:
             os.rmdir(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
-        """Delete the folders of stacks that a published manifest names no more. Process 0."""
+        """Delete the folders of stacks that a published manifest names no more, and a dead writer's note. Process 0."""
         if self.folder is None:
             return
+        if _abandoned(os.path.join(self.folder, data)):
+            self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
         for name in self.child(data).names():
             if name not in named and os.path.isdir(os.path.join(self.folder, data, name)):
