@@ -3,6 +3,7 @@
 #   make demo    train on one mesh, save, restore on others, serve from one host
 #   make test    the tests
 #   make check   lint, types, docs, examples
+#   make faults  the whole fault campaign; writes docs/reliability.md; an hour
 #   make bench   small leaves and asynchronous saving, against Orbax
 
 # PYTHON=/path/to/python3 chooses another Python than the first that is new enough; each minor version has a stamp of
@@ -14,7 +15,7 @@ VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; v = sys.version_info; p
 BIN := .venv/bin
 READY := .venv/ready-$(VERSION)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check faults bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_reshard_serve.py
@@ -22,6 +23,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+faults: $(READY)
+	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -26,3 +26,9 @@ def run_python() -> processes.RunPython:
 def run_processes() -> processes.RunProcesses:
     """Runs a program in several real processes of one jax.distributed job."""
     return processes.run_processes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--campaign", action="store_true", help="all rounds of tests/faults, and docs/reliability.md from them"
+    )
