@@ -28,6 +28,7 @@ from jaxckpt._layout import (
 )
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
+from jaxckpt._place import store_at
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
 from jaxckpt._restore import kept, read_box
@@ -56,9 +57,10 @@ def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Che
         >>> jaxckpt.open("/tmp/jaxckpt-doc/open")["w"][8:12]
         array([ 8,  9, 10, 11])
     """
-    store = Store.at(path)
-    manifest, _ = manifests.load(store)
-    return Checkpoint(store, manifest, options or Options())
+    options = options or Options()
+    store = store_at(path, options)
+    manifest, _ = manifests.load(store, options.manifest_sha256)
+    return Checkpoint(store, manifest, options)
 
 
 class LazyLeaf:

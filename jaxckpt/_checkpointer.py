@@ -33,6 +33,7 @@ from jaxckpt._errors import (
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StepRecord
 from jaxckpt._options import Options
+from jaxckpt._place import store_at
 from jaxckpt._restore import restore
 from jaxckpt._save import Asked, PendingSave, start
 from jaxckpt._store import Store
@@ -114,8 +115,8 @@ class Checkpointer:
         if on_preemption not in ("exit", "continue"):
             raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
         self._rules = Rules(keep_last, keep_every, keep_best, keep_for, dict(components or {}))
-        self._store = Store.at(directory)
         self._options = options or Options()
+        self._store = store_at(directory, self._options)
         self._every = every
         self._background = background
         self._fail_fast = fail_fast

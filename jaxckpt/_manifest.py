@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
+from jaxckpt import _zarr as zarr
 from jaxckpt._errors import DataError, InputError, ManifestError, NotACheckpointError, listing
 from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
-from jaxckpt._store import MANIFEST, Store, zarr_json
+from jaxckpt._store import MANIFEST, Store
 from jaxckpt._tree import (
     DTYPES,
     MAX_RANK,
@@ -122,7 +123,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             stack.rows,
             list(stack.chunk),
             list(stack.object),
-            hashlib.sha256(zarr_json(stack)).hexdigest(),
+            hashlib.sha256(zarr.metadata(stack)).hexdigest(),
             objects,
             stack.compression,
         )
@@ -263,9 +264,10 @@ def require_json(value: Any, what: str) -> None:
 def load_states(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
     """Each process's own state, in order of the processes that saved. Raises DataError."""
     states: list[dict[str, Any]] = []
-    for process, (length, digest) in enumerate(manifest.process_states):
-        key = f"{manifest.data}/{state_name(process)}"
-        content = store.read(key)
+    keys = [f"{manifest.data}/{state_name(process)}" for process in range(len(manifest.process_states))]
+    contents = store.read_all(keys)
+    for process, (key, content) in enumerate(zip(keys, contents, strict=True)):
+        length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
             what = "is missing" if content is None else "is not as it was saved"
             raise DataError(f"{store.url}/{key} {what}: it holds process {process}'s own state")
@@ -318,11 +320,20 @@ def _version_of(content: bytes) -> int | None:
         return None
 
 
-def load(store: Store) -> tuple[Manifest, bytes]:
-    """The manifest of the checkpoint at a store, and its bytes. Raises NotACheckpointError, ManifestError."""
+def load(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
+    """The manifest of the checkpoint at a store, and its bytes; `sha256` is what theirs must be, if it is known.
+
+    Raises NotACheckpointError, ManifestError.
+    """
     content = store.read(MANIFEST)
     if content is None:
         raise NotACheckpointError(f"{store.url} is not a checkpoint: {_why_not(store)}")
+    found = hashlib.sha256(content).hexdigest()
+    if sha256 is not None and found != sha256.lower():
+        raise ManifestError(
+            f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by Options.manifest_sha256:"
+            " it is another checkpoint, or somebody changed it"
+        )
     return decode(content, store.url), content
 
 
@@ -332,7 +343,7 @@ def _why_not(store: Store) -> str:
     names = store.names()
     if any(name.startswith("data-") for name in names):
         return "a save to it never finished, so it has data but no manifest.json"
-    inside = [name for name in names[:1000] if Store.at(f"{store.url}/{name}").read(MANIFEST) is not None]
+    inside = store.published()
     if inside:
         return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
     return "it holds no manifest.json" if names else "there is nothing there"
@@ -471,7 +482,7 @@ def _object_problems(record: StackRecord, where: str) -> Any:
     if count != len(record.objects):
         yield f"{where} lists {len(record.objects)} of its {count} objects"
         return
-    if hashlib.sha256(zarr_json(stack)).hexdigest() != record.sha256:
+    if hashlib.sha256(zarr.metadata(stack)).hexdigest() != record.sha256:
         yield f"{where} has another zarr.json than its shape, dtype, chunk and object make"
     for index, _ in stack.objects():
         key = "/".join(map(str, index))

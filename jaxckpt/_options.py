@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxckpt._errors import InputError
 
@@ -58,12 +58,23 @@ class Options:
     timeout_seconds: float = 300.0
     """How long one process waits for another before it raises `PeerTimeoutError`, naming it."""
 
+    storage: Mapping[str, Any] | None = None
+    """Members of tensorstore's kvstore spec for an object store, beside those that the URL and the environment give:
+    `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile", "profile": "…"}}`."""
+
+    retry_seconds: float = 60.0
+    """How long, about, a request to an object store is tried again before a `StorageError`."""
+
+    manifest_sha256: str | None = None
+    """What the SHA-256 of manifest.json must be (`SaveInfo.manifest_sha256`), as hexadecimal digits: a checkpoint that
+    anybody changed is then an error, whoever can write to it."""
+
     progress: bool | Callable[[Progress], None] | None = None
     """True draws a bar on a terminal and elsewhere logs a line every 10 s (logger "jaxckpt", level INFO; stderr if that
     is off); a function is called with a `Progress` as bytes move, in the thread that moves them. None is silent."""
 
     def __post_init__(self) -> None:
-        for name in ("object_bytes", "chunk_bytes", "host_bytes", "timeout_seconds"):
+        for name in ("object_bytes", "chunk_bytes", "host_bytes", "timeout_seconds", "retry_seconds"):
             if not getattr(self, name) > 0:
                 raise InputError(f"Options.{name} must be above zero, found {getattr(self, name)!r}")
         if self.staging_bytes is not None and not self.staging_bytes > 0:

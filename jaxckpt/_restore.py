@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -18,15 +20,18 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxckpt import _manifest as manifests
+from jaxckpt import _zarr as zarr
+from jaxckpt._bucket import Bucket, Held
 from jaxckpt._coord import Group
 from jaxckpt._errors import DataError, NotACheckpointError, PeersDisagreeError, listing
 from jaxckpt._grid import Box, extent, intersection, volume, whole, within
 from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
+from jaxckpt._place import store_at
 from jaxckpt._plan import Read, ReadStep, Region, Run, Stack, Want, indexed_objects_of, plan_read, read_bytes
 from jaxckpt._progress import Report, reporting
-from jaxckpt._store import Array, Pending, Store, aligned_empty, object_key, storage_errors
+from jaxckpt._store import Array, Pending, Store, aligned_empty, storage_errors
 from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve, selected_leaves
 from jaxckpt._tree import ABSENT, DTYPES, Select, Tree, decode_value, show, unflatten
 
@@ -90,8 +95,8 @@ def restore(
     options = options or Options()
     group = Group.current(options.timeout_seconds)  # first of all: a call that raises counts like any other
     with group.meeting("opening the checkpoint") as meeting:
-        store = Store.at(path)
-        manifest, content = manifests.load(store)
+        store = store_at(path, options)
+        manifest, content = manifests.load(store, options.manifest_sha256)
         digests = meeting.gather(hashlib.sha256(content).hexdigest())
         if len(set(digests)) > 1:
             raise PeersDisagreeError(
@@ -126,10 +131,11 @@ def load_numpy(path: str | os.PathLike[str], *, select: Select | None = None, op
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/numpy")
         {'w': array([0, 1, 2])}
     """
-    store = Store.at(path)
-    manifest, _ = manifests.load(store)
+    options = options or Options()
+    store = store_at(path, options)
+    manifest, _ = manifests.load(store, options.manifest_sha256)
     goals = {number: numpy_goal(manifest, number) for number in selected_leaves(manifest, select)}
-    values = fetch(store, manifest, goals, options or Options())
+    values = fetch(store, manifest, goals, options)
     return unflatten(manifest.tree, [values.get(number, ABSENT) for number in range(len(manifest.leaves))])
 
 
@@ -210,7 +216,6 @@ def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: 
     leaves = _Leaves(manifest, stacks, by_row, homes, values)
     total = sum(step.n_bytes for step in steps)
     with _undisturbed(store, manifest), reporting("restore", total, options.progress) as report:
-        check_stored(store, manifest, stacks, steps)
         _read(store, manifest, stacks, steps, options, leaves, report)
     leaves.empty_leaves()
     return values
@@ -240,46 +245,73 @@ def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[An
     return found
 
 
-def check_stored(store: Store, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> None:
-    """Before reading: every object that will be touched is there and of its length, and zarr.json is as it was.
+@dataclass(slots=True)
+class _Touched:
+    """An object that will be read from."""
 
-    An object that will be read whole must also have its digest: its chunks' checksums tell that they are undamaged,
-    the digest that they are the ones saved here.
-    """
-    if store.folder is None:
-        return
-    touched: dict[int, dict[tuple[int, ...], list[int]]] = {}
-    for step in steps:
-        found = touched.setdefault(step.stack, {})
-        for region in step.regions:
-            for index, part, obj in indexed_objects_of(stacks[step.stack], region.box):
-                sizes = found.setdefault(index, [0, volume(obj)])
-                sizes[0] += volume(part)
-    problems: list[str] = []
-    for number, found in touched.items():
-        stack, record = stacks[number], manifest.stacks[number]
-        text = store.read(f"{manifest.data}/{stack.name}/zarr.json")
-        if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
-            state = "is missing" if text is None else "is not the one that was saved"
-            problems.append(f"{store.url}/{manifest.data}/{stack.name}/zarr.json {state}")
-        lengths = store.sizes(manifest.data, stack, found)
-        for index, (read, held) in found.items():
-            key = object_key(stack, index)
-            length, digest = record.objects["/".join(map(str, index))]
-            problem = None
-            if lengths[key] is None:
-                problem = "is missing"
-            elif lengths[key] != length:
-                problem = f"is {lengths[key]} bytes long, expected {length}"
-            elif read == held and store.digest(manifest.data, stack, index)[1] != digest:
-                problem = "holds other data than was saved there"
-            if problem:
-                rows = (index[0] * stack.object[0], (index[0] + 1) * stack.object[0])
-                problems.append(
-                    f"{store.url}/{manifest.data}/{key} {problem}; it holds {_leaves_at(manifest, number, rows)}"
-                )
-    if problems:
-        raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
+    index: tuple[int, ...]
+    key: str
+    length: int
+    digest: str
+    wanted: int = 0
+    held: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is wanted: then its digest can be checked too."""
+        return self.wanted == self.held
+
+
+class _Objects:
+    """The objects that steps will read from."""
+
+    def __init__(self, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> None:
+        self._manifest = manifest
+        self._stacks = stacks
+        self.touched: dict[int, dict[tuple[int, ...], _Touched]] = {}
+        for step in steps:
+            found = self.touched.setdefault(step.stack, {})
+            objects = manifest.stacks[step.stack].objects
+            for region in step.regions:
+                for index, part, obj in indexed_objects_of(stacks[step.stack], region.box):
+                    if index not in found:
+                        key = zarr.object_key(stacks[step.stack], index)
+                        length, digest = objects["/".join(map(str, index))]
+                        found[index] = _Touched(index, key, length, digest, 0, volume(obj))
+                    found[index].wanted += volume(part)
+
+    def check(self, store: Store) -> None:
+        """Before reading: every zarr.json is as it was, and where that can be told without reading them, every object
+        is of its length and every one that is wanted whole has its digest.
+
+        A chunk's checksum tells that it is undamaged; the digest, that the chunks are those saved here.
+        """
+        data = self._manifest.data
+        problems: list[str] = []
+        texts = store.read_all(f"{data}/{self._stacks[number].name}/zarr.json" for number in self.touched)
+        for number, text in zip(self.touched, texts, strict=True):
+            stack = self._stacks[number]
+            if text is None or hashlib.sha256(text).hexdigest() != self._manifest.stacks[number].sha256:
+                state = "is missing" if text is None else "is not the one that was saved"
+                problems.append(f"{store.url}/{data}/{stack.name}/zarr.json {state}")
+            if isinstance(store, Bucket):
+                continue  # each is checked when it comes; asking beforehand would cost as many requests again
+            touched = self.touched[number].values()
+            misfits = store.misfits({f"{data}/{one.key}": one.length for one in touched})
+            for one in touched:
+                problem = misfits.get(f"{data}/{one.key}")
+                if not problem and one.whole and store.digest(f"{data}/{one.key}", stack)[1] != one.digest:
+                    problem = "holds other data than was saved there"
+                if problem:
+                    problems.append(self.told(store, number, one, problem))
+        if problems:
+            raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
+
+    def told(self, store: Store, number: int, one: _Touched, problem: str) -> str:
+        """A problem of an object, with the leaves that it holds."""
+        rows = self._stacks[number].object[0]
+        leaves = _leaves_at(self._manifest, number, (one.index[0] * rows, (one.index[0] + 1) * rows))
+        return f"{store.url}/{self._manifest.data}/{one.key} {problem}; it holds {leaves}"
 
 
 def _leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
@@ -298,7 +330,6 @@ def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: O
     steps = plan_read(stacks, [Want(stack, row, (box,))], options.host_bytes)
     delivery = _OneBox()
     with _undisturbed(store, manifest):
-        check_stored(store, manifest, stacks, steps)
         _read(store, manifest, stacks, steps, options, delivery, lambda moved: None)
     return delivery.array
 
@@ -342,22 +373,80 @@ def _read(
     report: Report,
 ) -> None:
     """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
+    objects = _Objects(manifest, stacks, steps)
+    objects.check(store)
+    fetched = _Fetched(store, manifest, stacks, steps, objects, options) if isinstance(store, Bucket) else None
     window = _Window(options.host_bytes)
     for step in steps:
         stack = stacks[step.stack]
         window.take(step.held_bytes)
         filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
-        array = store.open_array(manifest.data, stack, mapped=options.mmap)
+        array = store.open_array(manifest.data, stack, options)
         for read in step.reads:
             window.take(read.held_bytes)
-            reading = _Reading(
-                read, filling, report, lambda rows, number=step.stack: _leaves_at(manifest, number, rows)
-            )
-            with store.batch() as batch:
-                for region, target in zip(read.regions, reading.targets, strict=True):
-                    reading.pending.append(store.read_into(array, region.box, target, batch))
-            window.later(reading.land)
+            leaves = functools.partial(_leaves_at, manifest, step.stack)
+            reading = _Reading(read, filling, report, leaves)
+            if fetched is None:
+                reading.begin(store, array)
+                window.later(reading.land)
+            else:
+                window.take(fetched.begin(step.stack, read))
+                window.later(functools.partial(fetched.land, step.stack, read, reading, window))
     window.drain()
+
+
+class _Fetched:
+    """Objects of an object store that are wanted whole: each is fetched in one request, checked, and read in memory."""
+
+    def __init__(
+        self,
+        store: Bucket,
+        manifest: Manifest,
+        stacks: Sequence[Stack],
+        steps: Sequence[ReadStep],
+        objects: _Objects,
+        options: Options,
+    ) -> None:
+        self._store = store
+        self._stacks = stacks
+        self._objects = objects
+        self._held = Held(store, manifest.data)
+        self._most_bytes = read_bytes(options.host_bytes)
+        self._uses = collections.Counter(
+            (step.stack, one.index) for step in steps for read in step.reads for one in self._of(step.stack, read)
+        )
+
+    def _of(self, number: int, read: Read) -> list[_Touched]:
+        """The objects that a read wants something of, and that are fetched whole."""
+        found = self._objects.touched[number]
+        indices = {
+            index for region in read.regions for index, _, _ in indexed_objects_of(self._stacks[number], region.box)
+        }
+        return [
+            found[index] for index in sorted(indices) if found[index].whole and found[index].length <= self._most_bytes
+        ]
+
+    def begin(self, number: int, read: Read) -> int:
+        """Ask for what a read wants; returns the bytes that will lie in memory until it has landed."""
+        wanted = self._of(number, read)
+        for one in wanted:
+            self._held.fetch(one.key)
+        return sum(one.length for one in wanted)
+
+    def land(self, number: int, read: Read, reading: _Reading, window: _Window) -> None:
+        """Wait for the objects of a read, then for the read itself."""
+        stack, wanted = self._stacks[number], self._of(number, read)
+        for one in wanted:
+            problem = self._held.problem(one.key, stack, one.length, one.digest)
+            if problem:
+                raise DataError(self._objects.told(self._store, number, one, problem))
+        reading.begin(self._store, self._held.open_array(stack, [one.key for one in wanted]))
+        reading.land()
+        for one in wanted:
+            self._uses[number, one.index] -= 1
+            if not self._uses[number, one.index]:
+                self._held.drop(one.key)
+        window.release(sum(one.length for one in wanted), None)
 
 
 class _Window:
@@ -466,7 +555,7 @@ class _Reading:
     """A read that is in flight."""
 
     def __init__(self, read: Read, filling: _Filling, report: Report, leaves: Callable[[tuple[int, int]], str]) -> None:
-        self.pending: list[Pending] = []
+        self._pending: list[Pending] = []
         self._read = read
         self._filling = filling
         self._report = report
@@ -475,13 +564,19 @@ class _Reading:
             [(extent(region.box), filling.dtype) for region in read.regions if region.staged]
         )
         rest = iter(staged)
-        self.targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
+        self._targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
+
+    def begin(self, store: Store, array: Any) -> None:
+        """Start reading all of it."""
+        with store.batch() as batch:
+            for region, target in zip(self._read.regions, self._targets, strict=True):
+                self._pending.append(store.read_into(array, region.box, target, batch))
 
     def land(self) -> None:
         """Wait for it and pass on what is staged."""
         sent: dict[Any, Any] = {}
-        for region, target, pending in zip(self._read.regions, self.targets, self.pending, strict=True):
-            with storage_errors(lambda rows=region.box[0]: f"cannot read leaf {self._leaves(rows)}"):
+        for region, target, pending in zip(self._read.regions, self._targets, self._pending, strict=True):
+            with storage_errors(lambda rows=region.box[0]: f"cannot read leaf {self._leaves(rows)}", reading=True):
                 pending.result()
             if region.staged:
                 sent.update(self._filling.scatter(region, target))

@@ -33,6 +33,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxckpt import _manifest as manifests
+from jaxckpt import _zarr as zarr
 from jaxckpt._coord import Group, Meeting
 from jaxckpt._draft import Draft, describe
 from jaxckpt._errors import (
@@ -45,6 +46,7 @@ from jaxckpt._errors import (
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StackRecord, StepRecord
 from jaxckpt._options import Options
+from jaxckpt._place import store_at
 from jaxckpt._plan import WRITE_COPIES, SavePlan, plan_save
 from jaxckpt._progress import Progress, Report, reporting
 from jaxckpt._staging import Staged, stage
@@ -411,7 +413,7 @@ def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
         if group.index == 0 and asked.check is not None:
             asked.check()
         with clock.timed("plan"):
-            store = Store.at(asked.path)
+            store = store_at(asked.path, options)
             manifests.require_json(asked.metadata, "metadata")
             state = None if asked.process_state is None else manifests.encode_state(asked.process_state)
             draft = describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
@@ -620,19 +622,21 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
             if isinstance(staged, _Handover):
                 staged.landed(one)
             report(obj.n_bytes)
-            length, digest = store.digest(data, stacks[obj.stack], obj.index)
+            stack = stacks[obj.stack]
+            length, digest = store.digest(f"{data}/{zarr.object_key(stack, obj.index)}", stack)
             written.append((obj.stack, "/".join(map(str, obj.index)), length, digest))
 
     try:
         for one in _timed(staged, clock):
-            obj = one.obj
+            obj, stack = one.obj, stacks[one.obj.stack]
             if obj.stack not in indices:
-                array = store.open_array(data, stacks[obj.stack], sync=job.options.sync)
+                array = store.open_array(data, stack, job.options, writing=True)
             indices.setdefault(obj.stack, []).append(obj.index)
             land(False, obj.n_bytes)
             with clock.timed("device_to_host"):
                 source = one.data(flights.buffer)
-            flights.launch(one, store.write(array, obj.box, source), source)
+            key = f"{data}/{zarr.object_key(stack, obj.index)}"
+            flights.launch(one, store.write(array, stack, key, obj.box, source), source)
             if isinstance(staged, _Handover) and staged.starves():
                 land(True)  # what is under way takes the room that the next one may be waiting for
         land(True)
@@ -737,7 +741,7 @@ def _put_state(job: _Job, data: str) -> tuple[int, str] | None:
     """Write this process's own state, if there is one."""
     if job.state is None:
         return None
-    job.store.put(data, manifests.state_name(job.group.index), job.state, sync=job.options.sync)
+    job.store.put(f"{data}/{manifests.state_name(job.group.index)}", job.state, sync=job.options.sync)
     return len(job.state), hashlib.sha256(job.state).hexdigest()
 
 
@@ -753,6 +757,9 @@ class _Claim:
     previous: bytes | None = None
     """The manifest that this save replaces."""
 
+    leftovers: bool = False
+    """Whether data lies there of which it could not be told that its writer is gone; once this is published, it can."""
+
     def release(self, *, keep: bool) -> None:
         """Let go: with the new data in place of the old, or without a trace."""
         if self.writer is None:
@@ -766,13 +773,15 @@ class _Claim:
             old = None if self.previous is None else manifests.data_of(self.previous)
             if old is not None:
                 self.writer.store.delete(old)
+            if self.leftovers:
+                self.writer.store.sweep(self.writer.data)
 
 
 def _claim(store: Store, plan: SavePlan, overwrite: bool) -> _Claim:
     """Sweep what dead saves left, and make the data folder with every stack's zarr.json."""
     previous = _previous(store, overwrite)
-    store.sweep(None if previous is None else manifests.data_of(previous))
-    claim = _Claim(save_id := uuid.uuid4().hex, store.begin(save_id), previous)
+    leftovers = store.sweep(None if previous is None else manifests.data_of(previous))
+    claim = _Claim(save_id := uuid.uuid4().hex, store.begin(save_id, previous), previous, leftovers)
     try:
         for stack in plan.stacks:
             store.create_array(f"data-{save_id}", stack)

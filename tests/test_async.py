@@ -19,7 +19,7 @@ from processes import RunProcesses, environment
 
 import jaxckpt
 from jaxckpt import _draft, _save
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
 
@@ -30,7 +30,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.error: Exception | None = None
-        write = Store.write
+        write = Folder.write
 
         def wait(*arguments: Any) -> Any:
             assert self.opened.wait(60)
@@ -38,7 +38,7 @@ class Gate:
                 raise self.error
             return write(*arguments)
 
-        monkeypatch.setattr(Store, "write", wait)
+        monkeypatch.setattr(Folder, "write", wait)
 
 
 @pytest.fixture
@@ -151,7 +151,9 @@ def test_a_save_that_fails_while_the_caller_waits_for_room(tmp_path: Path, gate:
 
 
 def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    begin = "import atexit, numpy as np, jaxckpt\nfrom jaxckpt._store import Store\natexit.register(print, 'theirs')\n"
+    begin = (
+        "import atexit, numpy as np, jaxckpt\nfrom jaxckpt._folder import Folder\natexit.register(print, 'theirs')\n"
+    )
     return subprocess.run(
         [sys.executable, "-c", begin + program, str(path)],
         env=environment(1), capture_output=True, text=True, timeout=60, check=False,
@@ -161,7 +163,7 @@ def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:
 def test_a_failure_that_nobody_asked_after_is_told_at_exit(tmp_path: Path) -> None:
     program = """
 def fail(*_): raise jaxckpt.StorageError(28, "no space")
-Store.write = fail
+Folder.write = fail
 import sys
 jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 """
@@ -177,9 +179,9 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 def test_a_save_under_way_is_finished_at_exit(tmp_path: Path, end: str) -> None:
     program = f"""
 import sys, time
-write = Store.write
+write = Folder.write
 def slow(*arguments): time.sleep(0.5); return write(*arguments)
-Store.write = slow
+Folder.write = slow
 jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
 {end}
 """
@@ -195,7 +197,7 @@ TOGETHER = """
 import os, signal, time
 import numpy as np, jax, jaxckpt
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 def made(spec, value):
@@ -207,11 +209,11 @@ def test_steps_with_collectives_run_while_it_is_written(run_processes: RunProces
     program = """
 tree = {"x": made(P("a", "b"), 1), "y": made(P(), 1)}
 step = jax.jit(lambda tree: jax.tree.map(lambda x: x + (x * 0 + 1).sum() / 64, tree), donate_argnums=0)
-write = Store.write
+write = Folder.write
 def slow(*arguments):
     time.sleep(0.3 * (1 + process_id))
     return write(*arguments)
-Store.write = slow
+Folder.write = slow
 saves = []
 for number in range(1, 4):
     saves.append(jaxckpt.save_async(f"{args}/{number}", tree, mesh=mesh, specs=P("b")))
@@ -234,7 +236,7 @@ def test_what_fails_in_one_is_raised_by_wait_in_all(run_processes: RunProcesses,
     program = """
 if process_id == 1:
     def fail(*_): raise jaxckpt.StorageError(28, "no space")
-    Store.write = fail
+    Folder.write = fail
 pending = jaxckpt.save_async(args, {"x": made(P("a", "b"), 1)})
 try:
     pending.wait(60)
@@ -270,11 +272,11 @@ jaxckpt.save_async(args, {"x": tree["x"]}).wait(60)
 
 def test_skipping_is_agreed_on(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = """
-write = Store.write
+write = Folder.write
 def slow(*arguments):
     time.sleep(process_id)  # process 0 has written its part long before
     return write(*arguments)
-Store.write = slow
+Folder.write = slow
 options = jaxckpt.Options(when_busy="skip")
 skipped = []
 for number in range(12):

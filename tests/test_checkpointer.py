@@ -19,8 +19,8 @@ from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt._checkpointer import Rules, _Step
+from jaxckpt._folder import Folder
 from jaxckpt._manifest import StepRecord
-from jaxckpt._store import Store
 
 FAST = jaxckpt.Options(sync=False)
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
@@ -92,7 +92,7 @@ def test_without_rules_all_are_kept_and_with_keep_for_the_young(tmp_path: Path) 
 def test_a_failed_save_costs_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = filled(tmp_path, range(2), keep_last=1)
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(5, "no")))
+        patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(5, "no")))
         with pytest.raises(jaxckpt.StorageError):
             checkpoints.save(2, state(2))
     assert checkpoints.steps() == [1]
@@ -158,7 +158,7 @@ def test_a_crash_between_publishing_less_and_deleting_its_data(
             raise Crash
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "trim", trim)
+        patched.setattr(Folder, "trim", trim)
         # Starting trims each of the four steps once; then come those that lose something.
         calls = -4
         with pytest.raises(Crash):
@@ -176,11 +176,11 @@ def test_a_crash_between_publishing_less_and_deleting_its_data(
 def test_deleting_unpublishes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path, range(3))
 
-    def clear(store: Store) -> None:
+    def clear(store: Folder) -> None:
         raise Crash
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "clear", clear)
+        patched.setattr(Folder, "clear", clear)
         with pytest.raises(Crash):
             jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
     assert list(tmp_path.glob("00000000/data-*/*/c"))  # its data is there,
@@ -290,7 +290,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_fast: bool
 ) -> None:
     with monkeypatch.context() as patched, jaxckpt.Checkpointer(tmp_path, every=3, fail_fast=fail_fast) as checkpoints:
-        patched.setattr(Store, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+        patched.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
         assert checkpoints.save(0, state(0))
         assert checkpoints.pending is not None
         assert checkpoints.pending._finished.wait(60)
@@ -306,7 +306,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
 
 
 def test_the_body_s_own_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+    monkeypatch.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
 
     def body() -> None:
         with jaxckpt.Checkpointer(tmp_path) as checkpoints:

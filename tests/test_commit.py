@@ -373,14 +373,14 @@ def test_a_saver_that_wakes_late_neither_publishes_nor_deletes(tmp_path: Path) -
     jaxckpt.save(path, version(1))
     sleeper = """
 import os, signal
-from jaxckpt import _store
-write = _store.Store.write
+from jaxckpt import _folder
+write = _folder.Folder.write
 def sleep_first(*args):
-    _store.Store.write = write
+    _folder.Folder.write = write
     print("sleeps", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     return write(*args)
-_store.Store.write = sleep_first
+_folder.Folder.write = sleep_first
 """
     with saver(path, 2, 1, program=sleeper + SAVER) as child:
         try:
@@ -400,10 +400,10 @@ _store.Store.write = sleep_first
 
 
 def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
-    from jaxckpt._store import Store
+    from jaxckpt._folder import Folder
 
-    store = Store.at(tmp_path / "ckpt")
-    writer = store.begin("live")
+    store = Folder("", str(tmp_path / "ckpt"))
+    writer = store.begin("live", None)
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     assert (tmp_path / "ckpt" / "data-live").is_dir()
     os.close(writer.handle or 0)  # as when its process dies

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _store
+from jaxckpt import _folder
 
 LARGE = 256 << 20
 """Bytes of a large leaf."""
@@ -193,7 +193,7 @@ class Witness:
 
 def test_five_calls_at_most_from_a_public_name_to_tensorstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chains: list[list[str]] = []
-    open_array = _store.Store.open_array
+    open_array = _folder.Folder.open_array
     array = ts.array
     tree = {
         "large": jax.device_put(jnp.ones((4096, 1024)), NamedSharding(mesh_of(8), P("x"))),
@@ -201,7 +201,7 @@ def test_five_calls_at_most_from_a_public_name_to_tensorstore(tmp_path: Path, mo
         "host": np.arange(3),
     }
     with monkeypatch.context() as patch:
-        patch.setattr(_store.Store, "open_array", lambda *args, **named: Witness(open_array(*args, **named), chains))
+        patch.setattr(_folder.Folder, "open_array", lambda *args, **named: Witness(open_array(*args, **named), chains))
         jaxckpt.save(tmp_path / "plain", tree)
         jaxckpt.save(tmp_path / "moved", tree, mesh=mesh_of(2), specs=P())
     with monkeypatch.context() as patch:
@@ -213,5 +213,5 @@ def test_five_calls_at_most_from_a_public_name_to_tensorstore(tmp_path: Path, mo
     found = {" → ".join(chain) for chain in chains}
     print(*sorted(found), sep="\n")
     assert {chain[0] for chain in chains} == {"save", "restore", "load_numpy", "LazyLeaf.__getitem__"}
-    assert {chain[-1] for chain in chains} == {"Store.write", "Store.read_into"}
+    assert {chain[-1] for chain in chains} == {"Folder.write", "Store.read_into"}
     assert max(map(len, chains)) <= 5, "the last of them calls tensorstore itself"

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import _staging
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 
 ROUNDS = 200
 
@@ -69,13 +69,13 @@ def require_equal(path: Path, wanted: Any) -> None:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written before it is opened."""
     opened = threading.Event()
-    write = Store.write
+    write = Folder.write
 
     def wait(*arguments: Any) -> Any:
         assert opened.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(Store, "write", wait)
+    monkeypatch.setattr(Folder, "write", wait)
     yield opened
     opened.set()
 

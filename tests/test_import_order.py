@@ -18,7 +18,10 @@ ROWS = [
     ["_grid"],
     ["_coord"],
     ["_plan"],
+    ["_zarr"],
     ["_store"],
+    ["_folder", "_bucket"],
+    ["_place"],
     ["_manifest"],
     ["_layout"],
     ["_target"],
@@ -74,8 +77,8 @@ def offences(module: str, source: str) -> list[str]:
             found.append(f"{name}: import from the private module that has it")
         elif package == "jaxckpt" and ROW_OF[inner] >= ROW_OF[module]:
             found.append(f"{name}: its row is not above that of {module}")
-        elif package == "tensorstore" and module != "_store":
-            found.append(f"{name}: only _store does")
+        elif package == "tensorstore" and module not in ("_store", "_folder", "_bucket"):
+            found.append(f"{name}: only the stores do")
         elif (package, inner) == ("jax", "_src") and module != "_coord":
             found.append(f"{name}: only _coord does, for the coordination service")
         elif package in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):

@@ -210,7 +210,7 @@ def test_one_processs_failure_is_raised_by_all_and_the_next_save_works(
         TREE
         + """
 import errno
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 mesh, path = mesh_of(2, 2), args + "/ckpt"
 jaxckpt.save(path, make(mesh))
 options = jaxckpt.Options(timeout_seconds=20)
@@ -234,13 +234,13 @@ if process_id == 1:
     other["host"] = other["host"][:3]
 attempt(other)
 
-write = Store.write
+write = Folder.write
 def refuse(self, array, box, source):
     raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
 if process_id == 1:
-    Store.write = refuse
+    Folder.write = refuse
 attempt(make(mesh))
-Store.write = write
+Folder.write = write
 jaxckpt.save(path, make(mesh), overwrite=True)
 check(jaxckpt.restore(path))
 assert len([name for name in os.listdir(path) if name.startswith("data-")]) == 1
@@ -266,7 +266,7 @@ def test_a_silent_process_is_named_within_the_timeout(run_processes: RunProcesse
         + """
 import os, signal, time
 from jaxckpt import _save
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 path, how = args
 tree = make(mesh_of(2, 2))
 if process_id == 1:
@@ -278,7 +278,7 @@ if process_id == 1:
         time.sleep(9)
         os.kill(pid, signal.SIGKILL)
         os._exit(0)
-    Store.write = lambda *_: os.kill(pid, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    Folder.write = lambda *_: os.kill(pid, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
 begun = time.monotonic()
 try:
     jaxckpt.save(path, tree, options=jaxckpt.Options(timeout_seconds=4))
@@ -308,8 +308,8 @@ def test_one_that_works_on_is_not_silent(run_processes: RunProcesses, tmp_path: 
         TREE
         + """
 import time
-from jaxckpt._store import Store
-write, publish, late = Store.write, Store.publish, []
+from jaxckpt._folder import Folder
+write, publish, late = Folder.write, Folder.publish, []
 
 def slow_write(*args):
     if process_id == 1 and not late:
@@ -320,7 +320,7 @@ def slow_publish(*args, **named):
     time.sleep(2.5)
     return publish(*args, **named)
 
-Store.write, Store.publish = slow_write, slow_publish
+Folder.write, Folder.publish = slow_write, slow_publish
 begun = time.monotonic()
 jaxckpt.save(args, make(mesh_of(2, 2)), options=jaxckpt.Options(timeout_seconds=1))
 print("saved", time.monotonic() - begun)
@@ -340,7 +340,7 @@ def test_all_raise_when_one_cannot_restore_and_the_next_restore_works(
     done = run_processes(
         TREE
         + """
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 path, options = args + "/ckpt", jaxckpt.Options(timeout_seconds=20)
 jaxckpt.save(path, make(mesh_of(2, 2)))
 
@@ -414,10 +414,10 @@ def test_without_process_0_none_waits_for_ever(run_processes: RunProcesses, tmp_
         TREE
         + """
 import signal
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 tree = make(mesh_of(2, 2))
 if process_id == 0:
-    Store.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    Folder.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 try:
     jaxckpt.save(args, tree, options=jaxckpt.Options(timeout_seconds=5))
 except jaxckpt.PeerError:
@@ -444,14 +444,14 @@ def test_one_that_fails_while_leaves_are_exchanged_does_not_hold_up_the_others(
         TREE
         + """
 import errno, time
-from jaxckpt._store import Store
+from jaxckpt._folder import Folder
 tree, first = make(mesh_of(2, 2)), mesh_of(1, 2, devices=jax.devices()[:2])
 
 def refuse(*_):
     raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
 
 if process_id == 0:
-    Store.write = refuse
+    Folder.write = refuse
 try:
     jaxckpt.save(args, tree, mesh=first, specs=P(), options=jaxckpt.Options(timeout_seconds=5))
 except jaxckpt.JaxckptError as error:

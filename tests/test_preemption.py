@@ -60,8 +60,8 @@ import os, signal, sys, time
 import numpy as np, jaxckpt
 how = sys.argv[2]
 if how == "stuck":
-    from jaxckpt._store import Store
-    Store.write = lambda *_: time.sleep(1000)
+    from jaxckpt._folder import Folder
+    Folder.write = lambda *_: time.sleep(1000)
 earlier = []
 if how == "chained":
     signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))

@@ -1,0 +1,447 @@
+"""A checkpoint on an object store.
+
+There a key is written whole or not at all, and a write can be made to depend on what the key holds. Nothing else can
+be relied on: no locks, no renames, no folders. So
+
+- a save is published by a conditional write of the manifest,
+- whether a save may still publish is settled at one key, the note of its writer: the writer turns it from "writing"
+  to "publishing" before it publishes, and who deletes its data turns it to "swept" before that; each only in the place
+  of what it has read, so one of them fails,
+- objects pass through memory: encoded there and put in one request, fetched in one request and checked as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import socket
+import uuid
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Self
+
+import numpy as np
+import tensorstore as ts
+
+from jaxckpt import _zarr as zarr
+from jaxckpt._errors import DataError, InputError, StorageError
+from jaxckpt._grid import Box
+from jaxckpt._options import Options
+from jaxckpt._plan import Stack
+from jaxckpt._store import (
+    MANIFEST,
+    MANIFEST_LIMIT_BYTES,
+    ROOT_CONTEXT,
+    WRITER,
+    Array,
+    Pending,
+    ReadRange,
+    Store,
+    Writer,
+    names_data,
+    open_spec,
+    storage_errors,
+)
+
+MARKS = "_steps/"
+"""Keys below it name the folders of a directory that hold checkpoints: listing all keys would cost a request for each
+thousand objects. A mark is made before the checkpoint is published, so it alone says nothing."""
+
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
+_STALLED_SECONDS = 30
+
+
+@cache
+def _context(retry_seconds: float) -> ts.Context:
+    # Delays double up to the longest: as many tries as fill the time.
+    delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
+    while waited < retry_seconds:
+        waited += delay
+        delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+        retries += 1
+    settings = {
+        "max_retries": retries,
+        "initial_delay": f"{_FIRST_DELAY_SECONDS}s",
+        "max_delay": f"{_LONGEST_DELAY_SECONDS}s",
+    }
+    # tensorstore waits for ever for a server that says nothing, unless its HTTP library is told not to. Read once.
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    return ts.Context({"s3_request_retries": settings, "gcs_request_retries": settings}, parent=ROOT_CONTEXT)
+
+
+@cache
+def _opened(spec: str, retry_seconds: float) -> ts.KvStore:
+    # Kept: each opening looks the credentials up again.
+    with storage_errors("cannot open the object store"):
+        return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket(Store):
+    """The keys below one path of an object store."""
+
+    spec: str
+    """tensorstore's spec of them, as JSON."""
+
+    retry_seconds: float
+
+    written: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    """Length and digest of objects that this process has put."""
+
+    @classmethod
+    def at(cls, url: str, options: Options) -> Self:
+        return cls(url, json.dumps(_spec_of(url, options.storage or {})), options.retry_seconds)
+
+    # Small files -----------------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes | None:
+        return self._get(key)[0]
+
+    def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
+        """All of them at once."""
+        begun = [(key, self._begin(key)) for key in keys]
+        return [self._landed(key, pending)[0] for key, pending in begun]
+
+    def _get(self, key: str) -> tuple[bytes | None, bytes]:
+        """(what a key holds, the generation that a conditional write wants)."""
+        return self._landed(key, self._begin(key))
+
+    def _begin(self, key: str) -> Pending:
+        return self._keys.read(key)
+
+    def _landed(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
+        with self._refused("read", key):
+            found = pending.result()
+        if len(found.value) > MANIFEST_LIMIT_BYTES:
+            raise DataError(f"{self.url}/{key} is over {MANIFEST_LIMIT_BYTES} bytes: no such file of ours is")
+        return found.value if found.state == "value" else None, found.stamp.generation
+
+    def get(self, key: str) -> Pending:
+        """Begin to read a key whole."""
+        return self._keys.read(key)
+
+    def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        self._put(key, content).result()
+
+    def _put(self, key: str, content: bytes) -> _Put:
+        return _Put(self, key, self._keys.write(key, content))
+
+    def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
+        """Write a key if it still holds what was read with `generation`. Content must be the writer's own."""
+        with self._refused("write", key):
+            stamp = self._keys.write(key, content, if_equal=generation).result()
+        # An empty generation means that the condition failed, unless it was our own write whose answer was lost.
+        return bool(stamp.generation) or self.read(key) == content
+
+    def remove(self, key: str) -> None:
+        with self._refused("delete", key):
+            self._keys.write(key, None).result()
+
+    def delete(self, name: str) -> None:
+        with self._refused("delete", name):
+            self._keys.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
+
+    def names(self) -> list[str]:
+        """Costs a request for each thousand keys below."""
+        return sorted({key.partition("/")[0] for key in self._list("")})
+
+    def _list(self, prefix: str) -> list[str]:
+        """The keys below a prefix, without it."""
+        until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        with self._refused("list", prefix):
+            found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
+        return [key.decode(errors="replace") for key in found]
+
+    def child(self, name: str) -> Self:
+        spec = json.loads(self.spec)
+        spec["path"] = f"{spec.get('path', '')}{name}/"
+        return type(self)(f"{self.url}/{name}", json.dumps(spec), self.retry_seconds)
+
+    def published(self) -> list[str]:
+        """One request, and one for each mark."""
+        names = sorted(self._list(MARKS))
+        reads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
+        with self._refused("read", MANIFEST):
+            return [name for name, read in zip(names, reads, strict=True) if read.result().state == "value"]
+
+    def mark(self, name: str) -> None:
+        self.put(f"{MARKS}{name}", b"{}")
+
+    # A save's own folder ----------------------------------------------------------------------------------
+
+    def begin(self, save_id: str, previous: bytes | None) -> Writer:
+        data = f"data-{save_id}"
+        key = f"{data}/{WRITER}"
+        note = {"save_id": save_id, "host": socket.gethostname(), "pid": os.getpid(), "replaces": _identity(previous)}
+        nothing = self._get(key)[1]
+        if not self._exchange(key, nothing, json.dumps({**note, "state": "writing"}).encode()):
+            raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it exists already")
+        if self._exchange(key, nothing, json.dumps({**note, "state": "probing"}).encode()):
+            self.delete(data)
+            raise StorageError(
+                errno.EOPNOTSUPP,
+                f"cannot save to {self.url}: the server ignores the conditions of writes (If-None-Match), without which"
+                " two saves could publish at once, and mix. Use a server that honours them, as Amazon S3 and Google"
+                " Cloud Storage do",
+            )
+        return Writer(self, data)
+
+    def _settle(self, data: str, state: str) -> bool:
+        """Turn the note of a writer that is writing to "publishing" or "swept"."""
+        key = f"{data}/{WRITER}"
+        content, generation = self._get(key)
+        note = _note(content)
+        if note.get("state") != "writing":
+            return note.get("state") == state
+        return self._exchange(key, generation, json.dumps({**note, "state": state}).encode())
+
+    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
+        found, generation = self._get(MANIFEST)
+        if found != previous:
+            raise self.overtaken()
+        # What is published already, and now without some leaves, has no writer any more.
+        if not names_data(previous, data) and not self._settle(data, "publishing"):
+            raise self.overtaken()
+        if not self._exchange(MANIFEST, generation, manifest):
+            raise self.overtaken()
+        if not names_data(previous, data) and self.read(f"{data}/{WRITER}") is None:
+            # Another save took this one's place, swept its data, and was deleted since.
+            self.unpublish(sync=sync)
+            raise self.overtaken()
+
+    def unpublish(self, *, sync: bool) -> None:
+        self.remove(MANIFEST)
+
+    def give_up(self, data: str) -> None:
+        """What was about to be published may yet appear, if only its answer was lost: left for a later sweep."""
+        if self._settle(data, "swept"):
+            self.delete(data)
+
+    def sweep(self, current: str | None) -> bool:
+        """A save that meant to replace another manifest than the present one can never publish."""
+        left = False
+        for name in sorted({f"data-{key.partition('/')[0]}" for key in self._list("data-")} - {current}):
+            note = self.read(f"{name}/{WRITER}")
+            # Asked last: it may have been published since we listed it.
+            manifest = self.read(MANIFEST)
+            if names_data(manifest, name):
+                continue
+            published_once = note is None
+            if published_once or (_note(note).get("replaces") != _identity(manifest) and self._sweepable(name)):
+                self.delete(name)
+            else:
+                left = True
+        return left
+
+    def _sweepable(self, data: str) -> bool:
+        """Whether a writer that can no longer publish is told so, or has died on its way to it."""
+        return self._settle(data, "swept") or _note(self.read(f"{data}/{WRITER}")).get("state") == "publishing"
+
+    def clear(self) -> None:
+        """A live writer is told by its note that its data is gone."""
+        for name in self.names():
+            if self.read(f"{name}/{WRITER}") is None or self._settle(name, "swept"):
+                self.delete(name)
+
+    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        named = {stack.name for stack in stacks}
+        folder = self.child(data)
+        for name in {key.partition("/")[0] for key in self._list(f"{data}/") if "/" in key}:
+            if name not in named:
+                folder.delete(name)
+
+    # Arrays -----------------------------------------------------------------------------------------------
+
+    def open_array(self, data: str, stack: Stack, options: Options, *, writing: bool = False) -> ts.TensorStore:
+        below = f"{data}/{stack.name}/"
+        if writing:
+            return open_spec({"driver": "memory", "path": f"{self._aside}{below}"}, stack, ROOT_CONTEXT)
+        return open_spec(self.below(below), stack, self.context)
+
+    def write(self, array: ts.TensorStore, stack: Stack, key: str, box: Box, source: Array) -> Pending:
+        """Encoded in memory, at once; what is left to wait for is one request."""
+        memory = _opened(json.dumps({"driver": "memory", "path": self._aside}), self.retry_seconds)
+        with self._refused("encode", key):
+            view = array[tuple(slice(a, b) for a, b in box)]
+            view.write(source.view(array.dtype.numpy_dtype), can_reference_source_data_indefinitely=True).result()
+            content = memory.read(key).result().value
+            memory.write(key, None).result()
+        self.written[key] = len(content), zarr.digest(np.frombuffer(content, np.uint8), stack)
+        return self._put(key, content)
+
+    def digest(self, key: str, stack: Stack) -> tuple[int, str]:
+        return self.written.pop(key)
+
+    def misfits(self, expected: Mapping[str, int]) -> dict[str, str]:
+        """One request for each, of its last byte."""
+        reads = {
+            key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in expected.items()
+        }
+        found = {key: self._misfit(key, read, expected[key]) for key, read in reads.items()}
+        return {key: problem for key, problem in found.items() if problem}
+
+    def _misfit(self, key: str, pending: Any, length: int) -> str | None:
+        try:
+            with self._refused("read", key, reading=True):
+                tail = pending.result()
+        except DataError:  # beyond its end
+            return f"is shorter than the expected {length} bytes"
+        if tail.state != "value":
+            return "is missing"
+        found = max(0, length - 1) + len(tail.value)
+        return None if found == length else f"is {found} bytes long, expected {length}"
+
+    @contextlib.contextmanager
+    def ranges(self, key: str, length: int) -> Generator[ReadRange]:
+        def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+            with self._refused("read", key, reading=True):
+                found = self._keys.read(key, byte_range=slice(start, stop)).result()
+            if len(found.value) != stop - start:
+                raise DataError(f"{self.url}/{key} was cut while it was read")
+            return np.frombuffer(found.value, np.uint8)
+
+        for problem in self.misfits({key: length}).values():
+            raise DataError(f"{self.url}/{key} {problem}")
+        yield read
+
+    # Durability: what is put is durable -------------------------------------------------------------------
+
+    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
+        pass
+
+    def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
+        pass
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> ts.Context:
+        """What tensorstore opens arrays of this store with."""
+        return _context(self.retry_seconds)
+
+    @property
+    def _keys(self) -> ts.KvStore:
+        return _opened(self.spec, self.retry_seconds)
+
+    @property
+    def _aside(self) -> str:
+        """Where in memory objects are encoded before they are put."""
+        return f"jaxckpt-aside/{self.url}/"
+
+    def below(self, folder: str) -> dict[str, Any]:
+        """tensorstore's spec of the keys below a folder."""
+        spec = json.loads(self.spec)
+        return {**spec, "path": f"{spec.get('path', '')}{folder}"}
+
+    def _refused(self, verb: str, key: str, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
+        return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A write under way, which depends on nothing."""
+
+    store: Bucket
+    key: str
+    pending: Any
+
+    def done(self) -> bool:
+        return self.pending.done()
+
+    def result(self) -> None:
+        what = f"cannot write {self.store.url}/{self.key}"
+        with storage_errors(what):
+            stamp = self.pending.result()
+        if not stamp.generation:  # so tensorstore tells of a condition that failed, though none was set
+            raise StorageError(errno.EIO, f"{what}: the server refused it (HTTP 412)")
+
+
+class Held:
+    """Objects that are in memory while they are read: each fetched in one request, and checked as a whole."""
+
+    def __init__(self, store: Bucket, data: str) -> None:
+        self._store = store
+        self._data = data
+        self._path = f"jaxckpt-held/{uuid.uuid4().hex}/"
+        self._memory = _opened(json.dumps({"driver": "memory", "path": self._path}), store.retry_seconds)
+        self._coming: dict[str, Any] = {}
+        self._here: set[str] = set()
+
+    def fetch(self, key: str) -> None:
+        """Begin to fetch an object, unless that was done before."""
+        if key not in self._coming and key not in self._here:
+            self._coming[key] = self._store.get(f"{self._data}/{key}")
+
+    def problem(self, key: str, stack: Stack, length: int, digest: str) -> str | None:
+        """Wait for an object; what is wrong with it, or None where it is as expected, and ready to be read."""
+        if key in self._here:
+            return None
+        with storage_errors(f"cannot read {self._store.url}/{self._data}/{key}", reading=True):
+            found = self._coming.pop(key).result()
+        if found.state != "value":
+            return "is missing"
+        if len(found.value) != length:
+            return f"is {len(found.value)} bytes long, expected {length}"
+        if zarr.digest(np.frombuffer(found.value, np.uint8), stack) != digest:
+            return "holds other data than was saved there"
+        self._memory.write(key, found.value).result()
+        self._here.add(key)
+        return None
+
+    def open_array(self, stack: Stack, keys: Iterable[str]) -> ts.TensorStore:
+        """The stack, the objects `keys` of it in memory and all others where they are stored."""
+        folder = f"{stack.name}/"
+        layers: list[dict[str, Any]] = [{"base": self._store.below(f"{self._data}/{folder}")}]
+        for key in keys:
+            base = {"driver": "memory", "path": f"{self._path}{key}"}
+            layers.append({"exact": key.removeprefix(folder), "base": base})
+        return open_spec({"driver": "kvstack", "layers": layers}, stack, self._store.context)
+
+    def drop(self, key: str) -> None:
+        """Nobody reads it any more."""
+        self._here.discard(key)
+        self._memory.write(key, None).result()
+
+
+def _note(content: bytes | None) -> dict[str, Any]:
+    """A writer's note, which may be anything."""
+    try:
+        found = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _identity(manifest: bytes | None) -> str | None:
+    return None if manifest is None else hashlib.sha256(manifest).hexdigest()
+
+
+def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
+    """tensorstore's spec of a URL: with the endpoint and the region that the environment names, which it does not look
+    for, and with what `Options.storage` says. Raises InputError.
+
+    The variables are those of the AWS command line: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION,
+    AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; without these two, credentials come from wherever
+    tensorstore finds them (profile, instance).
+    """
+    try:
+        spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
+    except ValueError as error:
+        raise InputError(f"path {url!r} is no URL that tensorstore takes: {str(error).partition(' [')[0]}") from None
+    if spec["driver"] == "s3":
+        environment = os.environ.get
+        endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
+        region = environment("AWS_REGION") or environment("AWS_DEFAULT_REGION")
+        if endpoint:
+            spec["endpoint"] = endpoint.rstrip("/")
+        if region or endpoint:  # without one, the server is asked first
+            spec["aws_region"] = region or "us-east-1"
+        if environment("AWS_ACCESS_KEY_ID"):
+            spec["aws_credentials"] = {"type": "environment"}
+    return {**spec, **storage}

@@ -1,0 +1,389 @@
+"""A checkpoint on a file system.
+
+Its control files go through the file system itself, where the order of writing, fsync and rename can be stated exactly;
+only arrays go through tensorstore. Nothing but plain files, in plain folders below the checkpoint's own, is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Self
+
+import numpy as np
+import tensorstore as ts
+
+from jaxckpt import _zarr as zarr
+from jaxckpt._errors import CheckpointExistsError, DataError, StorageError
+from jaxckpt._grid import Box
+from jaxckpt._options import Options
+from jaxckpt._plan import Stack
+from jaxckpt._store import (
+    MANIFEST,
+    MANIFEST_LIMIT_BYTES,
+    ROOT_CONTEXT,
+    WRITER,
+    Array,
+    Pending,
+    ReadRange,
+    Store,
+    Writer,
+    open_spec,
+)
+
+
+@cache
+def _context(*, sync: bool, mapped: bool) -> ts.Context:
+    # No two processes write one object, so no lock is needed around it.
+    settings: dict[str, Any] = {"file_io_sync": sync, "file_io_locking": {"mode": "none"}}
+    if mapped:
+        settings["file_io_mode"] = {"mode": "memmap"}
+    return ts.Context(settings, parent=ROOT_CONTEXT)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder(Store):
+    """The folder of one checkpoint on a file system."""
+
+    folder: str
+    """Its absolute path."""
+
+    # Small files -----------------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            with self._opened(key) as (handle, size):
+                if size > MANIFEST_LIMIT_BYTES:
+                    raise DataError(f"{self.url}/{key} is over {MANIFEST_LIMIT_BYTES} bytes: no such file of ours is")
+                with open(handle, "rb", closefd=False) as file:
+                    return file.read(size)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._refused("read", key, error) from error
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Generator[tuple[int, int]]:
+        """(handle, size) of a plain file below. Raises DataError where it is something else, or not below."""
+        _, odd = self._look(key, set())
+        if odd:
+            raise DataError(f"{self.url}/{key} {odd}")
+        # Whoever puts a pipe there meanwhile shall not hold us up.
+        handle = os.open(os.path.join(self.folder, key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            yield handle, os.fstat(handle).st_size
+        finally:
+            os.close(handle)
+
+    def _look(self, key: str, plain: set[str]) -> tuple[int, str | None]:
+        """(size of a file below, what is wrong where it is not a plain file in folders below).
+
+        A link could lead anywhere, a pipe or a device never end. `plain` remembers folders that were looked at.
+        """
+        above = key.rpartition("/")[0]
+        while above and above not in plain:
+            mode = os.lstat(os.path.join(self.folder, above)).st_mode
+            if not stat.S_ISDIR(mode):
+                return 0, f"lies in {above}, which is {_kind(mode)}, expected a plain folder"
+            plain.add(above)
+            above = above.rpartition("/")[0]
+        info = os.lstat(os.path.join(self.folder, key))
+        return info.st_size, None if stat.S_ISREG(info.st_mode) else f"is {_kind(info.st_mode)}, expected a plain file"
+
+    def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        try:
+            self._write(key, content, sync=sync)
+        except OSError as error:
+            raise self._refused("write", key, error) from error
+
+    def _write(self, key: str, content: bytes, *, sync: bool) -> None:
+        with open(os.path.join(self.folder, key), "wb") as file:
+            file.write(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self.folder, key))
+
+    def delete(self, name: str) -> None:
+        shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._refused("list", "", error) from error
+
+    def child(self, name: str) -> Self:
+        return type(self)(f"{self.url}/{name}", os.path.join(self.folder, name))
+
+    def published(self) -> list[str]:
+        return [name for name in self.names() if os.path.exists(os.path.join(self.folder, name, MANIFEST))]
+
+    def is_file(self) -> bool:
+        return os.path.isfile(self.folder)
+
+    # A save's own folder ----------------------------------------------------------------------------------
+
+    def begin(self, save_id: str, previous: bytes | None) -> Writer:
+        """The note is locked for as long as the writer lives."""
+        data = f"data-{save_id}"
+        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
+        path = os.path.join(self.folder, data)
+        handle = None
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with self._locked():
+                os.mkdir(path)
+                handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+                with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(handle, note)
+        except OSError as error:
+            if handle is not None:
+                os.close(handle)
+                shutil.rmtree(path, ignore_errors=True)
+            raise self._refused("create", data, error) from error
+        return Writer(self, data, handle)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[int]:
+        """The checkpoint's own folder, open and locked: beginnings, sweeps and publications take turns."""
+        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):  # as above
+                fcntl.flock(handle, fcntl.LOCK_EX)  # released when closed, and when this process dies
+            yield handle
+        finally:
+            os.close(handle)
+
+    def create_array(self, data: str, stack: Stack) -> None:
+        try:
+            os.makedirs(os.path.join(self.folder, data, stack.name), exist_ok=True)
+        except OSError as error:
+            raise self._refused("create", f"{data}/{stack.name}", error) from error
+        super(Folder, self).create_array(data, stack)
+
+    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
+        try:
+            with self._locked() as handle:
+                if self.read(MANIFEST) != previous:
+                    raise self.overtaken()
+                self._replace_manifest(data, manifest, sync=sync)
+                try:
+                    if sync:
+                        os.fsync(handle)
+                except OSError:
+                    # In place, but perhaps not for ever: a save that raises must not have published.
+                    with contextlib.suppress(OSError):
+                        if previous is None:
+                            os.unlink(os.path.join(self.folder, MANIFEST))
+                        else:
+                            self._replace_manifest(data, previous, sync=False)
+                    raise
+        except CheckpointExistsError:
+            raise
+        except OSError as error:
+            raise self._refused("publish", MANIFEST, error) from error
+
+    def _replace_manifest(self, data: str, content: bytes, *, sync: bool) -> None:
+        # Written beside the data, then renamed into place: what a crash leaves goes with the data.
+        self._write(f"{data}/{MANIFEST}", content, sync=sync)
+        os.rename(os.path.join(self.folder, data, MANIFEST), os.path.join(self.folder, MANIFEST))
+
+    def unpublish(self, *, sync: bool) -> None:
+        try:
+            with self._locked() as handle:
+                os.unlink(os.path.join(self.folder, MANIFEST))
+                if sync:  # else a power loss could bring it back, without its data
+                    os.fsync(handle)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._refused("delete", MANIFEST, error) from error
+
+    def give_up(self, data: str) -> None:
+        self.delete(data)
+
+    def sweep(self, current: str | None) -> bool:
+        """A folder is left alone while its writer may live: while its lock is held, or where it was written on another
+        host, whose locks may not show here."""
+        if not os.path.isdir(self.folder):
+            return False
+        left = False
+        with self._locked():
+            for name in self.names():
+                if not name.startswith("data-") or name == current:
+                    continue
+                path = os.path.join(self.folder, name)
+                # Named by the manifest is asked last: it may have been published since we listed it.
+                if _abandoned(path) and not self.names_data(name):
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    left = True
+        return left
+
+    def clear(self) -> None:
+        """What a live writer has is left."""
+        self.sweep(None)
+        with contextlib.suppress(OSError):  # not empty: somebody is writing in it
+            os.rmdir(self.folder)
+
+    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        """And a dead writer's note."""
+        if _abandoned(os.path.join(self.folder, data)):
+            self.remove(f"{data}/{WRITER}")
+        named = {stack.name for stack in stacks}
+        for name in self.child(data).names():
+            if name not in named and os.path.isdir(os.path.join(self.folder, data, name)):
+                self.child(data).delete(name)
+
+    # Arrays -----------------------------------------------------------------------------------------------
+
+    def open_array(self, data: str, stack: Stack, options: Options, *, writing: bool = False) -> ts.TensorStore:
+        kvstore = {"driver": "file", "path": f"{self.folder}/{data}/{stack.name}/"}
+        return open_spec(kvstore, stack, _context(sync=writing and options.sync, mapped=options.mmap and not writing))
+
+    def write(self, array: ts.TensorStore, stack: Stack, key: str, box: Box, source: Array) -> Pending:
+        view = array[tuple(slice(a, b) for a, b in box)]
+        return view.write(source.view(array.dtype.numpy_dtype), can_reference_source_data_indefinitely=True)
+
+    def digest(self, key: str, stack: Stack) -> tuple[int, str]:
+        try:
+            with self._opened(key) as (handle, size):
+                if size < stack.index_bytes:
+                    raise DataError(f"{self.url}/{key} is {size} bytes long, shorter than its index")
+                with mmap.mmap(handle, size, prot=mmap.PROT_READ) as mapped:
+                    view = np.frombuffer(mapped, np.uint8)
+                    try:
+                        return size, zarr.digest(view, stack)
+                    finally:
+                        del view
+        except OSError as error:
+            raise self._refused("read", key, error) from error
+
+    def misfits(self, expected: Mapping[str, int]) -> dict[str, str]:
+        plain = set[str]()
+        found: dict[str, str] = {}
+        for key, length in expected.items():
+            try:
+                size, odd = self._look(key, plain)
+            except (FileNotFoundError, NotADirectoryError):
+                size, odd = 0, "is missing"
+            if odd or size != length:
+                found[key] = odd or f"is {size} bytes long, expected {length}"
+        return found
+
+    @contextlib.contextmanager
+    def ranges(self, key: str, length: int) -> Generator[ReadRange]:
+        buffer = np.empty(0, np.uint8)
+
+        def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+            nonlocal buffer
+            if len(buffer) < stop - start:
+                buffer = np.empty(
+                    stop - start, np.uint8
+                )  # used again: the first touch of memory costs more than the read
+            count = os.preadv(handle, [memoryview(buffer)[: stop - start]], start)  # pyright: ignore[reportArgumentType]
+            if count < stop - start:
+                raise DataError(f"{self.url}/{key} was cut while it was read")
+            return buffer[: stop - start]
+
+        try:
+            with self._opened(key) as (handle, size):
+                if size != length:
+                    raise DataError(f"{self.url}/{key} is {size} bytes long, expected {length}")
+                yield read
+        except (FileNotFoundError, NotADirectoryError):
+            raise DataError(f"{self.url}/{key} is missing") from None
+        except OSError as error:
+            raise self._refused("read", key, error) from error
+
+    # Durability -------------------------------------------------------------------------------------------
+
+    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
+        """But the lowest: tensorstore fsyncs that one."""
+        top = os.path.join(self.folder, data, stack.name)
+        folders = {top}
+        for index in indices:
+            folder = os.path.dirname(os.path.dirname(os.path.join(self.folder, data, zarr.object_key(stack, index))))
+            while len(folder) > len(top):
+                folders.add(folder)
+                folder = os.path.dirname(folder)
+        for folder in sorted(folders):
+            self._fsync(folder)
+
+    def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
+        """Any folder above may be new."""
+        top = os.path.join(self.folder, data)
+        for stack in stacks:
+            self._fsync(os.path.join(top, stack.name, "zarr.json"))
+            self._fsync(os.path.join(top, stack.name))
+        self._fsync(top)
+        self._fsync(self.folder)
+        folder = os.path.dirname(self.folder)
+        # Up to the first that we may not even open: it was there before us.
+        while os.access(folder, os.R_OK):
+            try:
+                self._fsync(folder)
+            except StorageError as error:
+                if error.errno not in (
+                    errno.EINVAL,
+                    errno.ENOSYS,
+                    errno.ENOTSUP,
+                ):  # a file system that syncs no folders
+                    raise
+            if folder == os.path.dirname(folder):
+                return
+            folder = os.path.dirname(folder)
+
+    def _fsync(self, path: str) -> None:
+        try:
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, f"cannot sync {path}: {error.strerror or error}") from error
+
+    def _refused(self, verb: str, key: str, error: OSError) -> StorageError:
+        return StorageError(error.errno or errno.EIO, f"cannot {verb} {self.url}/{key}: {error.strerror or error}")
+
+
+def _kind(mode: int) -> str:
+    return "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+
+
+def _abandoned(path: str) -> bool:
+    """Whether the writer of a data folder is surely gone."""
+    try:
+        handle = os.open(os.path.join(path, WRITER), os.O_RDWR)  # NFS locks only what is open for writing
+    except FileNotFoundError:
+        return True  # once published, and replaced since; or its writer died before it could say so
+    except OSError:
+        return False
+    try:
+        note = os.read(handle, 4096)
+        if note and json.loads(note).get("host") != socket.gethostname():
+            return False
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(handle)
+    return True

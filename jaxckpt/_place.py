@@ -1,0 +1,24 @@
+"""Which store is at a path."""
+
+from __future__ import annotations
+
+import os
+
+from jaxckpt._bucket import Bucket
+from jaxckpt._errors import InputError
+from jaxckpt._folder import Folder
+from jaxckpt._options import Options
+from jaxckpt._store import Store
+
+
+def store_at(path: str | os.PathLike[str], options: Options) -> Store:
+    """The store at a local path, or at a URL that tensorstore's kvstore takes. Raises InputError."""
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"path must be a non-empty str or PathLike, found {path!r}")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Folder(text.rstrip("/") or "/", os.path.abspath(os.path.expanduser(text)))
+    if scheme == "file":
+        return Folder(text.rstrip("/"), os.path.abspath("/" + rest.lstrip("/")))
+    return Bucket.at(text.rstrip("/"), options)

@@ -1,0 +1,156 @@
+"""The bytes of a stack as Zarr v3 has them: its metadata, and what lies where in one of its objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from jaxckpt._grid import Box
+from jaxckpt._plan import Stack
+from jaxckpt._tree import DTYPES, stored_dtype
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+WINDOW_BYTES = 4 << 20
+"""Bytes of an object that are looked at together."""
+
+_ABSENT = 0xFFFFFFFFFFFFFFFF  # the offset and length of a chunk that is not stored
+
+
+def metadata(stack: Stack) -> bytes:
+    """The stack's zarr.json: a function of the stack alone, so readers need not trust the stored copy."""
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    data_type = stored_dtype(stack.dtype)
+    plain = {"name": "bytes"} if DTYPES[stack.dtype].itemsize == 1 else little
+    codecs: list[dict[str, Any]] = [plain]
+    if stack.compression == "zstd":
+        codecs.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
+    codecs.append({"name": "crc32c"})
+    complex_dtype = data_type.startswith("complex")
+    fill: Any = [0.0, 0.0] if complex_dtype else 0.0 if data_type.startswith("float") else 0
+    return json.dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": stack.array_shape,
+            "data_type": data_type,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stack.object}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": False if data_type == "bool" else fill,
+            "codecs": [
+                {
+                    "name": "sharding_indexed",
+                    "configuration": {
+                        "chunk_shape": stack.chunk,
+                        "codecs": codecs,
+                        "index_codecs": [little, {"name": "crc32c"}],
+                        "index_location": "end",
+                    },
+                }
+            ],
+            "attributes": {"jaxckpt": {"dtype": stack.dtype}},
+        }
+    ).encode()
+
+
+def object_key(stack: Stack, index: tuple[int, ...]) -> str:
+    """Where an object lies, below the data folder."""
+    return f"{stack.name}/c/{'/'.join(map(str, index))}"
+
+
+def digest(content: Bytes, stack: Stack) -> str:
+    """Digest of an object's bytes; "" where its index points outside of it.
+
+    It is the crc32c of the checksums that end the object's chunks, in the order of its index: it tells one object's
+    content from another's at the cost of reading 4 bytes a chunk.
+    """
+    data_bytes = len(content) - stack.index_bytes
+    if data_bytes < 0:
+        return ""
+    index = content[data_bytes : data_bytes + 16 * stack.chunks_per_object].view("<u8").reshape(-1, 2)
+    present = index[index[:, 0] != _ABSENT]
+    if not _inside(present, data_bytes):
+        return ""
+    ends = present.sum(axis=1).astype(np.int64)
+    sums = content[ends[:, None] + np.arange(-4, 0)] if len(ends) else np.empty((0, 4), np.uint8)
+    return f"{google_crc32c.value(sums.tobytes()):08x}"
+
+
+def _inside(present: np.ndarray[Any, np.dtype[np.uint64]], data_bytes: int) -> bool:
+    """Whether the entries of an index point to chunks within so many bytes."""
+    starts, lengths = present[:, 0], present[:, 1]
+    return not len(present) or bool(
+        lengths.min() >= 4
+        and lengths.max() <= data_bytes
+        and starts.max() <= data_bytes - lengths.min()
+        and (starts + lengths).max() <= data_bytes
+    )
+
+
+def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
+    """What a chunk holds of the stack, by its number in an object; None where it lies outside of the array."""
+    grid = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    place = np.unravel_index(number, grid)
+    sides = zip(index, place, stack.object, stack.chunk, stack.array_shape, strict=True)
+    box = tuple((i * o + int(p) * c, min(i * o + (int(p) + 1) * c, n)) for i, p, o, c, n in sides)
+    return box if all(start < stop for start, stop in box) else None
+
+
+def problems(
+    read: Callable[[int, int], Bytes], stack: Stack, index: tuple[int, ...], length: int, wanted: str
+) -> Iterator[tuple[Box | None, str]]:
+    """What is wrong with an object of `length` bytes and the digest `wanted`; `read(start, stop)` gives a range of it.
+
+    Every chunk is read, once, and its checksum computed. Yields (box of the stack, or None for the whole object,
+    reason).
+    """
+    data_bytes = length - stack.index_bytes
+    if data_bytes < 0:
+        yield None, f"is {length} bytes long, shorter than its index"
+        return
+    tail = read(data_bytes, length)
+    if google_crc32c.value(tail[:-4]) != int(tail[-4:].view("<u4")[0]):
+        yield None, "has a damaged index: its crc32c does not match"
+        return
+    entries = tail[:-4].view("<u8").reshape(-1, 2)
+    present = np.flatnonzero(entries[:, 0] != _ABSENT)
+    if not _inside(entries[present], data_bytes):
+        yield None, "has an index that points outside of it"
+        return
+    for number in set(range(len(entries))).difference(present.tolist()):
+        box = chunk_box(stack, index, number)
+        if box is not None:
+            yield box, "lacks a chunk"
+    sums = dict[int, bytes]()
+    places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
+    for together in _windows(sorted(places)):
+        begun = together[0][0]
+        content = read(begun, max(start + size for start, size, _ in together))
+        for start, size, number in together:
+            chunk = content[start - begun : start - begun + size]
+            sums[number] = chunk[-4:].tobytes()
+            if stack.compression is None and size != stack.chunk_stored_bytes:
+                yield (
+                    chunk_box(stack, index, number),
+                    f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}",
+                )
+            elif google_crc32c.value(chunk[:-4]) != int.from_bytes(sums[number], "little"):
+                yield chunk_box(stack, index, number), "has a damaged chunk: its crc32c does not match"
+    if f"{google_crc32c.value(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
+        yield None, "holds other data than was saved there"
+
+
+def _windows(entries: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Neighbouring chunks, of at most `WINDOW_BYTES` together but for one that is larger."""
+    group: list[tuple[int, int, int]] = []
+    for entry in entries:
+        if group and entry[0] + entry[1] - group[0][0] > WINDOW_BYTES:
+            yield group
+            group = []
+        group.append(entry)
+    if group:
+        yield group
