@@ -211,7 +211,7 @@ class PendingSave:
         self._finished = threading.Event()
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
-        self._blocked: float | None = None
+        self._blocked = 0.0
 
     @property
     def done(self) -> bool:
@@ -245,7 +245,7 @@ class PendingSave:
         if self._error is not None:
             raise self._error
         assert self._info is not None
-        return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked or 0.0)
+        return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked)
 
     def abandon(self) -> None:
         """Let nobody wait for it, not even the end of the program."""
@@ -614,8 +614,8 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
     indices: dict[int, list[tuple[int, ...]]] = {}
     array: Any = None
 
-    def land(all_of_them: bool, n_bytes: int = 0) -> None:
-        for one in flights.land_all() if all_of_them else flights.make_room(n_bytes):
+    def land(done: Iterable[Staged]) -> None:
+        for one in done:
             obj = one.obj
             if isinstance(staged, _Handover):
                 staged.landed(one)
@@ -629,13 +629,13 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
             if obj.stack not in indices:
                 array = store.open_array(data, stacks[obj.stack], sync=job.options.sync)
             indices.setdefault(obj.stack, []).append(obj.index)
-            land(False, obj.n_bytes)
+            land(flights.make_room(obj.n_bytes))
             with clock.timed("device_to_host"):
                 source = one.data(flights.buffer)
             flights.launch(one, store.write(array, obj.box, source), source)
             if isinstance(staged, _Handover) and staged.starves():
-                land(True)  # what is under way takes the room that the next one may be waiting for
-        land(True)
+                land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
+        land(flights.land_all())
     except BaseException:
         flights.abandon()  # else a late write would make its file anew in a folder that is being deleted
         raise
