@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -271,7 +272,7 @@ def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
         pending.skipped = True
         pending._finished.set()
         return pending
-    job = _prepare(asked, options, group)
+    job = _prepare(asked, options, group, background=background)
     pending = PendingSave(job.store.url, job.plan.process_bytes().get(group.index, 0), begun)
     with contextlib.closing(
         stage(job.plan, job.draft, group.index, hold=background, stack_bytes=options.host_bytes // 2)
@@ -302,6 +303,7 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
     try:
         with job.clock.timed("device_to_host"):
             handover.feed(staged, lambda: _worker()[0].put(work))
+        job.draft.values.clear()  # all is staged: the leaves themselves are the caller's alone again
     except BaseException:
         pending._finished.wait()
         _unsettled.pop(pending, None)
@@ -402,7 +404,7 @@ class _Job:
     clock: _Clock
 
 
-def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
+def _prepare(asked: Asked, options: Options, group: Group, *, background: bool) -> _Job:
     """Check all that can be checked without the others, and plan."""
     clock = _Clock()
     with contextlib.ExitStack() as entered:
@@ -410,6 +412,8 @@ def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
         settle()
         if group.index == 0 and asked.check is not None:
             asked.check()
+        if background:
+            _worker()  # where no thread can be started, it is told now
         with clock.timed("plan"):
             store = Store.at(asked.path)
             manifests.require_json(asked.metadata, "metadata")
@@ -417,6 +421,8 @@ def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
             draft = describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
             plan = plan_save(draft.arrays, options)
             digest = _digest_of(draft, plan, asked) if group.count > 1 else ""
+        # What the caller may change, and what should be freed when the caller lets go of it, is not held.
+        asked = replace(asked, tree=None, metadata=copy.deepcopy(asked.metadata))
         return _Job(group, meeting, entered.pop_all(), store, draft, plan, digest, asked, state, options, clock)
 
 
@@ -489,7 +495,7 @@ class _Handover:
             self._changed.notify()
 
 
-def _ahead(staged: Iterable[Staged], most_bytes: int) -> Iterator[Staged]:
+def _ahead(staged: Generator[Staged], most_bytes: int) -> Generator[Staged]:
     """The same objects, the copies of later ones begun while earlier ones are written."""
     waiting: deque[Staged] = deque()
     held = 0

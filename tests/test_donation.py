@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +196,24 @@ pending.wait(60)
 """
     run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path / "c"))
     require_equal(tmp_path / "c", {"x": np.arange(64, dtype=np.float32).reshape(8, 8)})
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["host memory", "other devices"])
+def test_what_is_saved_is_let_go_of(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """A step that does not donate has its input freed too, not only once the save is over."""
+    if elsewhere:
+        monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(np.arange(4096.0, dtype=np.float32), NamedSharding(mesh, P("a")))
+    left = weakref.ref(x)
+    pending = jaxckpt.save_async(tmp_path / "c", {"x": x, "many": [x + n for n in range(3)]})
+    wanted = np.array(x)
+    del x
+    gc.collect()
+    assert left() is None
+    assert not pending.done
+    gate.set()
+    pending.wait()
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], wanted)
