@@ -17,18 +17,12 @@ Durability: defaults of both libraries; see small_leaves.py. Freed memory stays 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import logging
 import os
-import platform
-import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +33,15 @@ steady.begin()
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import report
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.table import Table
 from small_leaves import make_tree, remove
 
 import jaxckpt
 
 Tree = Any
-RESULTS = Path(__file__).parent / "results"
 BLOCKING, OURS, ORBAX, ORBAX_BLOCKING = "jaxckpt.save", "jaxckpt.save_async", "Orbax, async", "Orbax, blocking"
 
 
@@ -140,26 +133,18 @@ def table(name: str, found: dict[str, list[dict[str, float]]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dir", type=Path, default=None, help="where to write; a temporary folder by default")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # Orbax tells of each save
-    folder = Path(tempfile.mkdtemp(prefix="jaxckpt-async-", dir=asked.dir))
-    results: dict[str, Any] = {}
-    try:
-        for name, make in (("1 GiB in 16 leaves", large_tree), ("2,000 leaves of 64 KiB", lambda: make_tree(2000))):
-            results[name] = measure(name.replace(",", "").replace(" ", "-"), make(), folder, asked.rounds)
-            Console().print(table(name, results[name]))
-    finally:
-        shutil.rmtree(folder)
-    RESULTS.mkdir(exist_ok=True)
-    where = "-tmpfs" if str(asked.dir or "").startswith("/dev/shm") else ""
-    libraries = {library: version(library) for library in ("jax", "jaxlib", "tensorstore", "orbax-checkpoint", "numpy")}
-    machine = {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
-    target = RESULTS / f"async_save-{datetime.date.today()}{where}.json"
-    target.write_text(json.dumps({"machine": machine, "libraries": libraries, "seconds": results}, indent=1) + "\n")
-    print(target)
+    seconds: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="async_save.") as name:
+        folder = Path(name).resolve()
+        surroundings = report.surroundings(folder)
+        for tree, make in (("1 GiB in 16 leaves", large_tree), ("2,000 leaves of 64 KiB", lambda: make_tree(2000))):
+            seconds[tree] = measure(tree.replace(",", "").replace(" ", "-"), make(), folder, arguments.rounds)
+            report.console.print(table(tree, seconds[tree]))
+    report.write("async_save", {"rounds": arguments.rounds, **surroundings, "seconds": seconds}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Host memory that a save and a restore take beside the tree: jaxckpt against Orbax, in one run.
 
-    python benchmarks/memory.py [--gib 2] [--folder DIR]
+    python benchmarks/memory.py [--gib 2] [--dir DIR]
 
 A float32 tree of 2 GiB (four leaves of 1/8 and one of 1/2 of it) on a 2×4 mesh of simulated CPU devices is saved and
 restored. Each measurement is a child process of its own: VmHWM, the most memory that the process ever had resident,
@@ -22,41 +22,34 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import gc
 import json
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+import steady
 
-if __name__ == "__main__" and any(os.environ.get(name) != value for name, value in _ENVIRONMENT.items()):
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_ENVIRONMENT})
+steady.begin(keep_memory=False)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import report
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jaxckpt
 
 Tree = Any
-
-RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 
 OURS, PYTREE, STANDARD = "jaxckpt", "Orbax PyTreeCheckpointer", "Orbax StandardCheckpointer"
@@ -214,14 +207,14 @@ def run_child(verb: str, who: str, case: str, path: Path, arguments: argparse.Na
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def measure(folder: Path, arguments: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def note(verb: str, who: str, case: str, path: Path) -> None:
         found = run_child(verb, who, case, path, arguments)
         rows.append({"verb": verb, "who": who, "case": case, **(found or {"failed": True})})
         figure = f"{found['bytes'] / MIB:.0f} MiB" if found else "failed"
-        console.print(f"{verb} {case}, {who}: {figure}")
+        report.console.print(f"{verb} {case}, {who}: {figure}")
 
     for who in (OURS, PYTREE, STANDARD):
         squares, by_rows = folder / "squares", folder / "rows"
@@ -235,7 +228,7 @@ def measure(folder: Path, arguments: argparse.Namespace, console: Console) -> li
     return rows
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> None:
     table = Table(
         title=f"Host memory over a tree of {result['gib']:g} GiB, host_bytes = {result['host_mib']} MiB, 8 devices"
     )
@@ -256,68 +249,26 @@ def show(result: dict[str, Any], console: Console) -> None:
         *((f"restore {case}", "restore", case) for case in CASES),
     ):
         table.add_row(label, *(cell(verb, case, who) for who in (OURS, PYTREE, STANDARD)))
-    console.print(table)
-
-
-def machine() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    return {
-        "cpu": next((line.partition(":")[2].strip() for line in cpuinfo if "model name" in line), platform.processor()),
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()}",
-    }
-
-
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint")
-    return {"python": platform.python_version(), "jaxckpt": jaxckpt.__version__} | {n: version(n) for n in names}
-
-
-def filesystem(folder: Path) -> str:
-    """Type of the file system that a folder is on."""
-    best = ("", "unknown")
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, point, kind, *_ = line.split()
-        if f"{folder}/".startswith(f"{point.rstrip('/')}/") and len(point) > len(best[0]):
-            best = (point, kind)
-    return best[1]
+    report.console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = report.parser(__doc__ or "")
     parser.add_argument("--gib", type=float, default=2.0, help="size of the tree")
     parser.add_argument("--host-mib", type=int, default=jaxckpt.Options().host_bytes // MIB, help="Options.host_bytes")
-    parser.add_argument("--folder", type=Path, help="folder to write below; by default a temporary one on the disk")
-    parser.add_argument("--json", type=Path, help="where the result goes; by default results/memory-<date>.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         verb, who, case, path, gib, host_bytes = json.loads(arguments.child)
         print(json.dumps(child(verb, who, case, Path(path), gib, host_bytes)))
         return
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="memory.") as name:
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="memory.") as name:
         folder = Path(name).resolve()
-        where = filesystem(folder)
-        rows = measure(folder, arguments, console)
-    result = {
-        "benchmark": "memory",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gib": arguments.gib,
-        "host_mib": arguments.host_mib,
-        "filesystem": where,
-        "machine": machine(),
-        "versions": versions(),
-        "rows": rows,
-    }
-    show(result, console)
-    known = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    console.print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {where}; {known}")
-    out = arguments.json or RESULTS / f"memory-{result['date']}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"written to {out}")
+        surroundings = report.surroundings(folder)
+        rows = measure(folder, arguments)
+    result = {"gib": arguments.gib, "host_mib": arguments.host_mib, **surroundings, "rows": rows}
+    show(result)
+    report.write("memory", result, arguments.json)
 
 
 if __name__ == "__main__":

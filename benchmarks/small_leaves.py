@@ -22,19 +22,13 @@ All run with freed memory kept in the process; see steady.py.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import logging
 import os
-import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +39,9 @@ steady.begin()
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import report
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.table import Table
 
 import jaxckpt
@@ -55,7 +49,6 @@ import jaxckpt
 Tree = Any
 
 SIDE = 128  # float32[128, 128] is 64 KiB
-RESULTS = Path(__file__).parent / "results"
 
 OURS, OURS_UNSYNCED = "jaxckpt, default", "jaxckpt, sync=False"
 OCDBT, RAW, FILES = "Orbax, default (OCDBT)", "Orbax, use_compression=False", "Orbax, use_ocdbt=False"
@@ -155,14 +148,14 @@ def require_equal(name: str, restored: Tree, tree: Tree) -> None:
             raise SystemExit(f"{name} restored another {key} than was saved")
 
 
-def measure(folder: Path, leaves: int, rounds: int, console: Console) -> dict[str, Any]:
+def measure(folder: Path, leaves: int, rounds: int) -> dict[str, Any]:
     tree = make_tree(leaves)
     host = np.concatenate([np.asarray(leaf).ravel() for leaf in tree.values()])
     np.ones(8 * host.size, np.float32).sum()  # touch the memory that the contestants will reuse
     save = savers(folder, tree, host)
     restore = restorers(folder, abstract(tree), host.nbytes)
     files: dict[str, int] = {}
-    console.print("warming up, and checking what is restored …")
+    report.console.print("warming up, and checking what is restored …")
     for name, (path, call) in save.items():
         call()
         files[name] = count_files(path)
@@ -175,7 +168,7 @@ def measure(folder: Path, leaves: int, rounds: int, console: Console) -> dict[st
         "restore": {name: [] for name in restore},
     }
     for number in range(rounds):
-        console.print(f"round {number + 1} of {rounds} …")
+        report.console.print(f"round {number + 1} of {rounds} …")
         order = list(save) if number % 2 == 0 else list(reversed(save))
         for name in order:
             path, call = save[name]
@@ -194,7 +187,7 @@ def ratios(times: dict[str, list[float]], peer: str, ours: str) -> float | None:
     return statistics.median(a / b for a, b in zip(times[peer], times[ours], strict=True))
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def show(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['leaves']} leaves of 64 KiB over 8 devices, medians of {result['rounds']} rounds")
     table.add_column("contestant")
     for heading in ("save", "× jaxckpt", "restore", "× jaxckpt", "files"):
@@ -216,61 +209,24 @@ def show(result: dict[str, Any], console: Console) -> None:
             ratio("restore", name),
             str(files),
         )
-    console.print(table)
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()}",
-        "load_at_start": os.getloadavg()[0],
-    }
-
-
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint")
-    return {"python": platform.python_version(), "jaxckpt": jaxckpt.__version__} | {n: version(n) for n in names}
-
-
-def filesystem(folder: Path) -> str:
-    """Type of the file system that a folder is on."""
-    best = ("", "unknown")
-    for line in Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else ():
-        _, point, kind, *_ = line.split()
-        if f"{folder}/".startswith(f"{point.rstrip('/')}/") and len(point) > len(best[0]):
-            best = (point, kind)
-    return best[1]
+    report.console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = report.parser(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--leaves", type=int, default=2000)
-    parser.add_argument("--dir", type=Path, help="folder to write below; by default a temporary one on the disk")
-    parser.add_argument("--json", type=Path, help="where the result goes; by default results/small_leaves-<date>.json")
     arguments = parser.parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    about = {"machine": machine(), "versions": versions()}
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="small_leaves.") as name:
         folder = Path(name).resolve()
-        where = filesystem(folder)
-        measured = measure(folder, arguments.leaves, arguments.rounds, console)
+        surroundings = report.surroundings(folder)
+        measured = measure(folder, arguments.leaves, arguments.rounds)
     times = measured["seconds"]
     result = {
-        "benchmark": "small_leaves",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "leaves": arguments.leaves,
         "rounds": arguments.rounds,
-        "filesystem": where,
-        **about,
+        **surroundings,
         **measured,
         "ratios": {
             "save": {peer: ratios(times["save"], peer, OURS) for peer in PEERS},
@@ -278,13 +234,8 @@ def main() -> None:
             "restore": {peer: ratios(times["restore"], peer, OURS) for peer in PEERS},
         },
     }
-    show(result, console)
-    known = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {where}; {known}")
-    out = arguments.json or RESULTS / f"small_leaves-{result['date']}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"written to {out}")
+    show(result)
+    report.write("small_leaves", result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -102,12 +102,8 @@ class Checkpointer:
         preemption_seconds: float = 30.0,
         options: Options | None = None,
     ) -> None:
-        for name, count in {
-            "every": every,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            **(components or {}),
-        }.items():
+        counts = [("every", every), ("keep_last", keep_last), ("keep_every", keep_every), *(components or {}).items()]
+        for name, count in counts:
             if count is not None and not (isinstance(count, int) and count > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"Checkpointer: {name} must be a whole number above zero, found {count!r}")
         if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("min", "max")):
@@ -204,7 +200,6 @@ class Checkpointer:
                 self._wait_within(self._seconds_left())
             except Exception as error:
                 _log.warning("the save before the last one failed: %s", error)
-                self._pending = None
         saved = last_one and step == self._newest
         if not saved:
             record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
@@ -217,7 +212,7 @@ class Checkpointer:
                 step=record,
                 components=tuple(self._rules.components),
                 check=functools.partial(self._require_newest, step, overwrite),
-                then=functools.partial(self._tidy_up, step),
+                then=functools.partial(self._tidy_up, record),
             )
             pending = start(asked, self._options, background=self._background or last_one)
             saved = not pending.skipped
@@ -274,17 +269,16 @@ class Checkpointer:
 
     def _wait_within(self, seconds: float) -> bool:
         """Wait for the save under way, but not beyond a deadline: then nobody waits for it any more."""
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return True
         try:
-            self._pending.wait(seconds)
+            pending.wait(seconds)
         except TimeoutError:
-            if not self._pending.done:
-                self._pending.abandon()
-                self._pending = None
+            if not pending.done:
+                pending.abandon()
                 return False
-            raise
-        self._pending = None
+            pending.wait()  # it ended just now, or with a TimeoutError of its own
         return True
 
     @property
@@ -327,9 +321,7 @@ class Checkpointer:
             NotACheckpointError: No such step, or no step at all.
             Exception: As `jaxckpt.restore`. A damaged step is an error, never passed over for an older one.
         """
-        chosen = self._agreed_step() if step is None else step
-        if chosen is None:
-            raise NotACheckpointError(f"no step is in {self._store.url}")
+        chosen = self._chosen(step)
         try:
             tree = restore(
                 self.path(chosen),
@@ -392,9 +384,7 @@ class Checkpointer:
             InputError: Another number of processes saved, and there is no `resplit`; nothing was saved by that name.
             DataError: It is not as it was saved.
         """
-        chosen = step if step is not None else self._restored if self._restored is not None else self._agreed_step()
-        if chosen is None:
-            raise NotACheckpointError(f"no step is in {self._store.url}")
+        chosen = self._chosen(self._restored if step is None else step)
         group = Group.current(self._options.timeout_seconds)
         with group.meeting("restoring each process's own state") as meeting:
             store = self._child(chosen)
@@ -414,6 +404,13 @@ class Checkpointer:
                     raise InputError(f"resplit made {len(items)} states of {name!r} for {group.count} processes")
             meeting.barrier()
         return items[group.index]
+
+    def _chosen(self, step: int | None) -> int:
+        """A step, or the newest for None. Every process."""
+        chosen = self._agreed_step() if step is None else step
+        if chosen is None:
+            raise NotACheckpointError(f"no step is in {self._store.url}")
+        return chosen
 
     def _agreed_step(self) -> int | None:
         """The newest step as process 0 finds it: others may list at another moment."""
@@ -491,13 +488,14 @@ class Checkpointer:
                 child.sweep(manifest.data)
                 child.trim(manifest.data, (record.stack() for record in manifest.stacks))
 
-    def _tidy_up(self, saved: int | None = None) -> None:
+    def _tidy_up(self, saved: StepRecord | None = None) -> None:
         """Let the rules decide what stays. Whatever fails is tried again after the next save."""
+        now = datetime.datetime.now(datetime.UTC)
         try:
             if saved is not None:
-                self._known.pop(saved, None)  # it may have been overwritten
+                self._known[saved.number] = _Step(saved.number, now, saved)
             found = self._look_at_all()
-            kept = self._rules.kept(found, datetime.datetime.now(datetime.UTC))
+            kept = self._rules.kept(found, now)
             for step in found:
                 if step.number not in kept:
                     self._delete(step.number)
@@ -660,9 +658,9 @@ class _Notice:
             self._previous = None
 
 
-def _sync_point(step: int) -> bool | None:
-    """Whether JAX has all processes stop at this step; None where its preemption service is off."""
+def _sync_point(step: int) -> bool:
+    """Whether JAX has all processes stop at this step; never where its preemption service is off."""
     try:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:
-        return None
+        return False

@@ -58,34 +58,24 @@ def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, comp
     global _last
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
-    likeness = _likeness(tree, components) if mesh is None else None
-    if likeness is not None and _last is not None and _last.likeness == likeness:
-        return _last.draft_of(jax.tree.leaves(tree))
-    draft = _describe(tree, mesh, specs, options, components)
-    if likeness is not None and _has_str_keys(draft.structure):
-        _last = _Remembered(likeness, draft.structure, draft.records, draft.arrays, draft.table)
-    return draft
+    found = _likeness(tree, components) if mesh is None else None
+    if found is None:
+        return _describe(tree, mesh, specs, options, components)
+    likeness, leaves = found
+    if _last is None or _last[0] != likeness:
+        draft = _describe(tree, mesh, specs, options, components)
+        if _has_str_keys(draft.structure):
+            _last = likeness, replace(draft, values={})
+        return draft
+    return replace(_last[1], values=dict(enumerate(leaves)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Remembered:
-    """What was found of the last tree: a training job saves one like it again and again."""
-
-    likeness: tuple[Any, ...]
-    structure: Structure
-    records: list[LeafRecord]
-    arrays: list[ArrayLeaf]
-    table: LayoutTable
-
-    def draft_of(self, leaves: Sequence[jax.Array]) -> Draft:
-        return Draft(self.structure, self.records, self.arrays, dict(enumerate(leaves)), self.table)
+_last: tuple[Any, Draft] | None = None
+"""The likeness of the last tree and what was found of it: a training job saves one like it again and again."""
 
 
-_last: _Remembered | None = None
-
-
-def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """All that decides how a tree of plain jax.Arrays is stored; None for a tree that holds anything else.
+def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Array]] | None:
+    """All that decides how a tree of plain jax.Arrays is stored, and its leaves; None where it holds anything else.
 
     For 2,000 leaves it takes 2 ms, where describing them takes 11.
     """
@@ -99,7 +89,7 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, ...] | None
         return None
     if any(type(leaf) is not plain or leaf.is_deleted() for leaf in leaves):
         return None
-    return treedef, [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves], components
+    return (treedef, [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves], components), leaves
 
 
 def _has_str_keys(structure: Structure) -> bool:

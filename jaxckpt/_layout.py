@@ -165,7 +165,7 @@ class LayoutTable:
         return self._numbers[key]
 
     def _record(self, sharding: Sharding) -> LayoutRecord:
-        memory = _memory_kind(sharding)
+        memory = memory_kind(sharding)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             mesh = sharding.mesh
             if mesh not in self._meshes:
@@ -180,7 +180,8 @@ class LayoutTable:
         return LayoutRecord(memory=memory, opaque=True)
 
 
-def _memory_kind(sharding: Sharding) -> str | None:
+def memory_kind(sharding: Sharding) -> str | None:
+    """The kind of memory that a sharding puts arrays in; None where it is its devices' own."""
     kind = sharding.memory_kind
     default = next(iter(sharding.device_set)).default_memory().kind
     return None if kind == default else kind

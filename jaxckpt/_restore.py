@@ -25,7 +25,7 @@ from jaxckpt._bucket import Bucket, Held
 from jaxckpt._coord import Group
 from jaxckpt._errors import DataError, NotACheckpointError, PeersDisagreeError, listing
 from jaxckpt._grid import Box, extent, intersection, volume, whole, within
-from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes
+from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes, memory_kind
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
@@ -196,8 +196,7 @@ def kept(goal: Goal) -> bool:
         return False
     if goal.sharding is None:
         return all(device.platform == "cpu" for device in jax.device_put(np.empty(0, np.uint8)).devices())
-    device = next(iter(goal.sharding.device_set))
-    return device.platform == "cpu" or goal.sharding.memory_kind not in (None, device.default_memory().kind)
+    return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
 
 
 def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:

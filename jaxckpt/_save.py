@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -213,7 +214,7 @@ class PendingSave:
         self._finished = threading.Event()
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
-        self._blocked: float | None = None
+        self._blocked = 0.0
 
     @property
     def done(self) -> bool:
@@ -247,7 +248,7 @@ class PendingSave:
         if self._error is not None:
             raise self._error
         assert self._info is not None
-        return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked or 0.0)
+        return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked)
 
     def abandon(self) -> None:
         """Let nobody wait for it, not even the end of the program."""
@@ -273,7 +274,7 @@ def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
         pending.skipped = True
         pending._finished.set()
         return pending
-    job = _prepare(asked, options, group)
+    job = _prepare(asked, options, group, background=background)
     pending = PendingSave(job.store.url, job.plan.process_bytes().get(group.index, 0), begun)
     with contextlib.closing(
         stage(job.plan, job.draft, group.index, hold=background, stack_bytes=options.host_bytes // 2)
@@ -304,6 +305,7 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
     try:
         with job.clock.timed("device_to_host"):
             handover.feed(staged, lambda: _worker()[0].put(work))
+        job.draft.values.clear()  # all is staged: the leaves themselves are the caller's alone again
     except BaseException:
         pending._finished.wait()
         _unsettled.pop(pending, None)
@@ -404,7 +406,7 @@ class _Job:
     clock: _Clock
 
 
-def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
+def _prepare(asked: Asked, options: Options, group: Group, *, background: bool) -> _Job:
     """Check all that can be checked without the others, and plan."""
     clock = _Clock()
     with contextlib.ExitStack() as entered:
@@ -412,6 +414,8 @@ def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
         settle()
         if group.index == 0 and asked.check is not None:
             asked.check()
+        if background:
+            _worker()  # where no thread can be started, it is told now
         with clock.timed("plan"):
             store = store_at(asked.path, options)
             manifests.require_json(asked.metadata, "metadata")
@@ -419,6 +423,8 @@ def _prepare(asked: Asked, options: Options, group: Group) -> _Job:
             draft = describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
             plan = plan_save(draft.arrays, options)
             digest = _digest_of(draft, plan, asked) if group.count > 1 else ""
+        # What the caller may change, and what should be freed when the caller lets go of it, is not held.
+        asked = replace(asked, tree=None, metadata=copy.deepcopy(asked.metadata))
         return _Job(group, meeting, entered.pop_all(), store, draft, plan, digest, asked, state, options, clock)
 
 
@@ -491,7 +497,7 @@ class _Handover:
             self._changed.notify()
 
 
-def _ahead(staged: Iterable[Staged], most_bytes: int) -> Iterator[Staged]:
+def _ahead(staged: Generator[Staged], most_bytes: int) -> Generator[Staged]:
     """The same objects, the copies of later ones begun while earlier ones are written."""
     waiting: deque[Staged] = deque()
     held = 0
@@ -616,8 +622,8 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
     indices: dict[int, list[tuple[int, ...]]] = {}
     array: Any = None
 
-    def land(all_of_them: bool, n_bytes: int = 0) -> None:
-        for one in flights.land_all() if all_of_them else flights.make_room(n_bytes):
+    def land(done: Iterable[Staged]) -> None:
+        for one in done:
             obj = one.obj
             if isinstance(staged, _Handover):
                 staged.landed(one)
@@ -632,14 +638,14 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
             if obj.stack not in indices:
                 array = store.open_array(data, stack, job.options, writing=True)
             indices.setdefault(obj.stack, []).append(obj.index)
-            land(False, obj.n_bytes)
+            land(flights.make_room(obj.n_bytes))
             with clock.timed("device_to_host"):
                 source = one.data(flights.buffer)
             key = f"{data}/{zarr.object_key(stack, obj.index)}"
             flights.launch(one, store.write(array, stack, key, obj.box, source), source)
             if isinstance(staged, _Handover) and staged.starves():
-                land(True)  # what is under way takes the room that the next one may be waiting for
-        land(True)
+                land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
+        land(flights.land_all())
     except BaseException:
         flights.abandon()  # else a late write would make its file anew in a folder that is being deleted
         raise

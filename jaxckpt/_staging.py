@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxckpt._draft import Draft, Value
 from jaxckpt._exchange import box_everywhere
 from jaxckpt._grid import Box, contains, extent, intersection, volume, whole, within
-from jaxckpt._layout import addressable_boxes
+from jaxckpt._layout import addressable_boxes, memory_kind
 from jaxckpt._plan import Object, SavePlan
-from jaxckpt._store import Array, aligned_empty
+from jaxckpt._store import Array
 
 STACK_PIECES = 512
 """An object of at least so many held pieces is stacked by a jitted call: compiling it once for its shape takes some
@@ -41,6 +41,12 @@ STACK_REPLICAS = 2
 """But not where JAX would stack more copies than this in the process, one for each replica."""
 
 Index = tuple[slice | int, ...]
+
+Hold = Literal["views", "copies"] | None
+"""How pieces are made safe from the caller: as views of arrays where that is enough, as copies, or not at all."""
+
+Way = Literal["leave", "view", "copy", "send"]
+"""What is done with a piece: nothing, a NumPy view, a NumPy copy, or a copy from its device to the host begun."""
 
 
 @dataclass(slots=True)
@@ -56,7 +62,7 @@ class Staged:
     copied_bytes: int
     """Host memory that the pieces take beside the leaves."""
 
-    def data(self, buffer: Callable[[tuple[int, ...], np.dtype[Any]], Array] = aligned_empty) -> Array:
+    def data(self, buffer: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Array:
         """The object as one array, in place where it is one piece, else copied together; the pieces are let go."""
         pieces, self.pieces = self.pieces, []
         shape = extent(self.obj.box)
@@ -100,48 +106,51 @@ def stage(plan: SavePlan, draft: Draft, process: int, *, hold: bool, stack_bytes
         raise
 
 
-def _staged(obj: Object, values: Sequence[Value], hold: str | None) -> Staged:
+def _staged(obj: Object, values: Sequence[Value], hold: Hold) -> Staged:
     """An object from its leaves."""
     region = obj.box[1:]
     return _pieces(obj, (((row,), value, region) for row, value in enumerate(values)), hold)
 
 
-def _pieces(obj: Object, sources: Iterable[tuple[Index, Value, Box]], hold: str | None) -> Staged:
-    """An object from (where in it, an array, the box of that) each.
-
-    hold="views" keeps views where that is safe; hold="copies" copies all; None leaves the arrays where they are.
-    """
+def _pieces(obj: Object, sources: Iterable[tuple[Index, Value, Box]], hold: Hold) -> Staged:
+    """An object from (where in it, an array, the box of that) each."""
     pieces: list[tuple[Index, Any, Index | EllipsisType]] = []
-    away: list[int] = []
+    sent: list[int] = []
     copied = 0
     known: tuple[tuple[Box, int], ...] = ()
     cuts: list[tuple[tuple[slice, ...], tuple[slice, ...], int]] = []
+    way: Way = "leave"
     for lead, value, region in sources:
         held = _held(value)
         if held is not known:  # rows of one sharding share the very same tuple
-            known, cuts = held, _cuts(held, region)
+            known, cuts, way = held, _cuts(held, region), _way(value, hold)
         for there, here, number in cuts:
-            array, part = value, here
-            if isinstance(value, jax.Array):
-                array = value.addressable_data(number)
-                if not lies_in_host_memory(value) and _is_offloaded(value):
-                    array, part = np.array(np.asarray(array)[here]), ...  # device_put would give the very same array
-                    copied += array.nbytes
-                elif not lies_in_host_memory(value):
-                    array, part = array if _is_all(here, array.shape) else array[here], ...
-                    away.append(len(pieces))
-                elif hold == "views":
-                    array = np.asarray(array)
-            if hold == "copies" or (hold and isinstance(value, np.ndarray)):
-                array, part = np.array(np.asarray(array)[part]), ...
+            array, part = value.addressable_data(number) if isinstance(value, jax.Array) else value, here
+            if way == "view":
+                array = np.asarray(array)
+            elif way == "copy":
+                array, part = np.array(np.asarray(array)[here]), ...
                 copied += array.nbytes
+            elif way == "send":
+                array, part = array if _is_all(here, array.shape) else array[here], ...
+                sent.append(len(pieces))
             pieces.append(((*lead, *there), array, part))
-    if away:
-        arrays = _to_host([pieces[number][1] for number in away])
-        for number, array in zip(away, arrays, strict=True):
+    if sent:
+        arrays = _to_host([pieces[number][1] for number in sent])
+        for number, array in zip(sent, arrays, strict=True):
             pieces[number] = (pieces[number][0], array, ...)
         copied += sum(array.nbytes for array in arrays)
     return Staged(obj, np.dtype(pieces[0][1].dtype), pieces, copied)
+
+
+def _way(value: Value, hold: Hold) -> Way:
+    """What is to be done with the pieces of an array."""
+    if not isinstance(value, jax.Array):
+        return "copy" if hold else "leave"
+    if lies_in_host_memory(value):
+        return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
+    # What the user has put into the host's memory would not be copied by a device_put to there.
+    return "send" if memory_kind(value.sharding) is None else "copy"
 
 
 def _is_all(here: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
@@ -168,11 +177,6 @@ def _host_side(sharding: Sharding) -> Sharding | None:
 def lies_in_host_memory(value: jax.Array) -> bool:
     """Whether NumPy can look at an array where it is."""
     return _on_cpu(value.sharding)
-
-
-def _is_offloaded(value: jax.Array) -> bool:
-    """Whether an array of another device was put into host memory by the user."""
-    return value.sharding.memory_kind in ("pinned_host", "unpinned_host")
 
 
 @functools.lru_cache(maxsize=4096)

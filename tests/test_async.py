@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunProcesses, environment
+from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
 from jaxckpt import _draft, _save
@@ -148,6 +148,34 @@ def test_a_save_that_fails_while_the_caller_waits_for_room(tmp_path: Path, gate:
     with pytest.raises(jaxckpt.StorageError, match="no space"):
         pending.wait(60)
     assert list(tmp_path.glob("c/*")) == []
+
+
+def test_metadata_may_be_changed_right_after(tmp_path: Path, gate: Gate) -> None:
+    metadata = {"run": {"tokens": 1}}
+    pending = jaxckpt.save_async(tmp_path / "c", TREE, metadata=metadata)
+    metadata["run"]["tokens"] = 2
+    gate.opened.set()
+    pending.wait()
+    assert jaxckpt.open(tmp_path / "c").metadata == {"run": {"tokens": 1}}
+
+
+def test_no_thread_can_be_started(tmp_path: Path, run_python: RunPython) -> None:
+    program = """
+import sys, threading
+import numpy as np, jaxckpt
+start = threading.Thread.start
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+try:
+    jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
+except RuntimeError as error:
+    print(error)
+threading.Thread.start = start
+jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
+"""
+    assert run_python(program, args=[str(tmp_path / "c")], timeout=60) == "can't start new thread\n"
+    assert "x" in jaxckpt.load_numpy(tmp_path / "c")
 
 
 def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:

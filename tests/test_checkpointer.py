@@ -342,6 +342,7 @@ def test_metrics(tmp_path: Path) -> None:
         {"keep_last": 1.5},
         {"keep_every": -1},
         {"components": {"x": 0}},
+        {"components": {"every": 1}, "every": 0},
         {"keep_best": ("loss", "least")},
         {"on_preemption": "die"},
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt import _staging
@@ -175,3 +178,42 @@ def test_arrays_offloaded_to_host_memory(
     pending.wait()
     require_equal(tmp_path / "c", {"x": x})
     assert jaxckpt.restore(tmp_path / "c")["x"].sharding.memory_kind == "pinned_host"
+
+
+def test_exchanged_leaves_of_other_devices_are_sent(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import numpy as np, jax, jaxckpt
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxckpt import _staging
+
+_staging.lies_in_host_memory = lambda value: False
+mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+x = np.arange(64, dtype=np.float32).reshape(8, 8)
+tree = {"x": jax.make_array_from_callback((8, 8), NamedSharding(mesh, P("a")), lambda index: x[index])}
+pending = jaxckpt.save_async(args, tree, mesh=mesh, specs=P(None, "a"))
+tree["x"].delete()
+pending.wait(60)
+"""
+    run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path / "c"))
+    require_equal(tmp_path / "c", {"x": np.arange(64, dtype=np.float32).reshape(8, 8)})
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["host memory", "other devices"])
+def test_what_is_saved_is_let_go_of(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """A step that does not donate has its input freed too, not only once the save is over."""
+    if elsewhere:
+        monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(np.arange(4096.0, dtype=np.float32), NamedSharding(mesh, P("a")))
+    left = weakref.ref(x)
+    pending = jaxckpt.save_async(tmp_path / "c", {"x": x, "many": [x + n for n in range(3)]})
+    wanted = np.array(x)
+    del x
+    gc.collect()
+    assert left() is None
+    assert not pending.done
+    gate.set()
+    pending.wait()
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], wanted)
