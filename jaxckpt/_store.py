@@ -181,13 +181,18 @@ class Store:
             return  # an object store has no locks; unreferenced data there is swept by age with its lifecycle rules
         if not os.path.isdir(self.folder):
             return
-        with self._locked():
-            for name in self.names():
-                path = os.path.join(self.folder, name)
-                # Named by the manifest is asked last: it may have been published since we listed it.
-                stale = name.startswith("data-") and name != current and _abandoned(path)
-                if stale and not self.names_data(name):
-                    shutil.rmtree(path, ignore_errors=True)
+        try:
+            with self._locked():
+                for name in self.names():
+                    path = os.path.join(self.folder, name)
+                    # Named by the manifest is asked last: it may have been published since we listed it.
+                    stale = name.startswith("data-") and name != current and _abandoned(path)
+                    if stale and not self.names_data(name):
+                        shutil.rmtree(path, ignore_errors=True)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise self._refused("open", "", error) from error
 
     def names_data(self, data: str) -> bool:
         """Whether the manifest that is published now names a data folder."""
