@@ -225,16 +225,21 @@ class Folder(Store):
         if not os.path.isdir(self.folder):
             return False
         left = False
-        with self._locked():
-            for name in self.names():
-                if not name.startswith("data-") or name == current:
-                    continue
-                path = os.path.join(self.folder, name)
-                # Named by the manifest is asked last: it may have been published since we listed it.
-                if _abandoned(path) and not self.names_data(name):
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    left = True
+        try:
+            with self._locked():
+                for name in self.names():
+                    if not name.startswith("data-") or name == current:
+                        continue
+                    path = os.path.join(self.folder, name)
+                    # Named by the manifest is asked last: it may have been published since we listed it.
+                    if _abandoned(path) and not self.names_data(name):
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        left = True
+        except StorageError:
+            raise
+        except OSError as error:
+            raise self._refused("open", "", error) from error
         return left
 
     def clear(self) -> None:

@@ -1,0 +1,231 @@
+"""Processes that save, to be killed, traced and failed by the tests; and what they must have left.
+
+They are forked from a server that has imported everything and started no thread of its own: a fresh process that is
+about to save costs some 0.1 s, where starting Python and importing JAX would cost ten times as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+import jaxckpt
+
+STRACE = shutil.which("strace")
+needs_strace = pytest.mark.skipif(STRACE is None, reason="strace is not installed (apt-get install strace)")
+
+OPTIONS = jaxckpt.Options(chunk_bytes=4096, object_bytes=16384)
+SECONDS = 60.0
+"""How long a test waits for a child process, at most."""
+
+Say = Callable[[Any], None]
+
+
+# What is saved --------------------------------------------------------------------------------------------
+
+
+def version(number: int) -> dict[str, Any]:
+    """The tree that is saved as this version: eight objects of one stack, and two leaves of another."""
+    values = np.arange(64 * 256).reshape(64, 256) + (number << 20)
+    return {"version": number, "a": values, "b": [values[0, :99].copy(), -values[1, :99]]}
+
+
+def require_version(tree: dict[str, Any]) -> int:
+    """The number of the version that a tree is, to the bit."""
+    wanted = version(tree["version"])
+    np.testing.assert_array_equal(np.asarray(tree["a"]), wanted["a"])
+    for found, expected in zip(tree["b"], wanted["b"], strict=True):
+        np.testing.assert_array_equal(np.asarray(found), expected)
+    return tree["version"]
+
+
+def version_at(path: str | os.PathLike[str]) -> int | None:
+    """The version that a path holds, checked to the bit; None where it holds none."""
+    try:
+        tree = jaxckpt.load_numpy(path)
+    except jaxckpt.NotACheckpointError:
+        return None
+    return require_version(tree)
+
+
+def versions_in(folder: Path) -> list[int]:
+    """The steps that a Checkpointer lists, each of them checked to the bit; what was half deleted is swept."""
+    with jaxckpt.Checkpointer(folder) as checkpoints:
+        steps = checkpoints.steps()
+        assert [version_at(checkpoints.path(step)) for step in steps] == steps
+    return steps
+
+
+def data_folders(path: Path) -> list[str]:
+    """The folders of data at a path, also of saves that never finished."""
+    return [name for name in os.listdir(path) if "data-" in name] if path.is_dir() else []
+
+
+# What a process does --------------------------------------------------------------------------------------
+
+
+def replace(say: Say, path: str, first: int, count: int = 1, sync: bool = True) -> None:
+    """Save version after version to one path, and tell which are there."""
+    options = jaxckpt.Options(chunk_bytes=OPTIONS.chunk_bytes, object_bytes=OPTIONS.object_bytes, sync=sync)
+    for number in range(first, first + count):
+        jaxckpt.save(path, version(number), overwrite=True, options=options)
+        say(number)
+
+
+def keep_steps(say: Say, folder: str, first: int, count: int = 1, keep_last: int | None = 2) -> None:
+    """Save step after step with a Checkpointer, and tell which are there."""
+    with jaxckpt.Checkpointer(folder, keep_last=keep_last, background=False, options=OPTIONS) as checkpoints:
+        for number in range(first, first + count):
+            checkpoints.save(number, version(number))
+            say(number)
+
+
+def delete_step(say: Say, folder: str, number: int) -> None:
+    """Delete a step with a Checkpointer."""
+    with jaxckpt.Checkpointer(folder) as checkpoints:
+        checkpoints.delete(number)
+        say(number)
+
+
+# The processes --------------------------------------------------------------------------------------------
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["savers"])
+
+
+@functools.cache
+def _begin_server() -> None:
+    folders = [str(Path(__file__).parent), str(Path(jaxckpt.__file__).parent.parent)]
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server does not take over sys.path
+        patch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
+        multiprocessing.forkserver.ensure_running()
+
+
+class Saver:
+    """A process of its own that runs a program of this module once it is told to go."""
+
+    def __init__(self, program: Callable[..., None], *args: Any) -> None:
+        _begin_server()
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(SECONDS)
+        self._lines = self._link.makefile("r")
+        self._process = _CONTEXT.Process(target=_run, args=(theirs, program, args), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self.hear() == "ready"
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def go(self) -> None:
+        self._link.sendall(b"go\n")
+
+    def hear(self) -> Any:
+        """The next thing that it says; None where it will say no more."""
+        line = self._lines.readline()
+        return json.loads(line) if line.endswith("\n") else None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> list[Any]:
+        """Wait until it has ended; what it said since it was last heard."""
+        said = list(iter(self.hear, None))
+        self._process.join(SECONDS)
+        assert self._process.exitcode is not None, f"not ended after {SECONDS:g} s: a hang"
+        return said
+
+    @property
+    def killed(self) -> bool:
+        return self._process.exitcode == -signal.SIGKILL
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join(SECONDS)
+        self._lines.close()
+        self._link.close()
+
+
+def _run(link: socket.socket, program: Callable[..., None], args: tuple[Any, ...]) -> None:
+    # Linux may let a process be traced by its ancestors alone: PR_SET_PTRACER, PR_SET_PTRACER_ANY.
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
+
+    def say(what: Any) -> None:
+        link.sendall(json.dumps(what).encode() + b"\n")  # sendto: no call that a test makes fail
+
+    jaxckpt.save("memory://warm", {"x": np.zeros(3)})  # what Python imports at the first save is no part of a test
+    say("ready")
+    link.recv(3)
+    try:
+        program(say, *args)
+    except BaseException as error:
+        say({"error": type(error).__name__, "errno": getattr(error, "errno", None), "text": str(error)})
+    os._exit(0)
+
+
+# System calls ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def traced(saver: Saver, log: Path, calls: str, fault: str | None = None) -> Generator[None]:
+    """strace on a process and all its threads, from before it is told to go until it ends.
+
+    A fault such as "error=EIO:when=3" strikes the calls. strace counts those of each thread apart, so of tensorstore's
+    threads and the main one the first to come so far is struck, and others after it.
+    """
+    inject = [] if fault is None else ["-e", f"inject={calls}:{fault}"]
+    command = [STRACE or "", "-f", "-y", "-s", "64", "-o", str(log), "-e", f"trace={calls}", *inject]
+    with subprocess.Popen([*command, "-p", str(saver.pid)], stderr=subprocess.PIPE, text=True) as strace:
+        try:
+            assert strace.stderr is not None
+            said = strace.stderr.readline()
+            assert "attached" in said, said
+            yield
+            strace.communicate(timeout=SECONDS)  # it ends with the last thread
+        finally:
+            strace.kill()
+
+
+def run_traced(
+    program: Callable[..., None], *args: Any, log: Path, calls: str, fault: str | None = None
+) -> tuple[list[Any], bool]:
+    """(what it said, whether it was killed) of a program that is run to its end under `traced`."""
+    with Saver(program, *args) as saver, traced(saver, log, calls, fault):
+        saver.go()
+        said = saver.end()
+        return said, saver.killed
+
+
+def counts(log: Path) -> dict[str, int]:
+    """How often each call was made by the thread that made most of it."""
+    found: dict[tuple[str, str], int] = {}
+    for thread, call in re.findall(r"^(\d+) +(\w+)\(", log.read_text(errors="replace"), re.MULTILINE):
+        found[thread, call] = found.get((thread, call), 0) + 1
+    return {call: max(n for (_, other), n in found.items() if other == call) for _, call in found}
+
+
+def sweep(calls: Iterator[str] | tuple[str, ...], log: Path) -> list[tuple[str, int]]:
+    """(call, n) for every n-th of the calls that a trace shows."""
+    seen = counts(log)
+    return [(call, nth) for call in calls for nth in range(1, seen.get(call, 0) + 1)]

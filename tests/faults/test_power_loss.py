@@ -1,0 +1,287 @@
+"""Power losses: the calls of a traced program are replayed, cut at every point, and only what was synced is sure.
+
+A file whose data was written and not synced since may be whole, cut short or empty. A name that came, went or was
+replaced and whose folder was not synced since may be there in any of its states, whatever becomes of other names: less
+than journalling file systems promise. Each draw of these is put on disk, and read.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import savers
+from reliability import Fault
+from savers import needs_strace, version, version_at
+
+import jaxckpt
+
+CALLS = "fsync,fdatasync,rename,openat,mkdir,write,writev,unlink,unlinkat,rmdir,sendto"
+
+
+@dataclass(eq=False, slots=True)
+class Folder:
+    """A folder, and what of it would outlive a power loss."""
+
+    names: dict[str, File | Folder] = field(default_factory=dict)
+    states: dict[str, list[tuple[int, File | Folder | None]]] = field(default_factory=dict)
+    """What each name that changed since the folder was synced may come back as, and since when; first what is synced."""
+
+    def put(self, name: str, what: File | Folder | None, now: int) -> None:
+        self.states.setdefault(name, [(-1, self.names.get(name))]).append((now, what))
+        if what is None:
+            self.names.pop(name)
+        else:
+            self.names[name] = what
+
+    def sync(self, begun: int) -> None:
+        """A sync covers what was done before it began."""
+        for name, states in list(self.states.items()):
+            covered = sum(at < begun for at, _ in states)
+            self.states[name] = states[covered - 1 :]
+            if covered == len(states):
+                del self.states[name]
+
+
+@dataclass(eq=False, slots=True)
+class File:
+    """A file: where its content can be had afterwards, and whether its data would outlive a power loss."""
+
+    content: str
+    written: int | None = None
+    """When, since it was last synced."""
+
+    def sync(self, begun: int) -> None:
+        if self.written is not None and self.written < begun:
+            self.written = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A system call that succeeded."""
+
+    name: str
+    paths: list[str]
+    text: str
+    begun: int
+    ended: int
+
+
+class Disk:
+    """The folders below a path, as the calls of a program leave them."""
+
+    def __init__(self, top: Path, kept: Path) -> None:
+        self.top = str(top)
+        self.kept = kept
+        self.root = Folder()
+        self._number = itertools.count()
+
+    def load(self, below: Path) -> None:
+        """What is there before, and is on disk."""
+        for path in sorted(below.rglob("*")):
+            folder, name = self._at(str(path))
+            folder.names[name] = Folder() if path.is_dir() else File(self._keep(path))
+
+    def _keep(self, path: Path) -> str:
+        kept = str(self.kept / str(next(self._number)))
+        shutil.copyfile(path, kept)
+        return kept
+
+    def _at(self, path: str) -> tuple[Folder, str]:
+        *above, name = os.path.relpath(path, self.top).split("/")
+        folder = self.root
+        for part in above:
+            folder = folder.names[part]
+            assert isinstance(folder, Folder), path
+        return folder, name
+
+    def do(self, call: Call) -> None:
+        """Carry out a call."""
+        if call.paths == [self.top]:
+            if call.name == "fsync":
+                self.root.sync(call.begun)
+            return
+        if not call.paths or not all(path.startswith(f"{self.top}/") for path in call.paths):
+            return
+        folder, name = self._at(call.paths[0])
+        found = folder.names.get(name)
+        match call.name:
+            case "mkdir":
+                folder.put(name, Folder(), call.ended)
+            case "openat":
+                if "O_CREAT" in call.text and found is None:
+                    folder.put(name, File(call.paths[0]), call.ended)
+            case "write" | "writev":
+                assert isinstance(found, File), call
+                found.written = call.ended
+            case "fsync" | "fdatasync":
+                assert found is not None, call
+                found.sync(call.begun)
+            case "rename":
+                assert isinstance(found, File), call
+                target, new = self._at(call.paths[1])
+                folder.put(name, None, call.ended)
+                target.put(new, found, call.ended)
+                found.content = call.paths[1]
+            case _:
+                folder.put(name, None, call.ended)
+
+    def lose_power(self, there: Path, draw: Callable[[int], int]) -> None:
+        """Write to a folder what is left; `draw(n)` chooses one of n states."""
+        self._write(self.root, there, draw)
+
+    def _write(self, folder: Folder, there: Path, draw: Callable[[int], int]) -> None:
+        there.mkdir()
+        names = dict(folder.names)
+        for name, states in folder.states.items():
+            _, what = states[draw(len(states))]
+            names.pop(name, None)
+            if what is not None:
+                names[name] = what
+        for name, what in names.items():
+            if isinstance(what, Folder):
+                self._write(what, there / name, draw)
+            else:
+                halves = 2 if what.written is None else draw(3)
+                # A writer's note and the like are gone by now; nothing that is published names them.
+                content = Path(what.content).read_bytes() if os.path.exists(what.content) else b""
+                (there / name).write_bytes(content[: halves * len(content) // 2])
+
+
+LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
+
+
+def replayed(log: str) -> Iterator[Call]:
+    """The calls of a trace that succeeded, in the order they ended."""
+    begun: dict[str, tuple[str, str, int]] = {}
+    for now, line in enumerate(log.splitlines()):
+        thread, _, rest = line.partition(" ")
+        if found := re.match(r" *<\.\.\. (\w+) resumed>(.*)", rest):
+            name, text, since = begun.pop(thread)
+            assert name == found[1]
+            text += found[2]
+        elif found := LINE.match(line):
+            name, text, since = found[2], found[3], now
+            if text.endswith("<unfinished ...>"):
+                begun[thread] = name, text.removesuffix("<unfinished ...>"), since
+                continue
+        else:
+            continue
+        if " = -1 " not in text:
+            yield Call(name, paths_of(name, text), text, since, now)
+
+
+def paths_of(call: str, text: str) -> list[str]:
+    match call:
+        case "unlinkat":
+            found = re.match(r'(?:AT_FDCWD|\d+)<([^>]*)>, "([^"]*)"', text)
+            return [os.path.join(*found.groups())] if found else []
+        case "fsync" | "fdatasync" | "write" | "writev":
+            return re.findall(r"^\d+<([^>]*)>", text)
+        case _:
+            return re.findall(r'"(/[^"]*)"', text)
+
+
+def trace(folder: Path, base: Path, program: Callable[..., None], *args: Any) -> tuple[Disk, list[Call]]:
+    """The disk before a program saves below `folder`, where a copy of `base` is, and the calls that it makes."""
+    folder.mkdir()
+    shutil.copytree(base, folder / "new")
+    (kept := folder.with_name(f"{folder.name}-kept")).mkdir()
+    disk = Disk(folder, kept)
+    disk.load(folder)
+    log = folder.with_name(f"{folder.name}.log")
+    savers.run_traced(program, str(folder / "new" / "deeper" / "ckpt"), *args, log=log, calls=CALLS)
+    return disk, list(replayed(log.read_text()))
+
+
+def after(disk: Disk, calls: list[Call]) -> tuple[Disk, int | None]:
+    """The disk once some calls were made, and the version that was acknowledged by then."""
+    disk = copy.deepcopy(disk)
+    acknowledged = None
+    for call in calls:
+        if call.name == "sendto":
+            (said,) = re.findall(r'"(\d+)\\n"', call.text)
+            acknowledged = int(said)
+        disk.do(call)
+    return disk, acknowledged
+
+
+def check_one(path: Path, old: int | None, acknowledged: int | None) -> str:
+    """What one path holds: the old version or the new one, and the new one once it was acknowledged."""
+    found = version_at(path)
+    assert found in ((old, 2) if acknowledged is None else (2,)), f"version {found}, acknowledged {acknowledged}"
+    return "none is listed" if found is None else "the new" if found == 2 else "the old"
+
+
+def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
+    """What a Checkpointer's directory holds: the newest step that was there, and what it deletes whole or not at all."""
+    steps = savers.versions_in(folder)
+    assert {2} <= set(steps) <= {1, 2, 3}, steps
+    if acknowledged == 3:
+        assert steps == [2, 3]
+    if acknowledged == 1:
+        assert steps == [2]
+    return "the step to delete is there, whole" if 1 in steps else "it is gone"
+
+
+@needs_strace
+@pytest.mark.fault(
+    4,
+    "power lost at any call of a save or deletion: what was not synced is gone, in part or whole",
+    "what is published is whole; what was acknowledged is published",
+    quick=80,
+)
+def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
+    bases = {name: tmp_path / name for name in ("empty", "one", "steps")}
+    for base in bases.values():
+        base.mkdir()
+    jaxckpt.save(bases["one"] / "deeper" / "ckpt", version(1), options=savers.OPTIONS)
+    with jaxckpt.Checkpointer(bases["steps"] / "deeper" / "ckpt", options=savers.OPTIONS) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, version(step))
+    scenes = [
+        (None, check_one, *trace(tmp_path / "first", bases["empty"], savers.replace, 2)),
+        (1, check_one, *trace(tmp_path / "over", bases["one"], savers.replace, 2)),
+        (None, check_steps, *trace(tmp_path / "retention", bases["steps"], savers.keep_steps, 3)),
+        (None, check_steps, *trace(tmp_path / "delete", bases["steps"], savers.delete_step, 1)),
+    ]
+    seen = {call.name for *_, calls in scenes for call in calls}
+    assert {"fsync", "rename", "openat", "mkdir", "write", "writev", "unlink", "unlinkat", "sendto"} <= seen
+    draws: list[Callable[[int], int]] = [
+        lambda _: 0,
+        lambda n: n - 1,
+        *(fault.random.randrange for _ in range(3)),
+    ]
+    cases = [(scene, cut, draw) for scene in scenes for draw in draws for cut in range(len(scene[-1]) + 1)]
+    for number, ((old, check, disk, calls), cut, draw) in enumerate(fault.rounds(cases)):
+        left, acknowledged = after(disk, calls[:cut])
+        there = tmp_path / f"left-{number}"
+        left.lose_power(there, draw)
+        fault.saw(check(there / "new" / "deeper" / "ckpt", old, acknowledged))
+        shutil.rmtree(there)
+
+
+@needs_strace
+def test_the_replay_loses_what_is_not_synced(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    disk, calls = trace(tmp_path / "first", tmp_path / "empty", savers.replace, 2, 1, False)
+    left, acknowledged = after(disk, calls)
+    assert acknowledged == 2
+    ends: list[str] = []
+    draw = random.Random(0).randrange
+    for number in range(40):
+        left.lose_power(there := tmp_path / f"left-{number}", draw)
+        try:
+            ends.append(check_one(there / "new" / "deeper" / "ckpt", None, None))
+        except jaxckpt.CorruptError:
+            ends.append("damaged")
+    assert {"none is listed", "damaged"} <= set(ends)

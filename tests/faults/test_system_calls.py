@@ -1,0 +1,109 @@
+"""A save that is killed, or is refused by the system, at each of its system calls."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import savers
+from reliability import Fault
+from savers import needs_strace, version, version_at
+
+import jaxckpt
+
+CHANGES = ("mkdir", "openat", "write", "writev", "fsync", "rename", "unlink", "unlinkat", "rmdir")
+"""All the calls by which a save changes the disk: found by tracing one without a filter."""
+
+
+def every_call(folder: Path, calls: tuple[str, ...]) -> list[tuple[int | None, str, int]]:
+    """(the version that is there before, call, n) for every n-th call of a first save and of one that overwrites."""
+    found: list[tuple[int | None, str, int]] = []
+    for old in (None, 1):
+        path, log = folder / f"probe-{old}", folder / f"probe-{old}.log"
+        prepare(path, old)
+        said, _ = savers.run_traced(savers.replace, str(path), 2, log=log, calls=",".join(calls))
+        assert said == [2]
+        found += [(old, *case) for case in savers.sweep(calls, log)]
+    return found
+
+
+def prepare(path: Path, old: int | None) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    if old is not None:
+        jaxckpt.save(path, version(old), options=savers.OPTIONS)
+
+
+def require_swept(path: Path) -> None:
+    """Whatever was left, the next save works, and takes it away."""
+    jaxckpt.save(path, version(3), overwrite=True, options=savers.OPTIONS)
+    assert version_at(path) == 3
+    assert len(savers.data_folders(path)) == 1, "what the struck save left is swept"
+
+
+@needs_strace
+@pytest.mark.fault(
+    2,
+    "KILL at every mkdir, openat, write, fsync, rename, unlink of a save",
+    "the old or the new is there, whole",
+    quick=16,
+)
+def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
+    path, log = tmp_path / "ckpt", tmp_path / "log"
+    for old, call, nth in fault.rounds(every_call(tmp_path, CHANGES)):
+        prepare(path, old)
+        said, killed = savers.run_traced(
+            savers.replace, str(path), 2, log=log, calls=call, fault=f"signal=KILL:when={nth}"
+        )
+        found = version_at(path)
+        if not killed:
+            assert said == [2]
+            assert found == 2
+            fault.saw("saved before the call came")
+            continue
+        assert found in (old, 2), f"{call} {nth}: version {found}"
+        assert not said or found == 2, "it was acknowledged"
+        fault.saw("the new" if found == 2 else "none is listed" if old is None else "the old")
+        require_swept(path)
+
+
+@needs_strace
+@pytest.mark.fault(
+    3,
+    "EIO or ENOSPC at the Nth mkdir, openat, write, fsync, rename, once and for ever",
+    "raises it; nothing published, nothing left",
+    quick=24,
+)
+def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
+    path, log = tmp_path / "ckpt", tmp_path / "log"
+    refused = ("mkdir", "openat", "write", "writev", "fsync", "rename")
+    cases = [
+        (*case, code, ever)
+        for case in every_call(tmp_path, refused)
+        for code, ever in ((errno.EIO, ""), (errno.EIO, "+"), (errno.ENOSPC, ""), (errno.ENOSPC, "+"))
+    ]
+    for old, call, nth, code, ever in fault.rounds(cases):
+        prepare(path, old)
+        name = errno.errorcode[code]
+        (said,), _ = savers.run_traced(
+            savers.replace, str(path), 2, log=log, calls=call, fault=f"error={name}:when={nth}{ever}"
+        )
+        found, where = version_at(path), f"{name} at {call} {nth}{ever} over version {old}: {said}"
+        if said == 2:
+            if found != 2:
+                fault.silent(f"{where}: told that it is saved, and it is not")
+            elif "INJECTED" not in log.read_text(errors="replace"):
+                fault.saw("saved before the call came")
+            else:
+                fault.saw("saved all the same")
+        else:
+            assert said["error"] == "StorageError", where
+            assert said["errno"] == code, where
+            assert found == old, f"{where}: raised, yet published version {found}"
+            left = len(savers.data_folders(path)) - (old is not None)
+            # A folder that cannot be opened cannot be emptied either: strace strikes each thread.
+            assert not left or call == "openat", f"{where}: left {os.listdir(path)}"
+            fault.saw(f"StorageError {name}" + (", the next save sweeps" if left else ""))
+        require_swept(path)
