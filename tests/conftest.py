@@ -7,9 +7,12 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+from collections.abc import Iterator
+
 import hypothesis
 import processes
 import pytest
+import servers
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
@@ -26,6 +29,20 @@ def run_python() -> processes.RunPython:
 def run_processes() -> processes.RunProcesses:
     """Runs a program in several real processes of one jax.distributed job."""
     return processes.run_processes
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """The endpoint of an S3 server, for as long as the tests run."""
+    with servers.moto() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
+    """A fresh s3:// path, where a proxy counts the requests and spoils them when told to."""
+    with servers.bucket(moto, monkeypatch) as found:
+        yield found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
