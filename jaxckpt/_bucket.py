@@ -163,15 +163,22 @@ class Bucket(Store):
         spec["path"] = f"{spec.get('path', '')}{name}/"
         return type(self)(f"{self.url}/{name}", json.dumps(spec), self.retry_seconds)
 
-    def published(self) -> list[str]:
+    def folders(self) -> dict[str, bool]:
         """One request, and one for each mark."""
         names = sorted(self._list(MARKS))
-        reads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
+        heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
         with self._refused("read", MANIFEST):
-            return [name for name, read in zip(names, reads, strict=True) if read.result().state == "value"]
+            return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
 
     def mark(self, name: str) -> None:
         self.put(f"{MARKS}{name}", b"{}")
+
+    def unmark(self, name: str) -> None:
+        self.remove(f"{MARKS}{name}")
+
+    @property
+    def sees_writers(self) -> bool:
+        return False
 
     # A save's own folder ----------------------------------------------------------------------------------
 

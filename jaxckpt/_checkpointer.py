@@ -211,7 +211,7 @@ class Checkpointer:
                 process_state=process_state,
                 step=record,
                 components=tuple(self._rules.components),
-                check=functools.partial(self._require_newest, step, overwrite),
+                check=functools.partial(self._admit, step, overwrite),
                 then=functools.partial(self._tidy_up, record),
             )
             pending = start(asked, self._options, background=self._background or last_one)
@@ -224,7 +224,7 @@ class Checkpointer:
             self._leave(step, saved)
         return saved
 
-    def _require_newest(self, step: int, overwrite: bool) -> None:
+    def _admit(self, step: int, overwrite: bool) -> None:
         """Raise unless a step comes after all that are there: the rules would take what is older for outdated."""
         steps = self.steps()
         if step in steps and not overwrite:
@@ -234,6 +234,7 @@ class Checkpointer:
                 f"step {step} is older than step {steps[-1]}, the newest in {self._store.url}. To go back to an older"
                 " step, delete(step) the newer ones first, or save into another directory"
             )
+        self._store.mark(_name(step))
 
     def delete(self, step: int) -> None:
         """Delete a step. Every process; a step that is not there is no error, but the only one is not deleted.
@@ -255,6 +256,7 @@ class Checkpointer:
         child = self._child(step)
         child.unpublish(sync=self._options.sync)
         child.clear()
+        self._store.unmark(_name(step))
         self._known.pop(step, None)
 
     def _leave(self, step: int, saved: bool) -> None:
@@ -429,7 +431,13 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps that are there, oldest first: one listing, and nothing but published manifests is believed."""
-        return sorted(int(name) for name in self._store.published() if _is_step(name))
+        return self._folders(published=True)
+
+    def _folders(self, *, published: bool) -> list[int]:
+        """Steps whose folder holds a checkpoint, or holds none."""
+        return sorted(
+            int(name) for name, there in self._store.folders().items() if _is_step(name) and there == published
+        )
 
     def latest_step(self) -> int | None:
         """The newest step that is there."""
@@ -449,7 +457,7 @@ class Checkpointer:
         return dict(found.record.metrics)
 
     def _child(self, step: int) -> Store:
-        return self._store.child(f"{step:08d}")
+        return self._store.child(_name(step))
 
     def _look(self, step: int) -> _Step | None:
         """What a step's manifest says, read once; None where there is none, or a damaged one."""
@@ -480,11 +488,13 @@ class Checkpointer:
             try:
                 manifest, _ = manifests.load(child)
             except NotACheckpointError:
-                child.clear()
+                if self._store.sees_writers:
+                    child.clear()
             except CorruptError as error:
                 _log.warning("%s is left alone: %s", child.url, error)
             else:
                 self._known[int(name)] = _Step.of(int(name), manifest)
+                self._store.mark(name)  # it may have been copied here
                 child.sweep(manifest.data)
                 child.trim(manifest.data, (record.stack() for record in manifest.stacks))
 
@@ -501,6 +511,11 @@ class Checkpointer:
                     self._delete(step.number)
             for number, paths in self._rules.dropped([step for step in found if step.number in kept]).items():
                 self._drop(number, paths)
+            if saved is not None:
+                # Steps come in order, one at a time: who began an older one and has not published it never will.
+                for number in self._folders(published=False):
+                    if number < saved.number:
+                        self._delete(number)
         except (JaxckptError, OSError) as error:
             _log.warning("old steps in %s could not be tidied up: %s", self._store.url, error)
 
@@ -515,6 +530,10 @@ class Checkpointer:
         child.publish(manifest.data, manifests.encode(less), content, sync=self._options.sync)
         self._known[step] = _Step.of(step, less)
         child.trim(less.data, (record.stack() for record in less.stacks))
+
+
+def _name(step: int) -> str:
+    return f"{step:08d}"
 
 
 def _is_step(name: str) -> bool:

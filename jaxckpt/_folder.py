@@ -131,8 +131,18 @@ class Folder(Store):
     def child(self, name: str) -> Self:
         return type(self)(f"{self.url}/{name}", os.path.join(self.folder, name))
 
-    def published(self) -> list[str]:
-        return [name for name in self.names() if os.path.exists(os.path.join(self.folder, name, MANIFEST))]
+    def folders(self) -> dict[str, bool]:
+        return {name: os.path.exists(os.path.join(self.folder, name, MANIFEST)) for name in self.names()}
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def unmark(self, name: str) -> None:
+        pass
+
+    @property
+    def sees_writers(self) -> bool:
+        return True
 
     def is_file(self) -> bool:
         return os.path.isfile(self.folder)

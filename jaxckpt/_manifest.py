@@ -343,7 +343,7 @@ def _why_not(store: Store) -> str:
     names = store.names()
     if any(name.startswith("data-") for name in names):
         return "a save to it never finished, so it has data but no manifest.json"
-    inside = store.published()
+    inside = [name for name, published in store.folders().items() if published]
     if inside:
         return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
     return "it holds no manifest.json" if names else "there is nothing there"

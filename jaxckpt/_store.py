@@ -76,8 +76,21 @@ class Store(abc.ABC):
         """The store of a folder directly below."""
 
     @abc.abstractmethod
-    def published(self) -> list[str]:
-        """Names of the folders directly below that hold a manifest."""
+    def folders(self) -> dict[str, bool]:
+        """For each folder directly below, whether it holds a checkpoint."""
+
+    @abc.abstractmethod
+    def mark(self, name: str) -> None:
+        """Note that a folder directly below may hold a checkpoint, where listing all keys would be the way to know."""
+
+    @abc.abstractmethod
+    def unmark(self, name: str) -> None:
+        """Take that back."""
+
+    @property
+    @abc.abstractmethod
+    def sees_writers(self) -> bool:
+        """Whether it can be told which writers are alive."""
 
     @abc.abstractmethod
     def give_up(self, data: str) -> None:
