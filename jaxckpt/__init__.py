@@ -7,6 +7,7 @@ weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, witho
 
 from jaxckpt._audit import Checkpoint, LazyLeaf, RestorePlan, open
 from jaxckpt._checkpointer import Checkpointer
+from jaxckpt._diff import Delta, LeafDelta, diff
 from jaxckpt._errors import (
     CheckpointExistsError,
     CorruptError,
@@ -31,6 +32,7 @@ from jaxckpt._options import Options
 from jaxckpt._progress import Progress
 from jaxckpt._restore import load_numpy, restore
 from jaxckpt._save import PendingSave, SaveInfo, save, save_async
+from jaxckpt._verify import Problem, VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -40,10 +42,12 @@ __all__ = [
     "Checkpointer",
     "CorruptError",
     "DataError",
+    "Delta",
     "InputError",
     "JaxckptError",
     "LayoutError",
     "LazyLeaf",
+    "LeafDelta",
     "ManifestError",
     "MismatchError",
     "NotACheckpointError",
@@ -55,17 +59,21 @@ __all__ = [
     "PeersDisagreeError",
     "PendingSave",
     "Preempted",
+    "Problem",
     "Progress",
     "RestorePlan",
     "SaveInfo",
     "SpecError",
     "StorageError",
     "TreeError",
+    "VerifyReport",
+    "diff",
     "load_numpy",
     "open",
     "restore",
     "save",
     "save_async",
+    "verify",
 ]
 
 for _name in __all__:  # errors and tracebacks name things as users know them

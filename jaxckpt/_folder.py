@@ -304,7 +304,7 @@ class Folder(Store):
         return found
 
     @contextlib.contextmanager
-    def ranges(self, key: str, length: int) -> Generator[ReadRange]:
+    def ranges(self, key: str) -> Generator[ReadRange]:
         buffer = np.empty(0, np.uint8)
 
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -319,12 +319,8 @@ class Folder(Store):
             return buffer[: stop - start]
 
         try:
-            with self._opened(key) as (handle, size):
-                if size != length:
-                    raise DataError(f"{self.url}/{key} is {size} bytes long, expected {length}")
+            with self._opened(key) as (handle, _):
                 yield read
-        except (FileNotFoundError, NotADirectoryError):
-            raise DataError(f"{self.url}/{key} is missing") from None
         except OSError as error:
             raise self._refused("read", key, error) from error
 

@@ -17,7 +17,7 @@ class Progress:
     """Where a save or a restore stands in this process."""
 
     verb: str
-    """"save" or "restore"."""
+    """"save", "restore", "verify" or "diff"."""
 
     done_bytes: int
     """Bytes this process has moved."""

@@ -226,14 +226,21 @@ def _undisturbed(store: Store, manifest: Manifest) -> Generator[None]:
     try:
         yield
     except DataError as error:
-        try:
-            now, _ = manifests.load(store)
-            if now == manifest:
-                raise
-            what = "replaced by another" if now.save_id != manifest.save_id else "relieved of some of its leaves"
-        except NotACheckpointError:
-            what = "deleted"
-        raise NotACheckpointError(f"the checkpoint at {store.url} was {what} while it was being read") from error
+        became = fate(store, manifest)
+        if became is None:
+            raise
+        raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being read") from error
+
+
+def fate(store: Store, manifest: Manifest) -> str | None:
+    """What became of a checkpoint since its manifest was read; None where it is still the same."""
+    try:
+        now, _ = manifests.load(store)
+    except NotACheckpointError:
+        return "deleted"
+    if now == manifest:
+        return None
+    return "replaced by another" if now.save_id != manifest.save_id else "relieved of some of its leaves"
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:

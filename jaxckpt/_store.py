@@ -180,8 +180,8 @@ class Store(abc.ABC):
         """What is wrong with objects of which the lengths are given, as far as can be told without reading them."""
 
     @abc.abstractmethod
-    def ranges(self, key: str, length: int) -> contextlib.AbstractContextManager[ReadRange]:
-        """Reads ranges of an object of `length` bytes. Raises DataError where it is missing or of another length."""
+    def ranges(self, key: str) -> contextlib.AbstractContextManager[ReadRange]:
+        """Reads ranges of an object. Raises DataError where it ends before."""
 
 
 ReadRange = Callable[[int, int], "np.ndarray[Any, np.dtype[np.uint8]]"]

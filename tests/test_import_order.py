@@ -29,7 +29,7 @@ ROWS = [
     ["_exchange"],
     ["_staging"],
     ["_save", "_restore"],
-    ["_audit"],
+    ["_audit", "_verify", "_diff"],
     ["_foreign"],
     ["_checkpointer"],
     ["_cli"],

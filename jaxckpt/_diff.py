@@ -1,0 +1,281 @@
+"""How far two checkpoints differ, whatever meshes and layouts they were saved from."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxckpt import _manifest as manifests
+from jaxckpt._errors import listing
+from jaxckpt._grid import Box, cut_down, volume, whole
+from jaxckpt._manifest import Manifest
+from jaxckpt._options import Options
+from jaxckpt._place import store_at
+from jaxckpt._progress import reporting
+from jaxckpt._restore import fetch, read_box
+from jaxckpt._store import Array, Store
+from jaxckpt._target import numpy_goal, selected_leaves
+from jaxckpt._tree import DTYPES, Select, decode_value, show
+
+
+@dataclass(frozen=True, slots=True)
+class LeafDelta:
+    """How one leaf differs between two checkpoints, a and b."""
+
+    path: str
+
+    a: str
+    """Kind, dtype and shape in a, such as "jax float32[8, 4]"; empty where a lacks it."""
+
+    b: str
+
+    size: int = 0
+    """Elements that were compared; 0 where the shapes differ, or one is missing."""
+
+    differing: int = 0
+    """Elements that differ: in any bit where the dtypes are equal, else in value."""
+
+    max_abs: float = 0.0
+    """The greatest |a − b|, in float64; inf where only one of two is NaN, or they are infinities of two signs."""
+
+    max_rel: float = 0.0
+    """The greatest |a − b| / max(|a|, |b|), between 0 and 2; inf as above."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether kind, dtype, shape and every bit are the same."""
+        return self.a == self.b and not self.differing
+
+    def __str__(self) -> str:
+        if not self.a or not self.b:
+            return f"{show(self.path)}: only in {'a' if self.a else 'b'} ({self.a or self.b})"
+        what = self.a if self.a == self.b else f"{self.a} → {self.b}"
+        if not self.differing:
+            return f"{show(self.path)}: {what}" + (", equal values" if self.size else "")
+        share = f"{self.differing:,} of {self.size:,} elements differ"
+        return f"{show(self.path)}: {what}, {share}, by {self.max_abs:.6g} at most, relatively {self.max_rel:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What `diff` found."""
+
+    path_a: str
+    path_b: str
+
+    leaves: tuple[LeafDelta, ...]
+    """Every leaf of either, in order of path."""
+
+    same_structure: bool
+    """Whether the containers are the same: their types, keys and order."""
+
+    @property
+    def differing(self) -> tuple[LeafDelta, ...]:
+        """The leaves that are not identical."""
+        return tuple(leaf for leaf in self.leaves if not leaf.identical)
+
+    @property
+    def identical(self) -> bool:
+        """Whether structure, kinds, dtypes, shapes and every bit of every leaf are the same."""
+        return self.same_structure and not self.differing
+
+    def __str__(self) -> str:
+        head = f"a = {self.path_a}\nb = {self.path_b}\n"
+        if self.identical:
+            return f"{head}identical: {len(self.leaves)} leaves, bit by bit"
+        structure = "" if self.same_structure else "\n  the containers differ"
+        found = self.differing
+        return f"{head}{len(found)} of {len(self.leaves)} leaves differ{structure}\n{listing(map(str, found))}".rstrip()
+
+
+def diff(
+    path_a: str | os.PathLike[str],
+    path_b: str | os.PathLike[str],
+    *,
+    select: Select | None = None,
+    options: Options | None = None,
+) -> Delta:
+    """Compare two checkpoints leaf by leaf; meshes, specs, chunks and objects do not matter, only what was saved.
+
+    Any process may call it alone; no JAX backend is started. Both are read in boxes, within `options.host_bytes`.
+
+    Args:
+        path_a: Where `save` wrote one.
+        path_b: Where it wrote the other.
+        select: Only these leaves, as for `restore`.
+        options: See `Options`.
+
+    Returns:
+        Structure, and for each leaf kinds, dtypes and shapes, how many elements differ and how far.
+
+    Raises:
+        NotACheckpointError, CorruptError: As `restore`, of either.
+
+    Example:
+        >>> import numpy as np, jaxckpt
+        >>> for name, last in (("a", 3.0), ("b", 3.5)):
+        ...     tree = {"w": np.array([1.0, 2.0, last])}
+        ...     info = jaxckpt.save(f"/tmp/jaxckpt-doc/diff-{name}", tree, overwrite=True)
+        >>> delta = jaxckpt.diff("/tmp/jaxckpt-doc/diff-a", "/tmp/jaxckpt-doc/diff-b")
+        >>> delta.identical, delta.differing[0].differing, delta.differing[0].max_abs
+        (False, 1, 0.5)
+    """
+    options = options or Options()
+    # Two buffers of each box, and what reading takes besides.
+    options = replace(options, host_bytes=max(1, options.host_bytes // 4), manifest_sha256=None)
+    a, b = _Side.at(path_a, options), _Side.at(path_b, options)
+    chosen = {path for side in (a, b) for path in side.selected(select)}
+    leaves = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
+    both = [path for path in leaves if path in a.numbers and path in b.numbers]
+    common = [path for path in both if a.shape(path) == b.shape(path)]
+    total = sum(a.n_bytes(path) + b.n_bytes(path) for path in common)
+    with reporting("diff", total, options.progress) as report:
+        for path, part_a, part_b in _parts(a, b, common, options):
+            leaves[path] = _with(leaves[path], part_a, part_b)
+            report(part_a.nbytes + part_b.nbytes)
+    return Delta(a.store.url, b.store.url, tuple(leaves.values()), a.manifest.tree == b.manifest.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two checkpoints."""
+
+    store: Store
+    manifest: Manifest
+    numbers: dict[str, int]
+    """Number of each leaf by its path."""
+
+    options: Options
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str], options: Options) -> _Side:
+        store = store_at(path, options)
+        manifest, _ = manifests.load(store)
+        return cls(store, manifest, {leaf.path: number for number, leaf in enumerate(manifest.leaves)}, options)
+
+    def selected(self, select: Select | None) -> list[str]:
+        return [self.manifest.leaves[number].path for number in selected_leaves(self.manifest, select)]
+
+    def describe(self, path: str) -> str:
+        if path not in self.numbers:
+            return ""
+        record = self.manifest.leaves[self.numbers[path]]
+        if record.stack is None:
+            return record.kind
+        return f"{record.impl or record.kind} {self.dtype(path)}{list(self.shape(path) or ())}"
+
+    def shape(self, path: str) -> tuple[int, ...] | None:
+        """Its shape; None for a value that lies in the manifest."""
+        record = self.manifest.leaves[self.numbers[path]]
+        return None if record.stack is None else self.manifest.leaf_shape(record)
+
+    def dtype(self, path: str) -> str:
+        return self.manifest.stacks[self.manifest.place(self.manifest.leaves[self.numbers[path]])[0]].dtype
+
+    def n_bytes(self, path: str) -> int:
+        shape = self.shape(path)
+        return 0 if shape is None else math.prod(shape) * DTYPES[self.dtype(path)].itemsize
+
+    def value(self, path: str) -> Array:
+        """What lies in the manifest."""
+        record = self.manifest.leaves[self.numbers[path]]
+        return np.asarray(decode_value(record.kind, record.value or ""))
+
+    def box(self, path: str, box: Box) -> Array:
+        return read_box(self.store, self.manifest, self.numbers[path], box, self.options)
+
+    def fetch(self, paths: list[str]) -> list[Array]:
+        goals = {
+            self.numbers[path]: replace(numpy_goal(self.manifest, self.numbers[path]), kind="numpy") for path in paths
+        }
+        values = fetch(self.store, self.manifest, goals, replace(self.options, progress=None))
+        return [values[self.numbers[path]] for path in paths]
+
+
+def _parts(a: _Side, b: _Side, paths: list[str], options: Options) -> Iterator[tuple[str, Array, Array]]:
+    """The leaves of both, small ones several at a time and large ones in boxes."""
+    together: list[str] = []
+    held = 0
+    for path in paths:
+        shape = a.shape(path)
+        if shape is None:
+            yield path, a.value(path), b.value(path)
+            continue
+        size = max(a.n_bytes(path), b.n_bytes(path))
+        if size <= options.host_bytes:
+            if together and held + size > options.host_bytes:
+                yield from zip(together, a.fetch(together), b.fetch(together), strict=True)
+                together, held = [], 0
+            together.append(path)
+            held += size
+            continue
+        stack = a.manifest.stacks[a.manifest.place(a.manifest.leaves[a.numbers[path]])[0]]
+        itemsize = size // math.prod(shape)
+        fits = options.host_bytes // itemsize
+        for box in cut_down(
+            whole(shape), (stack.object[1:], stack.chunk[1:]), lambda box, fits=fits: volume(box) <= fits
+        ):
+            yield path, a.box(path, box), b.box(path, box)
+    if together:
+        yield from zip(together, a.fetch(together), b.fetch(together), strict=True)
+
+
+def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
+    """A leaf's differences with those of one more part."""
+    found = leaf.size + a.size
+    if not a.size:
+        return leaf
+    a, b = np.atleast_1d(a), np.atleast_1d(b)
+    if a.dtype == b.dtype and a.dtype.kind not in "OUS":
+        differ = (_bits(a) != _bits(b)).reshape(*a.shape, -1).any(axis=-1)
+    else:
+        differ = ~_equal(a, b)
+    count = int(np.count_nonzero(differ))
+    if not count or not (_is_number(a) and _is_number(b)):
+        return replace(leaf, size=found, differing=leaf.differing + count)
+    distance, scale = _distance(a[differ], b[differ])
+    relative = np.divide(
+        distance, scale, out=np.where(np.isinf(distance), np.inf, 0.0), where=(scale > 0) & np.isfinite(scale)
+    )
+    return replace(
+        leaf,
+        size=found,
+        differing=leaf.differing + count,
+        max_abs=max(leaf.max_abs, float(distance.max())),
+        max_rel=max(leaf.max_rel, float(relative.max())),
+    )
+
+
+def _bits(array: Array) -> Array:
+    """Elements as unsigned integers: one, or two in a last dimension, for each."""
+    itemsize = min(array.dtype.itemsize, 8)
+    return np.ascontiguousarray(array).view(f"u{itemsize}")
+
+
+def _is_number(array: Array) -> bool:
+    return array.dtype.kind not in "OUS"
+
+
+def _wide(array: Array) -> Array:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _equal(a: Array, b: Array) -> Array:
+    if not (_is_number(a) and _is_number(b)):
+        return np.asarray(a == b)
+    a, b = _wide(a), _wide(b)
+    return (a == b) | (np.isnan(a) & np.isnan(b))
+
+
+def _distance(a: Array, b: Array) -> tuple[Array, Array]:
+    """(|a − b|, max(|a|, |b|)) of each element, in float64."""
+    a, b = _wide(a), _wide(b)
+    with np.errstate(all="ignore"):
+        distance = np.abs(a - b)
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+    distance = np.where(same, 0.0, np.where(np.isnan(distance), np.inf, distance))
+    return distance, np.maximum(np.abs(a), np.abs(b))

@@ -1,0 +1,195 @@
+"""Checking a checkpoint: every file that the manifest names is there and is as it was saved."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from jaxckpt import _manifest as manifests
+from jaxckpt import _zarr as zarr
+from jaxckpt._errors import DataError, ManifestError, NotACheckpointError, StorageError, listing
+from jaxckpt._grid import Box
+from jaxckpt._manifest import Manifest
+from jaxckpt._options import Options
+from jaxckpt._place import store_at
+from jaxckpt._plan import Stack
+from jaxckpt._progress import reporting, show_bytes
+from jaxckpt._restore import fate
+from jaxckpt._store import MANIFEST, Store
+from jaxckpt._tree import show
+
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is not as it was saved."""
+
+    leaf: str | None
+    """Path of the leaf that is hit; None for a file that holds no leaf's data."""
+
+    box: Box | None
+    """(start, stop) along each dimension of the leaf that cannot be read; of a PRNG key's raw data."""
+
+    object: str
+    """The file, below the checkpoint's path."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        box = "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
+        where = "" if self.leaf is None else f"{show(self.leaf)}{box}: "
+        return f"{where}{self.object} {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found."""
+
+    path: str
+
+    quick: bool
+    """Whether only existence and lengths of objects were looked at."""
+
+    problems: tuple[Problem, ...]
+    """One for each leaf and box that is hit, in order of the leaves."""
+
+    leaves: int
+    objects: int
+
+    checked_bytes: int
+    """Bytes of the objects that were read and checked; 0 if quick."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is as it was saved."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        extent = "existence and lengths" if self.quick else f"{show_bytes(self.checked_bytes)}, every checksum"
+        head = f"{self.path}: {self.leaves} leaves in {self.objects} objects ({extent})"
+        if self.ok:
+            return f"{head}: ok"
+        return f"{head}: {len(self.problems)} problems\n{listing(map(str, self.problems))}"
+
+
+def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Options | None = None) -> VerifyReport:
+    """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
+
+    Any process may call it alone; no JAX backend is started. Objects are read in parallel, some MiB of each at a time.
+
+    Args:
+        path: Where `save` wrote.
+        quick: Only whether every object is there and of its length, and the small files as they were: one look at
+            each file, or on an object store one request for each object's last byte.
+        options: `progress` and those of the storage; see `Options`.
+
+    Returns:
+        A report: `report.ok`, and `report.problems`, each with leaf, box, object and reason. A damaged manifest is a
+        problem too, and the only one, for nothing else can be trusted then.
+
+    Raises:
+        NotACheckpointError: No manifest at `path`, or it was deleted or replaced meanwhile.
+
+    Example:
+        >>> import numpy as np, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/verify", {"w": np.arange(100)}, overwrite=True)
+        >>> jaxckpt.verify("/tmp/jaxckpt-doc/verify").ok
+        True
+    """
+    options = options or Options()
+    store = store_at(path, options)
+    try:
+        manifest, _ = manifests.load(store, options.manifest_sha256)
+    except ManifestError as error:
+        return VerifyReport(store.url, quick, (Problem(None, None, MANIFEST, f"cannot be used: {error}"),), 0, 0, 0)
+    files = list(_files(manifest))
+    total = 0 if quick else sum(file.length for file in files)
+    with reporting("verify", total, options.progress) as report:
+        found = [*_small_files(store, manifest)]
+        misfits = store.misfits({file.key: file.length for file in files})
+        for file in files:
+            if file.key in misfits:
+                found.extend(file.problems(None, misfits[file.key]))
+        if not quick:
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
+                rest = [file for file in files if file.key not in misfits]
+                for file, problems in zip(rest, threads.map(functools.partial(_check, store), rest), strict=True):
+                    found.extend(problems)
+                    report(file.length)
+    became = fate(store, manifest) if found else None
+    if became:
+        raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
+    places = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+    found.sort(
+        key=lambda problem: (-1 if problem.leaf is None else places[problem.leaf], problem.box or (), problem.object)
+    )
+    return VerifyReport(store.url, quick, tuple(found), len(manifest.leaves), len(files), total)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An object that should be there."""
+
+    key: str
+    stack: Stack
+    index: tuple[int, ...]
+    box: Box
+    length: int
+    digest: str
+
+    leaves: Mapping[int, str]
+    """Path of the leaf in each row of the stack."""
+
+    def problems(self, box: Box | None, reason: str) -> Iterator[Problem]:
+        """A problem of a box of the stack, or of all that the object holds, for each leaf that it hits."""
+        (first, last), *sides = box or self.box
+        for row in range(first, last):
+            if row in self.leaves:
+                yield Problem(self.leaves[row], tuple(sides), self.key, reason)
+
+
+def _files(manifest: Manifest) -> Iterator[_File]:
+    rows: dict[int, dict[int, str]] = {}
+    for leaf in manifest.leaves:
+        if leaf.stack is not None and leaf.row is not None:
+            rows.setdefault(leaf.stack, {})[leaf.row] = leaf.path
+    for number, record in enumerate(manifest.stacks):
+        stack = record.stack()
+        for index, box in stack.objects():
+            length, digest = record.objects["/".join(map(str, index))]
+            key = f"{manifest.data}/{zarr.object_key(stack, index)}"
+            yield _File(key, stack, index, box, length, digest, rows.get(number, {}))
+
+
+def _check(store: Store, file: _File) -> list[Problem]:
+    found: list[Problem] = []
+    try:
+        with store.ranges(file.key) as read:
+            for box, reason in zarr.problems(read, file.stack, file.index, file.length, file.digest):
+                found.extend(file.problems(box, reason))
+    except (DataError, StorageError) as error:
+        found.extend(file.problems(None, f"cannot be read: {error}"))
+    return found
+
+
+def _small_files(store: Store, manifest: Manifest) -> Iterator[Problem]:
+    """Problems of each zarr.json, and of what single processes knew."""
+    keys = [f"{manifest.data}/{record.name}/zarr.json" for record in manifest.stacks]
+    wanted = [record.sha256 for record in manifest.stacks]
+    keys += [f"{manifest.data}/{manifests.state_name(process)}" for process in range(len(manifest.process_states))]
+    wanted += [digest for _, digest in manifest.process_states]
+    for key, digest in zip(keys, wanted, strict=True):
+        try:
+            content = store.read(key)
+        except (DataError, StorageError) as error:
+            yield Problem(None, None, key, f"cannot be read: {error}")
+            continue
+        if content is None:
+            yield Problem(None, None, key, "is missing")
+        elif hashlib.sha256(content).hexdigest() != digest:
+            yield Problem(None, None, key, "is not the one that was saved")

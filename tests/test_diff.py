@@ -1,0 +1,131 @@
+"""`diff` tells how far two checkpoints differ, whatever layouts they were saved in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import RunPython
+
+import jaxckpt
+
+
+def saved(path: Path, tree: Any, **options: Any) -> Path:
+    jaxckpt.save(path, tree, options=jaxckpt.Options(**options))
+    return path
+
+
+def test_layouts_do_not_matter(tmp_path: Path) -> None:
+    w = np.arange(24 * 32.0, dtype=np.float32).reshape(24, 32)
+
+    def tree(axes: tuple[str, ...], sizes: tuple[int, ...], spec: P) -> Any:
+        mesh = Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), axes)
+        return {"w": jax.device_put(w, NamedSharding(mesh, spec)), "small": [jnp.ones(3)] * 4, "n": 1, "s": "x"}
+
+    a = saved(tmp_path / "a", tree(("x", "y"), (2, 4), P("x", "y")), chunk_bytes=256, object_bytes=512)
+    b = saved(tmp_path / "b", tree(("z",), (3,), P(None)), compression="zstd")
+    delta = jaxckpt.diff(a, b)
+    assert delta.identical, delta
+    assert len(delta.leaves) == 7
+    assert "identical" in str(delta)
+
+
+@pytest.mark.parametrize("host_bytes", [256 << 20, 1 << 14])
+def test_differences_are_counted_and_measured(tmp_path: Path, host_bytes: int) -> None:
+    w = np.random.default_rng(0).normal(size=(100, 300)).astype(np.float32)
+    other = w.copy()
+    other[3, 7] += 0.5
+    other[99, 299] *= 2
+    a = saved(tmp_path / "a", {"w": w, "same": w}, chunk_bytes=1024, object_bytes=8192)
+    b = saved(tmp_path / "b", {"w": other, "same": w})
+    delta = jaxckpt.diff(a, b, options=jaxckpt.Options(host_bytes=host_bytes))
+    (leaf,) = delta.differing
+    assert (leaf.path, leaf.size, leaf.differing) == ("w", 30_000, 2)
+    gaps = np.abs(w.astype(np.float64) - other.astype(np.float64))
+    assert leaf.max_abs == gaps.max()
+    assert leaf.max_rel == (gaps / np.maximum(np.abs(w), np.abs(other)).astype(np.float64)).max()
+    assert "2 of 30,000 elements differ" in str(delta)
+    assert not delta.identical
+    assert delta.same_structure
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "differing", "max_abs", "max_rel"),
+    [
+        (np.float32([0.0]), np.float32([-0.0]), 1, 0.0, 0.0),
+        (np.float32([np.nan]), np.float32([1.0]), 1, np.inf, np.inf),
+        (np.float32([np.inf]), np.float32([-np.inf]), 1, np.inf, np.inf),
+        (np.float32([np.inf, 1.0]), np.float32([np.inf, 1.0]), 0, 0.0, 0.0),
+        (np.uint32([0x7FC00000]).view(np.float32), np.uint32([0x7FC00001]).view(np.float32), 1, 0.0, 0.0),
+        (np.int64([1, -5]), np.int64([1, 5]), 1, 10.0, 2.0),
+        (np.bool_([True, False]), np.bool_([True, True]), 1, 1.0, 1.0),
+        (np.complex64([3 + 4j]), np.complex64([0]), 1, 5.0, 1.0),
+        (np.complex128([1, 2]), np.complex128([1, 2 + 1j]), 1, 1.0, 1 / np.sqrt(5)),
+        (np.arange(4).astype(ml_dtypes.bfloat16), np.arange(4).astype(np.float32), 0, 0.0, 0.0),
+        (np.array([1.0, 2.0]).astype(ml_dtypes.bfloat16), np.float32([1.0, 2.5]), 1, 0.5, 0.2),
+        (np.array([-8, 7]).astype(ml_dtypes.int4), np.array([-8, 6]).astype(ml_dtypes.int4), 1, 1.0, 1 / 7),
+        (np.zeros((0, 3)), np.zeros((0, 3)), 0, 0.0, 0.0),
+        (np.float64(2.0), np.float64(3.0), 1, 1.0, 1 / 3),
+    ],
+)
+def test_values(tmp_path: Path, a: Any, b: Any, differing: int, max_abs: float, max_rel: float) -> None:
+    (leaf,) = jaxckpt.diff(saved(tmp_path / "a", {"x": a}), saved(tmp_path / "b", {"x": b})).leaves
+    assert (leaf.differing, leaf.max_abs) == (differing, max_abs)
+    assert leaf.max_rel == pytest.approx(max_rel)
+    assert leaf.identical == (not differing and a.dtype == b.dtype)
+
+
+def test_structure_shapes_and_missing_leaves(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", {"x": [np.ones(3), 1], "y": np.ones((2, 2)), "s": "one", "k": jax.random.key(0)})
+    b = saved(tmp_path / "b", {"x": (np.ones(3), 2), "z": np.ones(4), "s": "two", "k": jax.random.key(1)})
+    delta = jaxckpt.diff(a, b)
+    assert not delta.same_structure
+    said = {leaf.path: str(leaf) for leaf in delta.differing}
+    assert list(said) == ["k", "s", "x/1", "y", "z"]
+    assert said["y"] == "'y': only in a (numpy float64[2, 2])"
+    assert said["z"] == "'z': only in b (numpy float64[4])"
+    assert "1 of 1 elements differ, by 1 at most" in said["x/1"]
+    assert "1 of 2 elements differ" in said["k"]
+    shapes = jaxckpt.diff(a, saved(tmp_path / "c", {"y": np.ones((4, 1))}), select="y")
+    assert str(shapes.leaves[0]) == "'y': numpy float64[2, 2] → numpy float64[4, 1]"
+    assert jaxckpt.diff(a, b, select="x/0").differing == ()
+
+
+def test_damage_is_an_error(tmp_path: Path) -> None:
+    a, b = (saved(tmp_path / name, {"x": np.arange(1000.0)}) for name in "ab")
+    (file,) = b.glob("data-*/*/c/0/0")
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with pytest.raises(jaxckpt.DataError, match="'x'"):
+        jaxckpt.diff(a, b)
+
+
+def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
+    run_python(
+        f"""
+        import jaxckpt, numpy as np
+        tree = {{"w": np.arange(64 << 20, dtype=np.float32), **{{f"l{{i}}": np.ones(1 << 20) for i in range(32)}}}}
+        for name in "ab":
+            jaxckpt.save({str(tmp_path)!r} + "/" + name, tree, options=jaxckpt.Options(sync=False))
+            tree["w"][5_000_000] += 1
+        """,
+        devices=1,
+    )
+    printed = run_python(
+        f"""
+        import jaxckpt, psutil, resource
+        a, b = {str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}
+        before = psutil.Process().memory_info().rss
+        delta = jaxckpt.diff(a, b, options=jaxckpt.Options(host_bytes=64 << 20, mmap=False))
+        assert [(leaf.path, leaf.differing, leaf.max_abs) for leaf in delta.differing] == [("w", 1, 1.0)], delta
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20)
+        """,
+        devices=1,
+    )
+    assert int(printed) < 200, "MiB of memory, for twice 512 MiB of data"

@@ -1,0 +1,196 @@
+"""`verify` finds every damage, and says which leaf and which part of it is hit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import RunPython
+
+import jaxckpt
+
+SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=1024)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    tree = {
+        "w": jax.device_put(jnp.arange(1024.0).reshape(32, 32), NamedSharding(mesh, P("a", "b"))),
+        "layers": [jnp.full(64, float(i)) for i in range(5)],
+        "odd": jnp.arange(7 * 11.0).reshape(7, 11),
+        "key": jax.random.key(3),
+        "n": 3,
+    }
+    jaxckpt.save(tmp_path / "ckpt", tree, options=SMALL, process_state={"at": 1})
+    return tmp_path / "ckpt"
+
+
+def one(path: Path, pattern: str) -> Path:
+    return sorted(path.glob(f"data-*/{pattern}"))[0]
+
+
+def test_an_undamaged_checkpoint_is_ok(path: Path) -> None:
+    report = jaxckpt.verify(path)
+    assert report.ok, report
+    assert report.leaves == 9
+    assert report.objects == len(list(path.glob("data-*/*/c/**/*"))) - len(
+        [folder for folder in path.glob("data-*/*/c/**/*") if folder.is_dir()]
+    )
+    assert report.checked_bytes == sum(file.stat().st_size for file in path.glob("data-*/*/c/**/*") if file.is_file())
+    assert jaxckpt.verify(path, quick=True).ok
+    assert str(report).endswith("ok")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_flipped_bit_is_placed_in_its_leaf_and_box(tmp_path: Path, compression: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    w = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
+    options = jaxckpt.Options(chunk_bytes=128, object_bytes=1024, compression=compression)
+    jaxckpt.save(tmp_path / "c", {"w": jax.device_put(w, NamedSharding(mesh, P("a", "b")))}, options=options)
+    file = sorted(file for file in (tmp_path / "c").glob("data-*/*/c/**/*") if file.is_file())[-1]
+    index = [int(part) for part in file.parts[-2:]]
+    (stack,) = json.loads((tmp_path / "c" / "manifest.json").read_bytes())["stacks"]
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    (problem,) = jaxckpt.verify(tmp_path / "c").problems
+    assert problem.leaf == "w"
+    assert problem.box is not None
+    (top, bottom), (left, right) = problem.box
+    assert [top // stack["object"][1], left // stack["object"][2]] == index
+    assert [bottom - top, right - left] == stack["chunk"][1:]
+    assert problem.object == str(file.relative_to(tmp_path / "c"))
+    assert "crc32c" in problem.reason
+    # The damaged box cannot be read; the rest of the leaf can.
+    leaf = jaxckpt.open(tmp_path / "c")["w"]
+    with pytest.raises(jaxckpt.DataError):
+        leaf[top:bottom, left:right]
+    assert top > 0
+    np.testing.assert_array_equal(leaf[:top], w[:top])
+
+
+def test_every_kind_of_file_is_looked_at(path: Path) -> None:
+    for pattern, leaf, reason in (
+        ("*float32-64/c/0/0", "layers/0", "is missing"),
+        ("*float32-64/zarr.json", None, "is missing"),
+        ("process-0.json", None, "is missing"),
+        ("*uint32-2/c/0/0", "key", "is missing"),
+    ):
+        file = one(path, pattern)
+        content = file.read_bytes()
+        file.unlink()
+        for quick in (False, True):
+            problems = jaxckpt.verify(path, quick=quick).problems
+            assert problems[0].leaf == leaf
+            assert {problem.reason for problem in problems} == {reason}
+            assert {problem.object for problem in problems} == {str(file.relative_to(path))}
+        file.write_bytes(content + b"\0")
+        assert not jaxckpt.verify(path, quick=True).ok
+        file.write_bytes(content)
+    assert jaxckpt.verify(path).ok
+
+
+def test_a_packed_object_names_all_its_leaves(path: Path) -> None:
+    file = one(path, "*float32-64/c/0/0")
+    file.write_bytes(file.read_bytes()[:-1])
+    report = jaxckpt.verify(path)
+    rows = [problem.leaf for problem in report.problems]
+    assert rows == [f"layers/{i}" for i in range(len(rows))]
+    assert len(rows) > 1
+    assert "bytes long, expected" in str(report)
+
+
+def test_objects_that_changed_places(path: Path) -> None:
+    first, second = sorted(path.glob("data-*/*float32-32x32/c/0/*/0"))[:2]
+    content = first.read_bytes()
+    assert second.stat().st_size == len(content)
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    assert jaxckpt.verify(path, quick=True).ok, "lengths do not tell"
+    problems = jaxckpt.verify(path).problems
+    assert [problem.leaf for problem in problems] == ["w", "w"]
+    assert problems[0].box != problems[1].box
+    assert {problem.reason for problem in problems} == {"holds other data than was saved there"}
+
+
+def test_a_damaged_manifest_is_a_problem(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-5])
+    report = jaxckpt.verify(path)
+    assert [problem.object for problem in report.problems] == ["manifest.json"]
+    with pytest.raises(jaxckpt.NotACheckpointError):
+        jaxckpt.verify(path / "nothing")
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_called_damaged(path: Path, tmp_path: Path) -> None:
+    shutil.copytree(path, tmp_path / "copy")
+
+    def delete(_: jaxckpt.Progress) -> None:
+        (tmp_path / "copy" / "manifest.json").unlink(missing_ok=True)
+        for folder in (tmp_path / "copy").glob("data-*"):
+            shutil.rmtree(folder)
+
+    one(tmp_path / "copy", "*float32-64/c/0/0").unlink()
+    with pytest.raises(jaxckpt.NotACheckpointError, match="deleted while it was being verified"):
+        jaxckpt.verify(tmp_path / "copy", options=jaxckpt.Options(progress=delete))
+
+
+def test_any_flip_is_found(path: Path) -> None:
+    draw = random.Random(1)
+    for file in sorted(path.rglob("*")):
+        if not file.is_file():
+            continue
+        content = file.read_bytes()
+        for place in {0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(6))}:
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << draw.randrange(8)
+            file.write_bytes(flipped)
+            assert not jaxckpt.verify(path).ok, (file, place)
+        file.write_bytes(content)
+    assert jaxckpt.verify(path).ok
+
+
+def test_progress_and_memory(run_python: RunPython, tmp_path: Path) -> None:
+    printed = run_python(
+        f"""
+        import jaxckpt, numpy as np, resource
+        path = {str(tmp_path / "big")!r}
+        tree = {{f"w{{i}}": np.full((8 << 20,), float(i), np.float32) for i in range(12)}}
+        jaxckpt.save(path, tree, options=jaxckpt.Options(sync=False))
+        """,
+        devices=1,
+    )
+    printed = run_python(
+        f"""
+        import jaxckpt, psutil, resource
+        path = {str(tmp_path / "big")!r}
+        seen = []
+        before = psutil.Process().memory_info().rss
+        report = jaxckpt.verify(path, options=jaxckpt.Options(progress=seen.append))
+        assert report.ok and seen[-1].done_bytes == seen[-1].total_bytes == report.checked_bytes > 384 << 20
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20)
+        """,
+        devices=1,
+    )
+    assert int(printed) < 128, "MiB of memory, for 384 MiB of data"
+
+
+def test_on_a_pipe_it_does_not_hang(path: Path) -> None:
+    file = one(path, "*float32-64/c/0/0")
+    file.unlink()
+    subprocess.run(["mkfifo", file], check=True)
+    (first, *_) = jaxckpt.verify(path).problems
+    assert "a pipe, a socket or a device" in first.reason
+    with pytest.raises(jaxckpt.DataError, match="a pipe"):
+        jaxckpt.load_numpy(path)
