@@ -40,6 +40,7 @@ from jaxckpt._errors import (
     CheckpointExistsError,
     InputError,
     PathNotSharedError,
+    PeerError,
     PeersDisagreeError,
     StorageError,
 )
@@ -499,19 +500,20 @@ def _ahead(staged: Generator[Staged], most_bytes: int) -> Generator[Staged]:
     """The same objects, the copies of later ones begun while earlier ones are written."""
     waiting: deque[Staged] = deque()
     held = 0
-    for one in staged:
-        waiting.append(one)
-        held += one.copied_bytes
-        while waiting and (held >= most_bytes or not waiting[0].copied_bytes):
-            held -= waiting[0].copied_bytes
-            yield waiting.popleft()
-    yield from waiting
+    with contextlib.closing(staged):
+        for one in staged:
+            waiting.append(one)
+            held += one.copied_bytes
+            while waiting and (held >= most_bytes or not waiting[0].copied_bytes):
+                held -= waiting[0].copied_bytes
+                yield waiting.popleft()
+        yield from waiting
 
 
 # Carrying it out -------------------------------------------------------------------------------------------
 
 
-def _save(job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged], pending: PendingSave) -> None:
+def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged], pending: PendingSave) -> None:
     """Write the data and publish the manifest, in whichever thread this is; `pending` is told how it went."""
 
     def report(moved: int) -> None:
@@ -524,8 +526,15 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged],
             try:
                 data = f"data-{claim.save_id}"
                 with job.group.meeting("saving") as meeting:
-                    with job.clock.timed("write"):
-                        share = _Share(_write(job, data, staged, report), _put_state(job, data))
+                    try:
+                        with job.clock.timed("write"):
+                            share = _Share(_write(job, data, staged, report), _put_state(job, data))
+                    except Exception:
+                        staged.close()
+                        if job.group.index == 0:  # not to delete the data before the others have ended their writing
+                            with contextlib.suppress(PeerError):
+                                meeting.gather("")
+                        raise
                     stored_bytes = _publish(job, claim, share, meeting)
             except BaseException:
                 claim.release(keep=False)
@@ -537,8 +546,7 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged],
         pending._info = _info(job, claim.save_id, stored_bytes)
     except BaseException as error:
         pending._error = error
-        if isinstance(staged, _Handover):
-            staged.close()
+        staged.close()
     finally:
         pending._seconds = time.perf_counter() - pending._begun
         pending._finished.set()
