@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
+from jaxckpt._store import Store
 
 TOGETHER = """
 import os, signal, time
@@ -107,3 +109,38 @@ def test_the_deadline_holds_where_storage_hangs(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "s") as checkpoints:
         assert checkpoints.steps() == []
     assert list((tmp_path / "s").iterdir()) == []
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_step_whose_save_failed_is_not_told_as_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    with jaxckpt.Checkpointer(tmp_path, background=background) as checkpoints:
+        checkpoints.save(1, {"x": 1})
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+            with pytest.raises(jaxckpt.StorageError):  # noqa: PT012
+                checkpoints.save(2, {"x": np.arange(2)})
+                checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
+            checkpoints.save(2, {"x": np.arange(2)})
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_told_as_saved(run_python: RunPython, tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, time
+import numpy as np, jaxckpt
+from jaxckpt._store import Store
+Store.write = lambda *_: time.sleep(1000)
+with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
+    checkpoints.save(0, {"x": np.arange(2)})
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpoints.save(0, {"x": np.arange(2)})
+    except jaxckpt.Preempted as told:
+        print(told)
+"""
+    said = run_python(program, args=[str(tmp_path / "s")], check=False, devices=1, timeout=60)
+    assert "step 0 was not saved within the deadline" in said
