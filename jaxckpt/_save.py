@@ -330,6 +330,16 @@ def _worker() -> tuple[queue.SimpleQueue[Callable[[], None] | None], threading.T
     return todo, thread
 
 
+def _forget() -> None:
+    """In a fork: the thread, and the saves that it was writing, are its parent's."""
+    _worker.cache_clear()
+    _unsettled.clear()
+    atexit.unregister(_wait_at_exit)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def _busy(group: Group) -> bool:
     """Whether process 0 is still writing an earlier save: it decides for all, which may end at different times."""
     busy = any(not pending.done for pending in _unsettled)

@@ -217,6 +217,28 @@ jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 
 
+def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+    program = """
+import os, sys, time, signal
+write = Store.write
+def slow(*arguments): time.sleep(1); return write(*arguments)
+Store.write = slow
+jaxckpt.save_async(sys.argv[1], {"x": np.arange(3)})
+child = os.fork()
+if child:
+    for _ in range(200):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        sys.exit("the child hangs")
+"""
+    done = at_exit(program, tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
+
+
 # Several processes -----------------------------------------------------------------------------------------
 
 TOGETHER = """
