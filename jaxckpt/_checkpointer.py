@@ -215,6 +215,7 @@ class Checkpointer:
                 components=tuple(self._rules.components),
                 check=functools.partial(self._require_newest, step, overwrite),
                 then=functools.partial(self._tidy_up, record),
+                deadline=self._deadline() if last_one else None,
             )
             pending = start(asked, self._options, background=self._background or last_one)
             saved = not pending.skipped
@@ -267,8 +268,11 @@ class Checkpointer:
         if self._on_preemption == "exit":
             raise Preempted(f"the job was told to stop: {told} in {self._store.url}")
 
+    def _deadline(self) -> float:
+        return self._notice.heard + self._preemption_seconds
+
     def _seconds_left(self) -> float:
-        return max(0.0, self._notice.heard + self._preemption_seconds - time.monotonic())
+        return max(0.0, self._deadline() - time.monotonic())
 
     def _wait_within(self, seconds: float | None) -> bool:
         """Wait for the save under way, but not beyond a deadline: then nobody waits for it any more."""

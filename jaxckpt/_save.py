@@ -195,6 +195,9 @@ class Asked:
     then: Callable[[], None] | None = None
     """What process 0 does once the checkpoint is published, before the save counts as done."""
 
+    deadline: float | None = None
+    """Until when, on the monotonic clock, the caller waits for room for copies; then the save fails."""
+
 
 class PendingSave:
     """A save that a thread of its own is writing."""
@@ -290,7 +293,7 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
     """Hold the arrays, and let the thread write them."""
     # Exchanges are collective, so no process may begin them before all have come through their preparations.
     claim = _agree(job) if any(job.plan.moved) else None
-    handover = _Handover(job.options.staging_bytes)
+    handover = _Handover(job.options.staging_bytes, job.asked.deadline)
     if not _unsettled:
         atexit.unregister(_wait_at_exit)
         atexit.register(_wait_at_exit)  # the last to be registered runs first: before jax.distributed shuts down
@@ -440,8 +443,9 @@ def _prepare(asked: Asked, options: Options, group: Group, *, background: bool) 
 class _Handover:
     """Staged objects on their way to the thread that writes, at most so many bytes of copies at once."""
 
-    def __init__(self, most_bytes: int | None) -> None:
+    def __init__(self, most_bytes: int | None, deadline: float | None) -> None:
         self._most_bytes = most_bytes
+        self._deadline = deadline
         self._bytes = 0
         self._queue: deque[Staged] = deque()
         self._changed = threading.Condition()
@@ -457,7 +461,10 @@ class _Handover:
                     begin()
                     begun = True
                 with self._changed:
-                    self._changed.wait_for(lambda one=one: self._fits(one) or self._ended)
+                    seconds = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                    if not self._changed.wait_for(lambda one=one: self._fits(one) or self._ended, seconds):
+                        self._error = TimeoutError("what was copied by the deadline was not written by then")
+                        return
                     if self._ended:
                         return  # the writing thread has failed
                     self._queue.append(one)

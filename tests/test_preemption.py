@@ -61,21 +61,22 @@ ALONE = """
 import os, signal, sys, time
 import numpy as np, jaxckpt
 how = sys.argv[2]
-if how == "stuck":
+if "stuck" in how:
     from jaxckpt._store import Store
     Store.write = lambda *_: time.sleep(1000)
 earlier = []
 if how == "chained":
     signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))
 with jaxckpt.Checkpointer(
-    sys.argv[1], every=1000, preemption_seconds=2, on_preemption="continue" if how == "continue" else "exit"
+    sys.argv[1], every=1000, preemption_seconds=2, on_preemption="continue" if how == "continue" else "exit",
+    options=jaxckpt.Options(staging_bytes=1 if how == "stuck without room" else None),
 ) as checkpoints:
     for step in range(1, 100):
         if step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
             begun = time.monotonic()
         try:
-            saved = checkpoints.save(step, {"x": np.full(1000, step)})
+            saved = checkpoints.save(step, {"x": np.full(1000, step), "y": np.full(10, step)})
         except jaxckpt.Preempted as told:
             print(step, *earlier, told, flush=True)
             raise
@@ -97,10 +98,11 @@ def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: 
         np.testing.assert_array_equal(checkpoints.restore()["x"], np.full(1000, 7))
 
 
-def test_the_deadline_holds_where_storage_hangs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["stuck", "stuck without room"])
+def test_the_deadline_holds_where_storage_hangs(tmp_path: Path, how: str) -> None:
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path / "s"), "stuck"],
+        [sys.executable, "-c", ALONE, str(tmp_path / "s"), how],
         env=environment(1), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
