@@ -50,7 +50,8 @@ class Checkpointer:
 
     Every process makes one, with the same arguments, and calls the same methods in the same order; `save` at every
     step. Each step is an ordinary checkpoint at `<directory>/<step in 8 digits>`. What a killed run left half written
-    or half deleted is swept when a Checkpointer is made.
+    or half deleted is swept when a Checkpointer is made; on an object store, where it could be what another job is
+    writing, once a newer step is published.
 
     A step is kept if any of the keep_ rules says so, or if it is the newest; without rules all are. A rule deletes a
     step only after a newer one is published. Deleting takes the manifest away first: a reader finds a step whole, or
@@ -189,18 +190,20 @@ class Checkpointer:
             raise InputError(f"step must be a whole number, found {step!r}") from error
         if step < 0:
             raise InputError(f"step must not be below 0, found {step}")
-        if self._fail_fast and self._pending is not None and self._pending.done:
-            self.wait()
         last_one = not self._preempted and self._notice.reached(step)
         if not (force or last_one or step % self._every == 0):
+            # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
+            if self._fail_fast and self._pending is not None and self._pending.done:
+                self.wait()
             return False
+        saved = False
         if last_one:
             self._preempted = True
             try:
                 self._wait_within(self._seconds_left())
+                saved = step == self._newest
             except Exception as error:
                 _log.warning("the save before the last one failed: %s", error)
-        saved = last_one and step == self._newest
         if not saved:
             record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
             asked = Asked(
@@ -213,6 +216,7 @@ class Checkpointer:
                 components=tuple(self._rules.components),
                 check=functools.partial(self._admit, step, overwrite),
                 then=functools.partial(self._tidy_up, record),
+                deadline=self._deadline() if last_one else None,
             )
             pending = start(asked, self._options, background=self._background or last_one)
             saved = not pending.skipped
@@ -242,14 +246,15 @@ class Checkpointer:
         Raises:
             InputError: No other step would be left.
         """
-        self.wait()
         group = Group.current(self._options.timeout_seconds)
         with group.meeting("deleting a step") as meeting:
+            self.wait()
+            meeting.gather("")
             if self._first:
                 if [found.number for found in self._look_at_all()] == [step]:
                     raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
                 self._delete(step)
-            meeting.barrier()
+            meeting.share("")
         self._newest = None
 
     def _delete(self, step: int) -> None:
@@ -266,21 +271,25 @@ class Checkpointer:
         if self._on_preemption == "exit":
             raise Preempted(f"the job was told to stop: {told} in {self._store.url}")
 
-    def _seconds_left(self) -> float:
-        return max(0.0, self._notice.heard + self._preemption_seconds - time.monotonic())
+    def _deadline(self) -> float:
+        return self._notice.heard + self._preemption_seconds
 
-    def _wait_within(self, seconds: float) -> bool:
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline() - time.monotonic())
+
+    def _wait_within(self, seconds: float | None) -> bool:
         """Wait for the save under way, but not beyond a deadline: then nobody waits for it any more."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return True
-        try:
-            pending.wait(seconds)
-        except TimeoutError:
-            if not pending.done:
-                pending.abandon()
-                return False
-            pending.wait()  # it ended just now, or with a TimeoutError of its own
+        newest, self._newest = self._newest, None  # unless it ended well
+        if pending is not None:
+            try:
+                pending.wait(seconds)
+            except TimeoutError:
+                if not pending.done:
+                    pending.abandon()
+                    return False
+                pending.wait()  # it ended just now, or with a TimeoutError of its own
+        self._newest = newest
         return True
 
     @property
@@ -295,9 +304,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the last save is published. Raises what it raised."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        self._wait_within(None)
 
     def close(self) -> None:
         """Wait for the last save, and let go of the signal handler. Raises what the save raised."""
@@ -461,7 +468,8 @@ class Checkpointer:
 
     def _look(self, step: int) -> _Step | None:
         """What a step's manifest says, read once; None where there is none, or a damaged one."""
-        if step not in self._known:
+        found = self._known.get(step)  # but once: the thread that saves forgets what it deletes
+        if found is None:
             try:
                 manifest, _ = manifests.load(self._child(step))
             except NotACheckpointError:
@@ -469,8 +477,8 @@ class Checkpointer:
             except CorruptError as error:
                 _log.warning("step %d is left alone: %s", step, error)
                 return None
-            self._known[step] = _Step.of(step, manifest)
-        return self._known[step]
+            found = self._known[step] = _Step.of(step, manifest)
+        return found
 
     def _look_at_all(self) -> list[_Step]:
         found = [found for step in self.steps() if (found := self._look(step)) is not None]

@@ -41,6 +41,7 @@ from jaxckpt._errors import (
     CheckpointExistsError,
     InputError,
     PathNotSharedError,
+    PeerError,
     PeersDisagreeError,
     StorageError,
 )
@@ -196,6 +197,9 @@ class Asked:
     then: Callable[[], None] | None = None
     """What process 0 does once the checkpoint is published, before the save counts as done."""
 
+    deadline: float | None = None
+    """Until when, on the monotonic clock, the caller waits for room for copies; then the save fails."""
+
 
 class PendingSave:
     """A save that a thread of its own is writing."""
@@ -291,7 +295,7 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
     """Hold the arrays, and let the thread write them."""
     # Exchanges are collective, so no process may begin them before all have come through their preparations.
     claim = _agree(job) if any(job.plan.moved) else None
-    handover = _Handover(job.options.staging_bytes)
+    handover = _Handover(job.options.staging_bytes, job.asked.deadline)
     if not _unsettled:
         atexit.unregister(_wait_at_exit)
         atexit.register(_wait_at_exit)  # the last to be registered runs first: before jax.distributed shuts down
@@ -329,6 +333,16 @@ def _worker() -> tuple[queue.SimpleQueue[Callable[[], None] | None], threading.T
     thread = threading.Thread(target=run, name="jaxckpt-save", daemon=True)
     thread.start()
     return todo, thread
+
+
+def _forget() -> None:
+    """In a fork: the thread, and the saves that it was writing, are its parent's."""
+    _worker.cache_clear()
+    _unsettled.clear()
+    atexit.unregister(_wait_at_exit)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _busy(group: Group) -> bool:
@@ -431,8 +445,9 @@ def _prepare(asked: Asked, options: Options, group: Group, *, background: bool) 
 class _Handover:
     """Staged objects on their way to the thread that writes, at most so many bytes of copies at once."""
 
-    def __init__(self, most_bytes: int | None) -> None:
+    def __init__(self, most_bytes: int | None, deadline: float | None) -> None:
         self._most_bytes = most_bytes
+        self._deadline = deadline
         self._bytes = 0
         self._queue: deque[Staged] = deque()
         self._changed = threading.Condition()
@@ -448,7 +463,10 @@ class _Handover:
                     begin()
                     begun = True
                 with self._changed:
-                    self._changed.wait_for(lambda one=one: self._fits(one) or self._ended)
+                    seconds = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                    if not self._changed.wait_for(lambda one=one: self._fits(one) or self._ended, seconds):
+                        self._error = TimeoutError("what was copied by the deadline was not written by then")
+                        return
                     if self._ended:
                         return  # the writing thread has failed
                     self._queue.append(one)
@@ -501,19 +519,20 @@ def _ahead(staged: Generator[Staged], most_bytes: int) -> Generator[Staged]:
     """The same objects, the copies of later ones begun while earlier ones are written."""
     waiting: deque[Staged] = deque()
     held = 0
-    for one in staged:
-        waiting.append(one)
-        held += one.copied_bytes
-        while waiting and (held >= most_bytes or not waiting[0].copied_bytes):
-            held -= waiting[0].copied_bytes
-            yield waiting.popleft()
-    yield from waiting
+    with contextlib.closing(staged):
+        for one in staged:
+            waiting.append(one)
+            held += one.copied_bytes
+            while waiting and (held >= most_bytes or not waiting[0].copied_bytes):
+                held -= waiting[0].copied_bytes
+                yield waiting.popleft()
+        yield from waiting
 
 
 # Carrying it out -------------------------------------------------------------------------------------------
 
 
-def _save(job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged], pending: PendingSave) -> None:
+def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged], pending: PendingSave) -> None:
     """Write the data and publish the manifest, in whichever thread this is; `pending` is told how it went."""
 
     def report(moved: int) -> None:
@@ -526,8 +545,15 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged],
             try:
                 data = f"data-{claim.save_id}"
                 with job.group.meeting("saving") as meeting:
-                    with job.clock.timed("write"):
-                        share = _Share(_write(job, data, staged, report), _put_state(job, data))
+                    try:
+                        with job.clock.timed("write"):
+                            share = _Share(_write(job, data, staged, report), _put_state(job, data))
+                    except Exception:
+                        staged.close()
+                        if job.group.index == 0:  # not to delete the data before the others have ended their writing
+                            with contextlib.suppress(PeerError):
+                                meeting.gather("")
+                        raise
                     stored_bytes = _publish(job, claim, share, meeting)
             except BaseException:
                 claim.release(keep=False)
@@ -539,8 +565,7 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Iterator[Staged],
         pending._info = _info(job, claim.save_id, stored_bytes)
     except BaseException as error:
         pending._error = error
-        if isinstance(staged, _Handover):
-            staged.close()
+        staged.close()
     finally:
         pending._seconds = time.perf_counter() - pending._begun
         pending._finished.set()

@@ -219,6 +219,28 @@ jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 
 
+def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+    program = """
+import os, sys, time, signal
+write = Folder.write
+def slow(*arguments): time.sleep(1); return write(*arguments)
+Folder.write = slow
+jaxckpt.save_async(sys.argv[1], {"x": np.arange(3)})
+child = os.fork()
+if child:
+    for _ in range(200):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        sys.exit("the child hangs")
+"""
+    done = at_exit(program, tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
+
+
 # Several processes -----------------------------------------------------------------------------------------
 
 TOGETHER = """
@@ -374,3 +396,28 @@ def test_no_tree_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
             assert repr(told(trees[number])) == expected[number]
     assert repr(told(trees[12], ("q",))) == repr(afresh(trees[12], ("q",)))
     assert repr(told(trees[12])) == expected[12]
+
+
+@pytest.mark.parametrize("save", ["save", "save_async"])
+@pytest.mark.parametrize("specs", ["P('a', 'b')", "P(None, 'a')"], ids=["as it lies", "exchanged"])
+def test_what_others_still_write_when_process_0_fails_is_deleted_too(
+    run_processes: RunProcesses, tmp_path: Path, save: str, specs: str
+) -> None:
+    program = f"""
+tree = {{"x": made(P("a", "b"), 1), "y": [made(P("a", "b"), n) for n in range(4)]}}
+write = Folder.write
+def slow(*arguments):
+    if process_id == 0:
+        raise jaxckpt.StorageError(28, "no space")
+    time.sleep(0.5)
+    return write(*arguments)
+Folder.write = slow
+options = jaxckpt.Options(timeout_seconds=20, object_bytes=256, chunk_bytes=256)
+try:
+    jaxckpt.{save}(args, tree, mesh=mesh, specs={specs}, options=options){".wait()" if save == "save_async" else ""}
+except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
+    print("raised", type(error).__name__)
+"""
+    done = run_processes(TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path / "c"), timeout=60)
+    assert [one.stdout for one in done] == ["raised StorageError\n", "raised PeerFailedError\n"]
+    assert list((tmp_path / "c").iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,35 @@ def test_steps_in_memory(tmp_path: Path) -> None:
     assert "opt_state" not in jaxckpt.load_numpy(f"{url}/00000002")
 
 
+def test_a_second_checkpointer_deletes_nothing_of_a_save_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation looks into the directory while the training saves; on an object store there are no locks."""
+    written, looked = threading.Event(), threading.Event()
+    publish = Folder.publish
+
+    def wait(*arguments: Any, **named: Any) -> None:
+        written.set()
+        assert looked.wait(60)
+        publish(*arguments, **named)
+
+    for directory in (str(tmp_path), f"memory://{tmp_path.name}-two"):
+        with jaxckpt.Checkpointer(directory, keep_last=1) as training:
+            training.save(1, state(1))
+            training.wait()
+            written.clear()
+            looked.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(Folder, "publish", wait)
+                training.save(2, state(2))
+                assert written.wait(60)
+                assert jaxckpt.Checkpointer(directory).steps() == [1]
+                looked.set()
+                training.wait()
+            assert training.steps() == [2]
+            assert training.restore(2)["step"] == 2
+
+
 # Saving and restoring ---------------------------------------------------------------------------------------
 
 
@@ -303,6 +333,55 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
                 break
         assert stopped == (1 if fail_fast else 3)
         checkpoints._pending = None  # told above
+
+
+def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = """
+import time
+import numpy as np, jaxckpt
+from jaxckpt import _save
+from jaxckpt._folder import Folder
+
+def attempt(call):
+    try:
+        call()
+    except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
+        print(type(error).__name__)
+
+def fail_once(then):
+    write = Folder.write
+    def refuse(*_):
+        Folder.write = write
+        raise jaxckpt.StorageError(28, "no space")
+    if process_id == 0:
+        Folder.write = refuse
+    attempt(then)
+
+release = _save._Claim.release
+def late(*arguments, **named):
+    if process_id == 1:
+        time.sleep(1.5)  # it hears of the end later
+    release(*arguments, **named)
+_save._Claim.release = late
+options = jaxckpt.Options(timeout_seconds=8)
+with jaxckpt.Checkpointer(args, fail_fast=True, options=options) as checkpoints:
+    fail_once(lambda: checkpoints.save(0, {"x": np.arange(3)}))
+    time.sleep(0.7)
+    attempt(lambda: checkpoints.save(1, {"x": np.arange(3)}))
+    checkpoints.save(2, {"x": np.arange(3)})
+    checkpoints.wait()
+    fail_once(lambda: checkpoints.save(3, {"x": np.arange(3)}))
+    if process_id == 0:
+        attempt(checkpoints.wait)
+    attempt(lambda: checkpoints.delete(2))
+    checkpoints.save(4, {"x": np.arange(3)})
+    checkpoints.wait()
+    print(checkpoints.steps())
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout.splitlines()[-1] for one in done] == ["[2, 4]"] * 2, "\n".join(map(str, done))
 
 
 def test_the_body_s_own_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

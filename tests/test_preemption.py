@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
+from jaxckpt._folder import Folder
 
 TOGETHER = """
 import os, signal, time
@@ -59,21 +61,22 @@ ALONE = """
 import os, signal, sys, time
 import numpy as np, jaxckpt
 how = sys.argv[2]
-if how == "stuck":
+if "stuck" in how:
     from jaxckpt._folder import Folder
     Folder.write = lambda *_: time.sleep(1000)
 earlier = []
 if how == "chained":
     signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))
 with jaxckpt.Checkpointer(
-    sys.argv[1], every=1000, preemption_seconds=2, on_preemption="continue" if how == "continue" else "exit"
+    sys.argv[1], every=1000, preemption_seconds=2, on_preemption="continue" if how == "continue" else "exit",
+    options=jaxckpt.Options(staging_bytes=1 if how == "stuck without room" else None),
 ) as checkpoints:
     for step in range(1, 100):
         if step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
             begun = time.monotonic()
         try:
-            saved = checkpoints.save(step, {"x": np.full(1000, step)})
+            saved = checkpoints.save(step, {"x": np.full(1000, step), "y": np.full(10, step)})
         except jaxckpt.Preempted as told:
             print(step, *earlier, told, flush=True)
             raise
@@ -95,10 +98,11 @@ def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: 
         np.testing.assert_array_equal(checkpoints.restore()["x"], np.full(1000, 7))
 
 
-def test_the_deadline_holds_where_storage_hangs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["stuck", "stuck without room"])
+def test_the_deadline_holds_where_storage_hangs(tmp_path: Path, how: str) -> None:
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path / "s"), "stuck"],
+        [sys.executable, "-c", ALONE, str(tmp_path / "s"), how],
         env=environment(1), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
@@ -107,3 +111,38 @@ def test_the_deadline_holds_where_storage_hangs(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "s") as checkpoints:
         assert checkpoints.steps() == []
     assert list((tmp_path / "s").iterdir()) == []
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_step_whose_save_failed_is_not_told_as_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    with jaxckpt.Checkpointer(tmp_path, background=background) as checkpoints:
+        checkpoints.save(1, {"x": 1})
+        with monkeypatch.context() as patched:
+            patched.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+            with pytest.raises(jaxckpt.StorageError):  # noqa: PT012
+                checkpoints.save(2, {"x": np.arange(2)})
+                checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
+            checkpoints.save(2, {"x": np.arange(2)})
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_told_as_saved(run_python: RunPython, tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, time
+import numpy as np, jaxckpt
+from jaxckpt._folder import Folder
+Folder.write = lambda *_: time.sleep(1000)
+with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
+    checkpoints.save(0, {"x": np.arange(2)})
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpoints.save(0, {"x": np.arange(2)})
+    except jaxckpt.Preempted as told:
+        print(told)
+"""
+    said = run_python(program, args=[str(tmp_path / "s")], check=False, devices=1, timeout=60)
+    assert "step 0 was not saved within the deadline" in said
