@@ -34,7 +34,7 @@ class Folder:
 
     names: dict[str, File | Folder] = field(default_factory=dict)
     states: dict[str, list[tuple[int, File | Folder | None]]] = field(default_factory=dict)
-    """What each name that changed since the folder was synced may come back as, and since when; first what is synced."""
+    """What each name that changed since the folder was synced may come back as, and since when; the first is sure."""
 
     def put(self, name: str, what: File | Folder | None, now: int) -> None:
         self.states.setdefault(name, [(-1, self.names.get(name))]).append((now, what))
