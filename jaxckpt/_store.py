@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Generator, Iterable
@@ -156,7 +157,7 @@ class Store:
         except OSError as error:
             if handle is not None:
                 os.close(handle)
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
             raise self._refused("create", data, error) from error
         return Writer(self, data, handle)
 
@@ -389,6 +390,8 @@ class Store:
                         return size, _digest(view, stack)
                     finally:
                         del view
+        except FileNotFoundError as error:
+            raise DataError(f"{self.url}/{key} is missing") from error
         except OSError as error:
             raise self._refused("read", key, error) from error
 
@@ -544,17 +547,21 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def storage_error(error: Exception, what: str) -> StorageError | DataError:
-    """tensorstore's error, whose status is its message's prefix, as one of ours."""
+    """tensorstore's error as one of ours: by the system's own code where it tells one, else by its message's prefix."""
     text = str(error)
     status = text.partition(":")[0]
-    if status in ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"):
-        return DataError(f"{what}: {text}")
-    code = {
-        "RESOURCE_EXHAUSTED": errno.ENOSPC,
-        "PERMISSION_DENIED": errno.EACCES,
-        "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
-    }.get(status, errno.EIO)
-    return StorageError(code, f"{what}: {text}")
+    told = re.search(r"\[os_error_code='(\d+)'\]", text)
+    code = int(told[1]) if told else _CODES.get(status, errno.EIO)
+    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else status in _DAMAGED
+    return DataError(f"{what}: {text}") if damaged else StorageError(code, f"{what}: {text}")
+
+
+_DAMAGED = ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+_CODES = {
+    "RESOURCE_EXHAUSTED": errno.ENOSPC,
+    "PERMISSION_DENIED": errno.EACCES,
+    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
+}
 
 
 def _abandoned(path: str) -> bool:

@@ -240,11 +240,14 @@ class Saver:
 
     def hear(self) -> Any:
         """The next thing that it says; None where it will say no more."""
-        line = self._lines.readline()
+        try:
+            line = self._lines.readline()
+        except ConnectionResetError:  # killed before it heard that it is to go
+            return None
         return json.loads(line) if line.endswith("\n") else None
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self.pid, number)
+    def kill(self) -> None:
+        self._process.kill()
 
     def end(self) -> list[Any]:
         """Wait until it has ended; what it said since it was last heard."""

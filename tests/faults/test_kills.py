@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import savers
@@ -110,58 +109,51 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
         last[how] = found
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.fault(1, "kill -9 at a random moment", "", system="orbax", quick=1, full=30)
 def test_orbax_killed_at_random(fault: Fault, tmp_path: Path) -> None:
-    """The same on Orbax, which saves and overwrites likewise: what its users meet, counted."""
+    """The same on Orbax, which saves steps and overwrites likewise: what its users meet, counted."""
     if not fault.campaign:
         pytest.skip("counted in the campaign")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _count_orbax(fault, tmp_path)
-
-
-def _count_orbax(fault: Fault, tmp_path: Path) -> None:
-    import orbax.checkpoint as ocp
-
-    last = {"ckpt": 0, "steps": 0}
+    acknowledged, used = {"ckpt": 0, "steps": 0}, 0
     for number in fault.rounds():
         name = ("ckpt", "steps")[number % 2]
         path = tmp_path / name
         program = savers.orbax_replace if name == "ckpt" else savers.orbax_steps
-        with Saver(program, str(path), last[name] + 1) as saver:
+        with Saver(program, str(path), used + 1) as saver:
             saver.go()
             assert saver.hear() == "imported"
             time.sleep(fault.random.uniform(0.0, 0.5))
             saver.kill()
-            done = max([last[name], *saver.end()])
-        last[name] = done + 1  # numbers are not used again
+            said = saver.end()
+        acknowledged[name] = max([acknowledged[name], *said])
+        used = max([used, *said]) + 1  # one more may have been under way
+        count_orbax(fault, name, path, acknowledged[name])
+
+
+def count_orbax(fault: Fault, name: str, path: Path, acknowledged: int) -> None:
+    """Count how what is left restores: everything that Orbax lists."""
+    import orbax.checkpoint as ocp
+
+    with contextlib.ExitStack() as entered:
         if name == "ckpt":
-            with ocp.StandardCheckpointer() as checkpointer:
-                _count(fault, done, [done], lambda _, path=path, checkpointer=checkpointer: checkpointer.restore(path))
+            checkpointer = entered.enter_context(ocp.StandardCheckpointer())
+            restores = [lambda: checkpointer.restore(path)] if path.exists() else []
         else:
-            with ocp.CheckpointManager(path) as manager:
-                listed = manager.all_steps()
-                _count(
-                    fault,
-                    done,
-                    listed,
-                    lambda step, manager=manager: manager.restore(step, args=ocp.args.StandardRestore()),
-                )
-
-
-def _count(fault: Fault, done: int, listed: list[int], restore: Any) -> None:
-    if not listed or max(listed) < done:
-        fault.saw("the acknowledged one is gone" if done else "none was saved")
-        return
-    for step in listed:
-        try:
-            tree = restore(step)
-        except Exception as error:
-            fault.saw(f"there, but will not restore: {type(error).__name__}" if done else "none was saved")
-            return
-        try:
-            savers.require_version(tree)
-        except AssertionError:
-            fault.silent(f"step {step} restores other values than were saved")
-            return
-    fault.saw("all listed restore to the bit")
+            manager = entered.enter_context(ocp.CheckpointManager(path))
+            args = ocp.args.StandardRestore()
+            restores = [lambda step=step: manager.restore(step, args=args) for step in manager.all_steps()]
+        found: list[int] = []
+        for restore in restores:
+            try:
+                tree = restore()
+            except Exception as error:
+                fault.saw(f"listed, and will not restore: {type(error).__name__}")
+                return
+            try:
+                found.append(savers.require_version(tree))
+            except AssertionError:
+                fault.silent(f"{name}: other values than were saved")
+                return
+    lost = max(found, default=0) < acknowledged
+    fault.saw("the acknowledged one is gone" if lost else "all that is listed restores to the bit")

@@ -223,7 +223,7 @@ def check_one(path: Path, old: int | None, acknowledged: int | None) -> str:
 
 
 def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
-    """What a Checkpointer's directory holds: the newest step that was there, and what it deletes whole or not at all."""
+    """What a Checkpointer's directory holds: the step that stays, and the one it deletes whole or not at all."""
     steps = savers.versions_in(folder)
     assert {2} <= set(steps) <= {1, 2, 3}, steps
     if acknowledged == 3:
