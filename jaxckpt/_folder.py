@@ -166,7 +166,7 @@ class Folder(Store):
         except OSError as error:
             if handle is not None:
                 os.close(handle)
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
             raise self._refused("create", data, error) from error
         return Writer(self, data, handle)
 
@@ -288,6 +288,8 @@ class Folder(Store):
                         return size, zarr.digest(view, stack)
                     finally:
                         del view
+        except FileNotFoundError as error:
+            raise DataError(f"{self.url}/{key} is missing") from error
         except OSError as error:
             raise self._refused("read", key, error) from error
 

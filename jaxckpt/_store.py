@@ -249,17 +249,21 @@ def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> G
 
 
 def storage_error(error: Exception, what: str, *, reading: bool = False) -> StorageError | DataError:
-    """tensorstore's error, whose status is its message's prefix, as one of ours."""
+    """tensorstore's error as one of ours: by the system's own code where it tells one, else by its message's prefix."""
     text = readable(str(error))
     status = text.partition(":")[0]
-    if reading and status in ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"):
-        return DataError(f"{what}: {text}")
-    code = {
-        "RESOURCE_EXHAUSTED": errno.ENOSPC,
-        "PERMISSION_DENIED": errno.EACCES,
-        "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
-    }.get(status, errno.EIO)
-    return StorageError(code, f"{what}: {text}")
+    told = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+    code = int(told[1]) if told else _CODES.get(status, errno.EIO)
+    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else status in _DAMAGED
+    return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
+
+
+_DAMAGED = ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+_CODES = {
+    "RESOURCE_EXHAUSTED": errno.ENOSPC,
+    "PERMISSION_DENIED": errno.EACCES,
+    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
+}
 
 
 def readable(text: str) -> str:

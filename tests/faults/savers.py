@@ -6,9 +6,12 @@ about to save costs some 0.1 s, where starting Python and importing JAX would co
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import datetime
 import functools
+import itertools
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -18,14 +21,17 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt import _staging
 
 STRACE = shutil.which("strace")
 needs_strace = pytest.mark.skipif(STRACE is None, reason="strace is not installed (apt-get install strace)")
@@ -33,6 +39,9 @@ needs_strace = pytest.mark.skipif(STRACE is None, reason="strace is not installe
 OPTIONS = jaxckpt.Options(chunk_bytes=4096, object_bytes=16384)
 SECONDS = 60.0
 """How long a test waits for a child process, at most."""
+
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+"""For processes that import this module, or the library."""
 
 Say = Callable[[Any], None]
 
@@ -66,10 +75,13 @@ def version_at(path: str | os.PathLike[str]) -> int | None:
 
 def versions_in(folder: Path) -> list[int]:
     """The steps that a Checkpointer lists, each of them checked to the bit; what was half deleted is swept."""
+    published = sorted(int(found.parent.name) for found in folder.glob("*/manifest.json"))
+    assert [version_at(folder / f"{step:08d}") for step in published] == published
     with jaxckpt.Checkpointer(folder) as checkpoints:
-        steps = checkpoints.steps()
-        assert [version_at(checkpoints.path(step)) for step in steps] == steps
-    return steps
+        assert checkpoints.steps() == published
+    assert sorted(os.listdir(folder)) == [f"{step:08d}" for step in published], "nothing else is left"
+    assert all(len(data_folders(folder / f"{step:08d}")) == 1 for step in published)
+    return published
 
 
 def data_folders(path: Path) -> list[str]:
@@ -103,6 +115,95 @@ def delete_step(say: Say, folder: str, number: int) -> None:
         say(number)
 
 
+def read(say: Say, path: str, count: int, steps: bool) -> None:
+    """Restore again and again what others replace or delete; tell how often that ended how."""
+    ends = collections.Counter[str]()
+    number = 0
+    while ends.total() < count:
+        number += 1
+        try:
+            if not steps:
+                require_version(jaxckpt.restore(path) if number % 2 else jaxckpt.load_numpy(path))
+            elif number % 2:
+                with jaxckpt.Checkpointer(path) as checkpoints:
+                    require_version(checkpoints.restore())
+            else:
+                oldest = min(os.listdir(path))
+                assert require_version(jaxckpt.load_numpy(f"{path}/{oldest}")) == int(oldest)
+        except jaxckpt.NotACheckpointError:
+            ends["NotACheckpointError"] += 1
+        else:
+            ends["bit-exact"] += 1
+    say(ends)
+
+
+def keep_steps_by_another_clock(say: Say, folder: str, days: list[int]) -> None:
+    """Save a step after each change of the clock, made known by every file too; tell which are there."""
+    real, real_time = datetime.datetime, time.time
+    for step, off in enumerate(days):
+
+        class Clock(real):
+            @classmethod
+            def now(cls, tz: datetime.tzinfo | None = None, off: int = off) -> Self:
+                return super().now(tz) + datetime.timedelta(days=off)
+
+        time.time = lambda off=off: real_time() + off * 86400
+        datetime.datetime = Clock
+        with jaxckpt.Checkpointer(folder, keep_last=2, keep_every=3, keep_best=("loss", "min")) as checkpoints:
+            checkpoints.save(step, version(step), metrics={"loss": (step - 4) ** 2})
+            checkpoints.wait()
+            newest = require_version(checkpoints.restore())
+            steps = checkpoints.steps()
+        with open(f"{folder}/{step:08d}/manifest.json") as manifest:
+            created = real.fromisoformat(json.load(manifest)["created"])
+        assert round((created - real.now(datetime.UTC)).total_seconds() / 86400) == off
+        for path in Path(folder).rglob("*"):
+            os.utime(path, (time.time(), time.time()))
+        say([newest, steps])
+
+
+def save_where_refused(say: Say, path: str, how: str, user: int | None) -> None:
+    """Try to save where it is not allowed: nothing may be copied from a device before that is known."""
+    tree = {"x": jax.numpy.arange(1000.0), "y": np.arange(10)}
+    if how != "save_async":  # which has all arrays in hand when it returns
+        _staging.Staged.data = None  # pyright: ignore
+    if user is not None:
+        os.setuid(user)
+    match how:
+        case "save":
+            jaxckpt.save(path, tree, overwrite=True)
+        case "save_async":
+            jaxckpt.save_async(path, tree, overwrite=True).wait()
+        case _:
+            with jaxckpt.Checkpointer(path, background=False) as checkpoints:
+                checkpoints.save(1, tree)
+    say("saved")
+
+
+def orbax_replace(say: Say, path: str, first: int) -> None:
+    """Save version after version to one path with Orbax's StandardCheckpointer."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        say("imported")
+        for number in itertools.count(first):
+            checkpointer.save(path, version(number), force=True)
+            checkpointer.wait_until_finished()
+            say(number)
+
+
+def orbax_steps(say: Say, folder: str, first: int) -> None:
+    """Save step after step with Orbax's CheckpointManager."""
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        say("imported")
+        for number in itertools.count(first):
+            manager.save(number, args=ocp.args.StandardSave(version(number)))
+            manager.wait_until_finished()
+            say(number)
+
+
 # The processes --------------------------------------------------------------------------------------------
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -111,9 +212,8 @@ _CONTEXT.set_forkserver_preload(["savers"])
 
 @functools.cache
 def _begin_server() -> None:
-    folders = [str(Path(__file__).parent), str(Path(jaxckpt.__file__).parent.parent)]
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server does not take over sys.path
-        patch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([PYTHONPATH, os.environ.get("PYTHONPATH", "")]))
         multiprocessing.forkserver.ensure_running()
 
 
@@ -140,11 +240,14 @@ class Saver:
 
     def hear(self) -> Any:
         """The next thing that it says; None where it will say no more."""
-        line = self._lines.readline()
+        try:
+            line = self._lines.readline()
+        except ConnectionResetError:  # killed before it heard that it is to go
+            return None
         return json.loads(line) if line.endswith("\n") else None
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self.pid, number)
+    def kill(self) -> None:
+        self._process.kill()
 
     def end(self) -> list[Any]:
         """Wait until it has ended; what it said since it was last heard."""
@@ -152,6 +255,10 @@ class Saver:
         self._process.join(SECONDS)
         assert self._process.exitcode is not None, f"not ended after {SECONDS:g} s: a hang"
         return said
+
+    @property
+    def ended(self) -> bool:
+        return self._process.exitcode is not None
 
     @property
     def killed(self) -> bool:
@@ -225,7 +332,7 @@ def counts(log: Path) -> dict[str, int]:
     return {call: max(n for (_, other), n in found.items() if other == call) for _, call in found}
 
 
-def sweep(calls: Iterator[str] | tuple[str, ...], log: Path) -> list[tuple[str, int]]:
+def sweep(calls: tuple[str, ...], log: Path) -> list[tuple[str, int]]:
     """(call, n) for every n-th of the calls that a trace shows."""
     seen = counts(log)
     return [(call, nth) for call in calls for nth in range(1, seen.get(call, 0) + 1)]

@@ -34,7 +34,7 @@ class Folder:
 
     names: dict[str, File | Folder] = field(default_factory=dict)
     states: dict[str, list[tuple[int, File | Folder | None]]] = field(default_factory=dict)
-    """What each name that changed since the folder was synced may come back as, and since when; first what is synced."""
+    """What each name that changed since the folder was synced may come back as, and since when; the first is sure."""
 
     def put(self, name: str, what: File | Folder | None, now: int) -> None:
         self.states.setdefault(name, [(-1, self.names.get(name))]).append((now, what))
@@ -223,7 +223,7 @@ def check_one(path: Path, old: int | None, acknowledged: int | None) -> str:
 
 
 def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
-    """What a Checkpointer's directory holds: the newest step that was there, and what it deletes whole or not at all."""
+    """What a Checkpointer's directory holds: the step that stays, and the one it deletes whole or not at all."""
     steps = savers.versions_in(folder)
     assert {2} <= set(steps) <= {1, 2, 3}, steps
     if acknowledged == 3:

@@ -1,0 +1,129 @@
+"""File systems that are full, or may not be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import savers
+from processes import environment
+from reliability import Fault
+from savers import Saver, version
+
+import jaxckpt
+
+FILL = """
+import errno, json, os, subprocess, sys
+import jaxckpt, savers
+where, cases = sys.argv[1], json.loads(sys.argv[2])
+path = f"{where}/ckpt"
+
+def limit(what):
+    subprocess.run(["mount", "-o", f"remount,{what}", where], check=True, timeout=60)
+
+def used():
+    found = os.statvfs(where)
+    return found.f_blocks - found.f_bfree, found.f_files - found.f_ffree
+
+for kind, more, how in cases:
+    limit("size=64m,nr_inodes=100000")
+    if not os.path.exists(path) or savers.version_at(path) != 1:
+        jaxckpt.save(path, savers.version(1), overwrite=True, options=savers.OPTIONS)
+    pages, inodes = before = used()
+    limit(f"size={(pages + more) * 4096}" if kind == "pages" else f"nr_inodes={inodes + more}")
+    save = jaxckpt.save if how == "save" else lambda *args, **named: jaxckpt.save_async(*args, **named).wait()
+    try:
+        save(path, savers.version(2), overwrite=True, options=savers.OPTIONS)
+    except jaxckpt.StorageError as error:
+        assert error.errno == errno.ENOSPC, error
+        assert savers.version_at(path) == 1
+        assert used() == before, (used(), before)
+        print("ENOSPC, the old one is there")
+    else:
+        assert savers.version_at(path) == 2
+        print("there was room")
+"""
+
+
+def in_a_mount(folder: Path, options: str, program: str, *args: str) -> str:
+    """What a program prints in a namespace of its own, where a small file system is mounted at a folder."""
+    mount = f'mount -t tmpfs -o {options} none "$0"'
+    unshare = [shutil.which("unshare") or "false", "-m", "sh", "-c"]
+    if subprocess.run([*unshare, mount, str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("a file system of its own cannot be mounted here (needs root, and unshare)")
+    done = subprocess.run(
+        [*unshare, f'{mount} && exec "$@"', str(folder), sys.executable, "-c", program, str(folder), *args],
+        env=environment(1, {"PYTHONPATH": savers.PYTHONPATH}),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.fault(
+    5,
+    "no space, or no inodes, left at swept sizes of a small file system",
+    "StorageError ENOSPC; the earlier checkpoint intact; space given back",
+    quick=16,
+)
+def test_a_disk_that_fills_up(fault: Fault, tmp_path: Path) -> None:
+    cases = [
+        (kind, more, how)
+        for how in ("save", "save_async")
+        for kind, most in (("pages", 64), ("inodes", 40))
+        for more in range(1, most)
+    ]
+    said = in_a_mount(tmp_path, "size=64m", FILL, json.dumps(list(fault.rounds(cases)))).splitlines()
+    assert {"ENOSPC, the old one is there", "there was room"} == set(said)
+    for end in said:
+        fault.saw(end)
+
+
+REFUSED = """
+import sys
+import savers
+try:
+    savers.save_where_refused(print, sys.argv[1] + "/ckpt", sys.argv[2], None)
+except savers.jaxckpt.StorageError as error:
+    print(error.errno)
+"""
+
+
+@pytest.mark.fault(
+    6, "a folder, or file system, that may not be written", "StorageError before anything is copied", quick=5
+)
+def test_where_it_may_not_write(fault: Fault, tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become a user who may not write")
+    for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+        folder.chmod(0o755)
+    jaxckpt.save(tmp_path / "old" / "ckpt", version(1))
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "mounted").mkdir()
+    hows = ("save", "save_async", "Checkpointer")
+    cases = [(kind, how) for how in hows for kind in ("closed", "old", "mounted") if (kind, how) != ("old", hows[2])]
+    for kind, how in fault.rounds(cases):
+        if kind == "mounted":
+            (code,) = in_a_mount(tmp_path / kind, "ro", REFUSED, how).splitlines()
+            assert int(code) == errno.EROFS
+            fault.saw("StorageError EROFS")
+            continue
+        before = sorted(tmp_path.rglob("*"))
+        for path in before:
+            path.chmod(path.stat().st_mode & 0o555)
+        with Saver(savers.save_where_refused, str(tmp_path / kind / "ckpt"), how, 65534) as saver:
+            saver.go()
+            (said,) = saver.end()
+        assert (said["error"], said["errno"]) == ("StorageError", errno.EACCES), said
+        assert sorted(tmp_path.rglob("*")) == before
+        fault.saw("StorageError EACCES")
+    assert savers.version_at(tmp_path / "old" / "ckpt") == 1

@@ -1,0 +1,159 @@
+"""Processes that are killed, or told to stop, at any moment of a save."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import savers
+from processes import environment
+from reliability import Fault
+from savers import SECONDS, Saver, version_at, versions_in
+
+
+@pytest.mark.fault(
+    1,
+    "kill -9 at a random moment",
+    "the last acknowledged save restores to the bit; a partial one is never listed",
+    quick=12,
+    full=200,
+)
+def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
+    last = {"ckpt": 0, "steps": 0}
+    for number in fault.rounds():
+        name = ("ckpt", "steps")[number % 2]
+        path = tmp_path / name
+        program = savers.replace if name == "ckpt" else savers.keep_steps
+        with Saver(program, str(path), last[name] + 1, 1_000_000) as saver:
+            saver.go()
+            time.sleep(fault.random.uniform(0.0, 0.2))
+            saver.kill()
+            done = max([last[name], *saver.end()])
+        found = (version_at(path) if name == "ckpt" else max(versions_in(path), default=None)) or 0
+        assert found in (done, done + 1), f"{name}: version {found}, of which {done} was acknowledged"
+        fault.saw("the last acknowledged" if found == done else "the one under way, whole")
+        last[name] = found
+
+
+TOLD = """
+import os, signal, sys
+import jaxckpt, savers
+how, path, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if how == "a handler that exits":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+jaxckpt.save("memory://warm", {"x": 1})
+print("ready", flush=True)
+if how == "Checkpointer":
+    with jaxckpt.Checkpointer(path, keep_last=2, options=savers.OPTIONS) as checkpoints:
+        for step in range(first, first + 1_000_000):
+            try:
+                checkpoints.save(step, savers.version(step))
+            except jaxckpt.Preempted as told:
+                print("saved", step, flush=True)
+                assert f"step {step} is saved" in str(told)
+                raise
+            print("listens", flush=True)
+else:
+    for number in range(first, first + 1_000_000):
+        pending = jaxckpt.save_async(path, savers.version(number), overwrite=True, options=savers.OPTIONS)
+        pending.wait()
+        os.write(1, f"saved {number}\\n".encode())
+"""
+
+
+@pytest.mark.fault(
+    18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=6, full=90
+)
+def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> None:
+    """Real programs, with Python's own end: what they wait for at exit is a part of it."""
+    hows = ("Checkpointer", "a handler that exits", "no handler")
+    last = dict.fromkeys(hows, 0)
+    for number in fault.rounds():
+        how = hows[number % 3]
+        path = tmp_path / how.replace(" ", "-")
+        child = subprocess.Popen(
+            [sys.executable, "-c", TOLD, how, str(path), str(last[how] + 1)],
+            env=environment(1, {"PYTHONPATH": savers.PYTHONPATH}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with child:
+            try:
+                assert child.stdout is not None
+                assert child.stdout.readline() == "ready\n"
+                time.sleep(fault.random.uniform(0.0, 0.15))
+                child.send_signal(signal.SIGTERM)
+                out, err = child.communicate(timeout=SECONDS)
+            finally:
+                child.kill()
+        acknowledged = max([last[how], *map(int, re.findall(r"saved (\d+)\n", out))])
+        killed = child.returncode == -signal.SIGTERM
+        if how == "Checkpointer":
+            found = max(versions_in(path), default=0)
+            # It listens from its first save on.
+            assert killed or (child.returncode == 143 and found == acknowledged), (child.returncode, err)
+            assert not (killed and "listens" in out), err
+        else:
+            found = version_at(path) or 0
+            assert found in (acknowledged, acknowledged + 1)
+            assert killed if how == "no handler" else child.returncode == 143, (child.returncode, err)
+            assert killed or len(savers.data_folders(path)) == (found > 0), "it leaves nothing half written"
+        fault.saw("abandoned" if found == last[how] else f"committed, {how}")
+        last[how] = found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.fault(1, "kill -9 at a random moment", "", system="orbax", quick=1, full=30)
+def test_orbax_killed_at_random(fault: Fault, tmp_path: Path) -> None:
+    """The same on Orbax, which saves steps and overwrites likewise: what its users meet, counted."""
+    if not fault.campaign:
+        pytest.skip("counted in the campaign")
+    acknowledged, used = {"ckpt": 0, "steps": 0}, 0
+    for number in fault.rounds():
+        name = ("ckpt", "steps")[number % 2]
+        path = tmp_path / name
+        program = savers.orbax_replace if name == "ckpt" else savers.orbax_steps
+        with Saver(program, str(path), used + 1) as saver:
+            saver.go()
+            assert saver.hear() == "imported"
+            time.sleep(fault.random.uniform(0.0, 0.5))
+            saver.kill()
+            said = saver.end()
+        acknowledged[name] = max([acknowledged[name], *said])
+        used = max([used, *said]) + 1  # one more may have been under way
+        count_orbax(fault, name, path, acknowledged[name])
+
+
+def count_orbax(fault: Fault, name: str, path: Path, acknowledged: int) -> None:
+    """Count how what is left restores: everything that Orbax lists."""
+    import orbax.checkpoint as ocp
+
+    with contextlib.ExitStack() as entered:
+        if name == "ckpt":
+            checkpointer = entered.enter_context(ocp.StandardCheckpointer())
+            restores = [lambda: checkpointer.restore(path)] if path.exists() else []
+        else:
+            manager = entered.enter_context(ocp.CheckpointManager(path))
+            args = ocp.args.StandardRestore()
+            restores = [lambda step=step: manager.restore(step, args=args) for step in manager.all_steps()]
+        found: list[int] = []
+        for restore in restores:
+            try:
+                tree = restore()
+            except Exception as error:
+                fault.saw(f"listed, and will not restore: {type(error).__name__}")
+                return
+            try:
+                found.append(savers.require_version(tree))
+            except AssertionError:
+                fault.silent(f"{name}: other values than were saved")
+                return
+    lost = max(found, default=0) < acknowledged
+    fault.saw("the acknowledged one is gone" if lost else "all that is listed restores to the bit")
