@@ -255,6 +255,12 @@ def unconditional(exchange: Exchange) -> None:
     exchange.send(exchange.forward())
 
 
+def unmatched(exchange: Exchange) -> None:
+    """The server knows If-None-Match, but not If-Match."""
+    exchange.headers = {name: value for name, value in exchange.headers.items() if name.lower() != "if-match"}
+    exchange.send(exchange.forward())
+
+
 @dataclass(slots=True)
 class _Rule:
     kinds: re.Pattern[str]
@@ -381,17 +387,26 @@ class Bucket:
     url: str
     proxy: Proxy
 
-    def keys(self, below: str = "") -> list[str]:
+    def listed(self, below: str = "") -> list[str]:
         """The keys there are, asked of the server itself."""
+        return sorted(key.decode() for key in self._open(f"{self.url}/{below}").list().result())
+
+    def copy_from(self, source: str, url: str) -> None:
+        """Copy a checkpoint key by key, with no condition and not by way of the proxy."""
+        found, copy = ts.KvStore.open(f"{source}/").result(), self._open(f"{url}/")
+        for key in found.list().result():
+            copy.write(key, found.read(key).result().value).result()
+
+    def _open(self, url: str) -> ts.KvStore:
         spec = {
             "driver": "s3",
             "bucket": BUCKET,
-            "path": self.url.removeprefix(f"s3://{BUCKET}/") + f"/{below}",
+            "path": url.removeprefix(f"s3://{BUCKET}/"),
             "endpoint": self.proxy.upstream,
             "aws_region": "us-east-1",
             "aws_credentials": {"type": "environment"},
         }
-        return sorted(key.decode() for key in ts.KvStore.open(spec).result().list().result())
+        return ts.KvStore.open(spec).result()
 
 
 @contextlib.contextmanager

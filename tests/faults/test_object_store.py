@@ -1,0 +1,303 @@
+"""S3: servers that are busy, that break off, that send too little or the wrong bytes, that answer late or never, whose
+answers are lost, and that ignore conditions."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import servers
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reliability import Fault
+from servers import Bucket
+
+import jaxckpt
+
+# Read by tensorstore at its first request: how long a server may say nothing.
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "5")
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+
+OPTIONS = jaxckpt.Options(retry_seconds=2, object_bytes=2048, chunk_bytes=512)
+LIMIT_SECONDS = 100
+
+# What is done to a request, and how many times in a row, beginning with one of them.
+ONCE: dict[str, tuple[servers.Spoil, float]] = {
+    "503": (servers.status(503), 1),
+    "503 three times": (servers.status(503), 3),
+    "500": (servers.status(500, "InternalError"), 1),
+    "reset": (servers.reset, 1),
+    "short body": (servers.short, 1),
+    "half a body": (servers.halved, 1),
+    "first byte flipped": (servers.flipped(0), 1),
+    "byte flipped": (servers.flipped(0.4), 1),
+    "last byte flipped": (servers.flipped(1), 1),
+    "late": (servers.slow(1), 1),
+    "no answer": (servers.never, 1),
+}
+FOR_EVER: dict[str, tuple[servers.Spoil, float]] = {
+    "503 for ever": (servers.status(503), float("inf")),
+    "reset for ever": (servers.reset, float("inf")),
+    "short body for ever": (servers.short, float("inf")),
+    "half a body for ever": (servers.halved, float("inf")),
+}
+
+
+def tree(seed: int) -> dict[str, Any]:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
+    values = np.random.default_rng(seed).standard_normal((16, 48)).astype(np.float32)
+    return {
+        "w": jax.device_put(values, NamedSharding(mesh, P("a"))),
+        "b": jax.device_put(values[:2].astype("bfloat16"), NamedSharding(mesh, P())),
+        "step": 1000 + seed,
+        "name": f"run {seed}",
+    }
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        return False
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def save(url: str, value: Any, *, overwrite: bool = False) -> None:
+    jaxckpt.save(url, value, overwrite=overwrite, options=OPTIONS)
+
+
+def restore(url: str) -> Any:
+    return jaxckpt.restore(url, options=OPTIONS)
+
+
+def limited(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What it returns or raises, or a TimeoutError: the longest that a spoiled request may take."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        return pool.submit(what, *args, **kwargs).result(LIMIT_SECONDS)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def requests_of(bucket: Bucket, what: Callable[[], Any]) -> int:
+    """How many requests it takes where nothing goes wrong."""
+    bucket.proxy.clear()
+    what()
+    return len(bucket.proxy.requests)
+
+
+def fresh(bucket: Bucket) -> Iterator[str]:
+    """Paths, one for each round."""
+    number = 0
+    while True:
+        number += 1
+        yield f"{bucket.url}/{number}"
+
+
+def below(bucket: Bucket, url: str) -> list[str]:
+    """The keys of one round's path."""
+    return bucket.listed(f"{url.removeprefix(bucket.url)[1:]}/")
+
+
+@pytest.mark.fault(
+    22,
+    "S3: 503 k times and for ever, reset, short or flipped body, late or no answer to each request of a save",
+    "retried, or a typed error in bounded time; the old checkpoint or the new one, whole",
+    quick=5,
+    full=150,
+)
+def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
+    old, new = tree(1), tree(2)
+    urls = fresh(bucket)
+    url = next(urls)
+    save(url, old)
+    count = requests_of(bucket, lambda: save(url, new, overwrite=True))
+    cases = [(number, name) for number in range(count) for name in ONCE | FOR_EVER]
+    for number, name in fault.rounds(cases):
+        url = next(urls)
+        save(url, old)
+        bucket.proxy.clear()
+        spoil, times = (ONCE | FOR_EVER)[name]
+        bucket.proxy.on(".*", spoil, skip=number, times=times)
+        where = f"{name} at request {number}"
+        try:
+            limited(save, url, new, overwrite=True)
+            saved = "saved"
+        except TimeoutError:
+            fault.silent(f"{where}: no end after {LIMIT_SECONDS} s")
+            continue
+        except jaxckpt.JaxckptError:
+            saved = "typed error"
+        bucket.proxy.clear()
+        found = restore(url)
+        if same(found, new):
+            fault.saw(f"{saved}; the new one" if saved == "saved" else f"{saved}; published all the same, the new one")
+        elif same(found, old) and saved != "saved":
+            fault.saw(f"{saved}; the old one")
+        else:
+            fault.silent(f"{where}: {saved}, and then neither the old checkpoint nor the new one")
+
+
+@pytest.mark.fault(
+    22,
+    "S3: the same to each request of a restore",
+    "retried, or a typed error in bounded time; never wrong data",
+    quick=5,
+    full=100,
+)
+def test_any_request_of_a_restore_goes_wrong(fault: Fault, bucket: Bucket) -> None:
+    wanted = tree(1)
+    save(bucket.url, wanted)
+    other = Mesh(np.array(jax.devices()[:4]), ("a",))
+    reads: dict[str, Callable[[], Any]] = {
+        "restore": lambda: restore(bucket.url),
+        "restore on 4 devices": lambda: jaxckpt.restore(bucket.url, mesh=other, options=OPTIONS),
+    }
+    cases = [
+        (number, name, way)
+        for way, read in reads.items()
+        for number in range(requests_of(bucket, read))
+        for name in ONCE | FOR_EVER
+    ]
+    for number, name, way in fault.rounds(cases):
+        bucket.proxy.clear()
+        spoil, times = (ONCE | FOR_EVER)[name]
+        bucket.proxy.on(".*", spoil, skip=number, times=times)
+        where = f"{way}: {name} at request {number}"
+        try:
+            found = limited(reads[way])
+        except TimeoutError:
+            fault.silent(f"{where}: no end after {LIMIT_SECONDS} s")
+        except jaxckpt.JaxckptError:
+            fault.saw("typed error")
+        else:
+            if same(found, wanted):
+                fault.saw("bit-exact")
+            else:
+                fault.silent(f"{where}: wrong data")
+
+
+@pytest.mark.fault(
+    23,
+    "S3: the answer to any request of a save is lost, the publishing one too, once to three times",
+    "reports success; exactly one checkpoint",
+    quick=6,
+    full=None,
+)
+def test_lost_answers(fault: Fault, bucket: Bucket) -> None:
+    old, new = tree(1), tree(2)
+    urls = fresh(bucket)
+    url = next(urls)
+    first = requests_of(bucket, lambda: save(url, old))
+    second = requests_of(bucket, lambda: save(url, new, overwrite=True))
+    publishing = [
+        (kind, times, replace) for kind in ("PUT manifest.json",) for times in (1, 2, 3) for replace in (0, 1)
+    ]
+    anywhere = [(number, 1, replace) for replace, count in ((0, first), (1, second)) for number in range(count)]
+    for which, times, replace in fault.rounds(publishing + anywhere):
+        url = next(urls)
+        if replace:
+            save(url, old)
+        bucket.proxy.clear()
+        if isinstance(which, str):
+            bucket.proxy.on(which, servers.lost, times=times)
+        else:
+            bucket.proxy.on(".*", servers.lost, skip=which, times=times)
+        where = f"{'replacing' if replace else 'saving'}, {which} lost {times} times"
+        try:
+            limited(save, url, new, overwrite=bool(replace))
+        except TimeoutError:
+            fault.silent(f"{where}: no end after {LIMIT_SECONDS} s")
+            continue
+        assert bucket.proxy.spoiled, where
+        bucket.proxy.clear()
+        folders = {key.split("/")[0] for key in below(bucket, url) if key.startswith("data-")}
+        if same(restore(url), new) and len(folders) == 1:
+            fault.saw("success; one checkpoint")
+        else:
+            fault.silent(f"{where}: success was reported; data folders: {len(folders)}")
+
+
+def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Callable[[], None]]]) -> None:
+    """Each way to save is refused by a server that ignores conditions, and what was there stays."""
+    old, new = tree(1), tree(2)
+    urls = fresh(bucket)
+
+    def in_background(url: str, replace: bool) -> None:
+        jaxckpt.save_async(url, new, overwrite=replace, options=OPTIONS).wait(LIMIT_SECONDS)
+
+    def as_step(url: str, replace: bool) -> None:
+        assert not replace
+        with jaxckpt.Checkpointer(url, background=False, options=OPTIONS) as steps:
+            steps.save(1, new)
+
+    ways: dict[str, Callable[[str, bool], None]] = {
+        "save": lambda url, replace: save(url, new, overwrite=replace),
+        "save_async": in_background,
+        "Checkpointer": as_step,
+    }
+    kinds = [(way, replace) for way in ways for replace in (False, True) if (way, replace) != ("Checkpointer", True)]
+    cases = [(spoil, *kind) for spoil in spoils for kind in kinds]
+    for (name, begin), way, replace in fault.rounds(cases):
+        url = next(urls)
+        bucket.proxy.clear()
+        if replace:
+            _put_checkpoint(bucket, url, old)
+        begin()
+        where = f"{way}, {name}, {'replacing' if replace else 'new'}"
+        try:
+            limited(ways[way], url, replace)
+        except jaxckpt.StorageError as error:
+            told = "condition" in str(error)
+            bucket.proxy.clear()
+            if replace and not same(restore(url), old):
+                fault.silent(f"{where}: refused, but the old checkpoint is gone")
+            elif not replace and any(key.endswith("manifest.json") for key in below(bucket, url)):
+                fault.silent(f"{where}: refused, but published")
+            else:
+                fault.saw("refused, with the reason" if told else "refused, with another reason")
+        else:
+            fault.silent(f"{where}: saved")
+
+
+def _put_checkpoint(bucket: Bucket, url: str, value: Any) -> None:
+    """Save locally, and copy key by key: no condition is asked."""
+    with tempfile.TemporaryDirectory() as folder:
+        jaxckpt.save(f"{folder}/ckpt", value, options=OPTIONS)
+        bucket.copy_from(f"file://{folder}/ckpt", url)
+
+
+@pytest.mark.fault(
+    24,
+    "S3: a server that ignores conditions of PUTs, or of all requests",
+    "refused, with the reason",
+    quick=4,
+    full=None,
+)
+def test_a_server_that_ignores_conditions(fault: Fault, bucket: Bucket) -> None:
+    saves_are_refused(
+        fault,
+        bucket,
+        [
+            ("of PUTs", lambda: bucket.proxy.on("PUT .*", servers.unconditional)),
+            ("of all", lambda: bucket.proxy.on(".*", servers.unconditional)),
+            ("If-Match of PUTs", lambda: bucket.proxy.on("PUT .*", servers.unmatched)),
+        ],
+    )
+
+
+@pytest.mark.fault(24, "S3: s3rver, which ignores conditions", "refused, with the reason", quick=1, full=None)
+def test_s3rver(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fault.campaign:
+        pytest.skip("npm brings it in the campaign only")
+    try:
+        with servers.s3rver(tmp_path) as endpoint, servers.bucket(endpoint, monkeypatch) as bucket:
+            saves_are_refused(fault, bucket, [("s3rver", lambda: None)])
+    except LookupError as error:
+        pytest.skip(str(error))

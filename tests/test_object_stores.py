@@ -1,0 +1,289 @@
+"""Checkpoints on S3: saved, restored, listed, replaced and deleted, and how many requests that takes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import processes
+import pytest
+import servers
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from servers import Bucket, Exchange
+
+import jaxckpt
+
+QUICK = jaxckpt.Options(retry_seconds=2)
+
+
+def tree(seed: int) -> dict[str, Any]:
+    """A sharded, a replicated and a host leaf, and a number, on 8 devices."""
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+    values = np.random.default_rng(seed).standard_normal((64, 48)).astype(np.float32)
+    return {
+        "w": jax.device_put(values, NamedSharding(mesh, P("a"))),
+        "b": jax.device_put(values[0], NamedSharding(mesh, P())),
+        "host": values[:, 1].copy(),
+        "step": seed,
+    }
+
+
+def same(found: Any, wanted: Any) -> bool:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def data_folders(bucket: Bucket, below: str = "") -> set[str]:
+    return {key.split("/")[0] for key in bucket.listed(below) if key.startswith("data-")}
+
+
+PROGRAM = """
+import json, numpy as np, jaxckpt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+SHAPES = {"rows": ((64, 48), P("a")), "both": ((32, 64), P("a", "b")), "whole": ((40,), P())}
+
+def value(name):
+    return np.random.default_rng(len(name)).standard_normal(SHAPES[name][0]).astype(np.float32)
+
+def mesh_of(*sizes):
+    return Mesh(np.array(jax.devices()).reshape(sizes), ("a", "b"))
+
+def make(mesh):
+    return {
+        name: jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda at, name=name: value(name)[at])
+        for name, (shape, spec) in SHAPES.items()
+    } | {"step": 3}
+
+def check(tree):
+    for name in SHAPES:
+        for shard in tree[name].addressable_shards:
+            assert np.array_equal(shard.data, value(name)[shard.index]), name
+    assert tree["step"] == 3
+"""
+
+
+def test_two_processes_save_two_restore_on_another_mesh_one_reads(
+    bucket: Bucket, run_processes: processes.RunProcesses, run_python: processes.RunPython
+) -> None:
+    job = {"processes": 2, "devices_per_process": 4, "args": bucket.url}
+    run_processes(PROGRAM + "jaxckpt.save(args, make(mesh_of(2, 4)))", **job)
+    saved = bucket.proxy.counted()
+    objects = [key for key in bucket.listed() if "/c/" in key]
+    # HEAD and PUT: tensorstore asks for the condition first, then writes with it.
+    assert saved["PUT object"] == len(objects), "each object is one request"
+    assert saved["PUT manifest.json"] == 1
+    assert not saved["GET object"], "nothing that was written is read again"
+
+    bucket.proxy.clear()
+    run_processes(PROGRAM + "check(jaxckpt.restore(args, mesh=mesh_of(4, 2)))", **job)
+    restored = bucket.proxy.counted()
+    assert {kind for kind in restored if not kind.startswith(("GET", "HEAD", "LIST"))} == set(), "a restore only reads"
+
+    bucket.proxy.clear()
+    run_python(
+        PROGRAM
+        + f"""
+tree = jaxckpt.load_numpy({bucket.url!r})
+assert all(np.array_equal(tree[name], value(name)) for name in SHAPES)
+""",
+        devices=1,
+    )
+    read = bucket.proxy.counted()
+    assert read["GET object"] <= 2 * len(objects)
+    print(json.dumps({"save": saved, "restore": restored, "load_numpy": read, "objects": len(objects)}, indent=1))
+
+
+def test_replacing_leaves_one_checkpoint(bucket: Bucket) -> None:
+    jaxckpt.save(bucket.url, tree(1), options=QUICK)
+    with pytest.raises(jaxckpt.CheckpointExistsError):
+        jaxckpt.save(bucket.url, tree(2), options=QUICK)
+    assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(1))
+    jaxckpt.save(bucket.url, tree(2), overwrite=True, options=QUICK)
+    assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(2))
+    assert len(data_folders(bucket)) == 1
+
+
+def test_in_the_background(bucket: Bucket) -> None:
+    pending = jaxckpt.save_async(bucket.url, tree(1), options=QUICK)
+    pending.wait(timeout=120)
+    assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(1))
+
+
+def test_steps_are_listed_kept_and_deleted(bucket: Bucket) -> None:
+    with jaxckpt.Checkpointer(bucket.url, keep_last=2, options=QUICK) as steps:
+        for step in (1, 2, 3):
+            steps.save(step, tree(step))
+        steps.wait()
+        assert steps.steps() == [2, 3]
+        assert same(steps.restore(), tree(3))
+    assert not [key for key in bucket.listed("00000001/") if not key.endswith("/")], "a step that goes leaves nothing"
+    with jaxckpt.Checkpointer(bucket.url, options=QUICK) as steps:
+        assert steps.latest_step() == 3
+        bucket.proxy.clear()
+        assert steps.steps() == [2, 3]
+    listings = bucket.proxy.counted()["LIST"]
+    assert listings == 1, f"{listings} listings for the names of two steps"
+
+
+def test_listing_steps_does_not_list_their_objects(bucket: Bucket) -> None:
+    with jaxckpt.Checkpointer(bucket.url, options=QUICK) as steps:
+        steps.save(1, tree(1))
+        steps.wait()
+        bucket.proxy.clear()
+        steps.steps()
+    named = [request.key for request in bucket.proxy.requests if request.method == "LIST"]
+    assert all(key.rstrip("/") != bucket.url.removeprefix(f"s3://{servers.BUCKET}/") for key in named), named
+
+
+def test_what_a_killed_save_left_is_swept(bucket: Bucket) -> None:
+    arrived = threading.Event()
+
+    def hold(exchange: Exchange) -> None:
+        arrived.set()
+        servers.never(exchange)
+
+    bucket.proxy.on("PUT object", hold, skip=1)
+    program = f"""
+import jax, jaxckpt, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+array = jax.device_put(np.ones((64, 1024), np.float32), NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a")))
+jaxckpt.save({bucket.url!r}, {{"w": array}}, options=jaxckpt.Options(object_bytes=64 << 10, chunk_bytes=4096))
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], env=processes.environment(8), start_new_session=True)
+    try:
+        for _ in range(1200):
+            if arrived.wait(0.1) or child.poll() is not None:
+                break
+        assert arrived.is_set(), "the save never wrote an object"
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait(30)
+    bucket.proxy.clear()
+    left = data_folders(bucket)
+    assert len(left) == 1
+    with pytest.raises(jaxckpt.NotACheckpointError):
+        jaxckpt.open(bucket.url)
+    # The dead writer's note says nothing of its life. Once another manifest is there, it can no longer publish.
+    jaxckpt.save(bucket.url, tree(1), options=QUICK)
+    jaxckpt.save(bucket.url, tree(2), overwrite=True, options=QUICK)
+    assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(2))
+    assert len(data_folders(bucket)) == 1
+    assert not left & data_folders(bucket)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_savers_one_wins(bucket: Bucket, overwrite: bool) -> None:
+    if overwrite:
+        jaxckpt.save(bucket.url, tree(0), options=QUICK)
+        bucket.proxy.clear()
+    together = threading.Barrier(2)
+
+    def meet(exchange: Exchange) -> None:
+        together.wait(60)
+        exchange.send(exchange.forward())
+
+    bucket.proxy.on("PUT manifest.json", meet, times=2)
+    trees = {1: tree(1), 2: tree(2)}
+
+    def save(seed: int) -> bool:
+        try:
+            jaxckpt.save(bucket.url, trees[seed], overwrite=overwrite, options=QUICK)
+        except jaxckpt.CheckpointExistsError:
+            return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        won = dict(zip(trees, pool.map(save, trees, timeout=200), strict=True))
+    assert sorted(won.values()) == [False, True]
+    winner = next(seed for seed, done in won.items() if done)
+    assert same(jaxckpt.restore(bucket.url, options=QUICK), trees[winner])
+    # The loser may leave its data, as a lost answer may yet have published it; it never outlives the next save.
+    jaxckpt.save(bucket.url, tree(3), overwrite=True, options=QUICK)
+    assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(3))
+    assert len(data_folders(bucket)) == 1
+
+
+SECRETS = {"AWS_SESSION_TOKEN": "hidden-token", "AWS_SECRET_ACCESS_KEY": "hidden-secret"}
+REFUSALS = {
+    "forbidden": servers.status(403, "AccessDenied</Code><StringToSign>hidden-string</StringToSign><Code>"),
+    "busy": servers.status(503),
+    "broken": servers.reset,
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("operation", ["save", "restore", "steps"])
+def test_an_error_names_the_url_and_no_secret(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, refusal: str, operation: str
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    options = jaxckpt.Options(retry_seconds=0.5)
+    bucket.proxy.on(".*", REFUSALS[refusal])
+    with pytest.raises(jaxckpt.StorageError) as caught:
+        _attempt(operation, bucket.url, options)
+    text = _told(caught.value)
+    assert bucket.url in text
+    assert "hidden" not in text
+    assert "?" not in text
+    assert "x-amz" not in text
+
+
+def test_a_refused_connection_is_told_plainly(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{processes._free_port()}")
+    with pytest.raises(jaxckpt.StorageError) as caught:
+        jaxckpt.save(bucket.url, tree(1), options=jaxckpt.Options(retry_seconds=0.5))
+    assert bucket.url in str(caught.value)
+
+
+def test_a_bucket_that_does_not_exist(bucket: Bucket) -> None:
+    with pytest.raises(jaxckpt.StorageError, match="bucket"):
+        jaxckpt.save("s3://no-such-bucket/run", tree(1), options=QUICK)
+    with pytest.raises(jaxckpt.JaxckptError, match="s3://no-such-bucket/run"):
+        jaxckpt.restore("s3://no-such-bucket/run", options=QUICK)
+
+
+def test_a_url_with_a_query_is_refused_without_repeating_it(bucket: Bucket) -> None:
+    for path in (f"{bucket.url}?token=hidden", f"{bucket.url}#hidden"):
+        with pytest.raises(jaxckpt.JaxckptError) as caught:
+            jaxckpt.save(path, tree(1), options=QUICK)
+        assert "hidden" not in _told(caught.value)
+
+
+def test_it_is_opened_and_read_lazily(bucket: Bucket) -> None:
+    jaxckpt.save(bucket.url, tree(1), metadata={"note": "here"}, options=QUICK)
+    found = jaxckpt.open(bucket.url)
+    assert found.metadata == {"note": "here"}
+    assert np.array_equal(found["w"][8:16], np.asarray(tree(1)["w"])[8:16])
+
+
+def _attempt(operation: str, url: str, options: jaxckpt.Options) -> Mapping[str, Any] | None:
+    if operation == "save":
+        jaxckpt.save(url, tree(1), options=options)
+        return None
+    if operation == "restore":
+        return jaxckpt.restore(url, options=options)
+    with jaxckpt.Checkpointer(url, options=options) as steps:
+        steps.steps()
+    return None
+
+
+def _told(error: BaseException | None) -> str:
+    """All that a traceback would say."""
+    text = ""
+    while error is not None:
+        text += f"{type(error).__name__}: {error}\n"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return text
