@@ -204,6 +204,9 @@ class Store:
             with self._locked() as handle:
                 if self.read(MANIFEST) != previous:
                     raise self._overtaken()
+                # What was deleted while we slept may have come back with our later writes, but not this.
+                if not os.path.exists(os.path.join(self.folder, data, WRITER)):
+                    raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
                 self._replace(path, data, manifest, sync=sync)
                 try:
                     if sync:
@@ -216,7 +219,7 @@ class Store:
                         else:
                             self._replace(path, data, previous, sync=False)
                     raise
-        except CheckpointExistsError:
+        except (CheckpointExistsError, StorageError):
             raise
         except OSError as error:
             raise self._refused("publish", MANIFEST, error) from error
