@@ -8,15 +8,21 @@
 
 Whatever one process raises inside the block, all raise, and the message names that process. One that is silent for
 `timeout_seconds` is named too. One that works on is not silent: while in a meeting each process beats, and only a beat
-that stops counts.
+that stops counts; one that has come and stops is given up after a minute, before JAX itself ends the job.
+
+JAX's service lives in process 0. While that process is stopped, only calls that have a timeout of their own return:
+such are all that a waiting process makes. What it posts, and its beats, are left to a thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -28,9 +34,11 @@ from jaxckpt._errors import (
     PeerFailedError,
     PeersDisagreeError,
     PeerTimeoutError,
+    listing,
 )
 
 _POLL_SECONDS = 0.5
+_STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
 _operations = itertools.count()
 
 
@@ -71,30 +79,36 @@ class Meeting:
     key: str
     _gave: bool = False
     _closed: bool = False
-    _done: threading.Event = field(default_factory=threading.Event)
-    _beat: threading.Thread | None = None
+    _lost: bool = False
+    """Whether process 0 does not answer, so that nothing more can be told to it."""
+
+    _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
+    _voice: threading.Thread | None = None
+    _mute: Exception | None = None
+    """What stopped the voice."""
 
     def __enter__(self) -> Self:
         if self.group.count > 1:
-            self._beat = threading.Thread(target=self._keep_beating, daemon=True, name="jaxckpt-beat")
-            self._beat.start()
+            self._voice = threading.Thread(target=self._speak, daemon=True, name="jaxckpt-voice")
+            self._voice.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._beat is None:
+        if self._voice is None:
             return
-        try:
-            if error is not None:
-                failure = _failure(self.group.index, error)
-                if not self._gave:
-                    self._post(f"in/{self.group.index}", failure)
-                if self.group.index == 0 and not self._closed:
-                    self._post("out", failure)
-        finally:
-            self._done.set()
-            self._beat.join()
+        if error is not None:
+            failure = _failure(self.group.index, error)
+            if not self._gave:
+                self._post("in", failure)
+            if self.group.index == 0 and not self._closed:
+                self._post("out", failure)
+        self._posts.put(None)
+        if not self._lost:
+            self._voice.join(self.group.timeout_seconds)
+        if error is None and self._mute is not None and self.group.index == 0:
+            raise self._service_failed(self._mute) from self._mute  # the others never got what was shared
 
     def gather(self, text: str) -> list[str]:
         """Give a text. Process 0 waits for all and gets them in order of process; the others get nothing, at once.
@@ -104,15 +118,15 @@ class Meeting:
         group = self.group
         if group.count == 1:
             return [text]
-        self._post(f"in/{group.index}", {"ok": text})
+        self._post("in", {"ok": text})
         self._gave = True
         if group.index != 0:
             return []
-        answers = [self._hear(f"in/{process}", process) for process in range(group.count)]
+        texts = self._hear("in", range(group.count))
         # Only process 0 reads these; and all have answered this meeting, so all have left the one before.
         group.client.key_value_delete(f"{self.key}/in/")
         group.client.key_value_delete(f"{group.prefix}/{group.meetings - 1}/")
-        return [_unwrap(answer) for answer in answers]
+        return texts
 
     def share(self, text: str) -> str:
         """Get process 0's text, once it has it; the others' own does not matter. Raises what process 0 raised."""
@@ -122,57 +136,125 @@ class Meeting:
             self._post("out", {"ok": text})
             self._closed = True
             return text
-        return _unwrap(self._hear("out", 0))
+        return self._hear("out", [0])[0]
 
     def barrier(self) -> None:
         """Wait until all have come this far; nothing is given or got."""
         self.gather("")
         self.share("")
 
-    def _post(self, name: str, message: dict[str, Any]) -> None:
-        self.group.client.key_value_set(f"{self.key}/{name}", json.dumps(message))
+    def _post(self, folder: str, message: dict[str, Any]) -> None:
+        self._posts.put((folder, json.dumps(message)))
 
-    def _hear(self, name: str, process: int) -> dict[str, Any]:
-        """The message that `process` posts under `name`; its silence as a message of failure."""
-        group = self.group
-        last_beat, heard = None, time.monotonic()
-        while True:
-            try:
-                return json.loads(group.client.blocking_key_value_get(f"{self.key}/{name}", int(_POLL_SECONDS * 1000)))
-            except Exception as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise PeerFailedError(
-                        f"JAX's coordination service failed while {self.what} (waiting for process {process}): {error}"
-                    ) from error
-            beat = self._beat_of(process)
-            if beat != last_beat:
-                last_beat, heard = beat, time.monotonic()
-            elif time.monotonic() - heard > group.timeout_seconds:
-                return {
-                    "error": f"process {process} of {group.count} has been silent for {group.timeout_seconds:g} s while"
-                    f" {self.what}. It may have died, be suspended, or not have made the same call: every process must."
-                    " Options.timeout_seconds sets how long to wait.",
-                    "kind": PeerTimeoutError.__name__,
-                }
-
-    def _beat_of(self, process: int) -> str | None:
+    def _speak(self) -> None:
+        """Post what there is to post, and beat between."""
+        interval, beats = min(5.0, self.group.timeout_seconds / 4), 0
+        client, index = self.group.client, self.group.index
         try:
-            return self.group.client.key_value_try_get(f"{self.key}/beat/{process}")
+            while True:
+                try:
+                    post = self._posts.get(timeout=interval)
+                except queue.Empty:
+                    post = "beat", str(beats := beats + 1)
+                if post is None:
+                    break
+                client.key_value_set(f"{self.key}/{post[0]}/{index}", post[1], allow_overwrite=True)
+            if beats:
+                client.key_value_delete(f"{self.key}/beat/{index}")
         except Exception as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise PeerFailedError(f"JAX's coordination service failed while {self.what}: {error}") from error
+            self._mute = error
 
-    def _keep_beating(self) -> None:
-        interval = min(5.0, self.group.timeout_seconds / 4)
-        key = f"{self.key}/beat/{self.group.index}"
-        for number in itertools.count():
-            if self._done.wait(interval):
-                return
-            try:
-                self.group.client.key_value_set(key, str(number), allow_overwrite=True)
-            except Exception:  # the service is gone: whoever waits in this process reports it
-                return
+    def _hear(self, folder: str, processes: Iterable[int]) -> list[str]:
+        """The texts that some processes post, in their order. Raises one error for all that failed or fell silent.
+
+        All are waited for at the same time, each against its own last beat: many that are silent cost no more than one.
+        """
+        awaited = deque(processes)
+        answers = dict[int, str]()
+        watched = dict.fromkeys(awaited, _Watched(None, time.monotonic()))
+        silent: list[int] = []
+        while awaited:
+            text = self._get(f"{folder}/{awaited[0]}")
+            if text is not None:
+                answers[awaited.popleft()] = text
+                continue
+            awaited.rotate(-1)  # the others may be there behind one that is not
+            beats, now = self._so_far("beat"), time.monotonic()
+            for process in awaited:
+                if beats.get(process) != watched[process].beat:
+                    watched[process] = _Watched(beats.get(process), now)
+            if all(now - watched[process].since > self._patience(watched[process]) for process in awaited):
+                found = self._so_far(folder)  # one may have answered and left, and so have stopped beating
+                answers.update((process, found[process]) for process in awaited if process in found)
+                silent = sorted(process for process in awaited if process not in found)
+                break
+        self._lost = 0 in silent
+        messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
+        failures = self._silences({process: watched[process] for process in silent})
+        failures += [message for message in messages if "error" in message]
+        if failures:
+            raise _raised(failures, self.what)
+        return [message["ok"] for message in messages]
+
+    def _patience(self, watched: _Watched) -> float:
+        """Seconds without a beat after which a process is given up.
+
+        One that has not come yet may be busy with something else, but one that has come, beats.
+        """
+        came = watched.beat is not None or self.group.meetings > 1
+        return min(self.group.timeout_seconds, _STOPPED_SECONDS) if came else self.group.timeout_seconds
+
+    def _silences(self, silent: dict[int, _Watched]) -> list[dict[str, Any]]:
+        """Processes that were given up, as messages of failure: one for all that have been waited for as long."""
+        by_seconds = dict[float, list[int]]()
+        for process, watched in silent.items():
+            by_seconds.setdefault(self._patience(watched), []).append(process)
+        return [
+            {
+                "error": f"{_names(processes)} of {self.group.count} silent for {seconds:g} s while {self.what}: dead,"
+                " suspended, or without the same call, which every process must make. Options.timeout_seconds sets how"
+                " long to wait.",
+                "kind": PeerTimeoutError.__name__,
+            }
+            for seconds, processes in by_seconds.items()
+        ]
+
+    def _get(self, name: str) -> str | None:
+        """The text posted under a name, waited for a moment; None where there is none."""
+        if self._mute is not None:
+            raise self._service_failed(self._mute) from self._mute
+        milliseconds = int(1000 * min(_POLL_SECONDS, self.group.timeout_seconds / 4))
+        try:
+            return self.group.client.blocking_key_value_get(f"{self.key}/{name}", milliseconds)
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise self._service_failed(error) from error
+
+    def _so_far(self, folder: str) -> dict[int, str]:
+        """What is posted in a folder by now, by process; only process 0 asks for all of them."""
+        if self.group.index != 0:
+            text = self._get(f"{folder}/0")
+            return {} if text is None else {0: text}
+        try:
+            found = self.group.client.key_value_dir_get(f"{self.key}/{folder}/")
+        except Exception as error:
+            raise self._service_failed(error) from error
+        return {int(key.rpartition("/")[2]): text for key, text in found}
+
+    def _service_failed(self, error: Exception) -> PeerFailedError:
+        self._lost = True
+        return PeerFailedError(
+            f"JAX's coordination service failed while {self.what}; process 0, which runs it, may have died: {error}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A process that is waited for: its last beat, and since when there was no newer one."""
+
+    beat: str | None
+    since: float
 
 
 # What is about peers, or the same for all, keeps its kind on the way; any other is the failure of one process.
@@ -185,7 +267,15 @@ def _failure(process: int, error: BaseException) -> dict[str, Any]:
     return {"error": f"process {process} failed with {type(error).__name__}: {error}", "kind": "PeerFailedError"}
 
 
-def _unwrap(message: dict[str, Any]) -> str:
-    if "error" in message:
-        raise _KINDS[message["kind"]](message["error"])
-    return message["ok"]
+def _raised(failures: list[dict[str, Any]], what: str) -> Exception:
+    """One error for all failures, of the kind of the first."""
+    errors = list(dict.fromkeys(failure["error"] for failure in failures))
+    several = f"{len(errors)} failures while {what}:\n{listing(errors)}"
+    return _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)
+
+
+def _names(processes: list[int]) -> str:
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    shown = ", ".join(map(str, processes[:20])) + (", …" if len(processes) > 20 else "")
+    return f"processes {shown}"

@@ -38,6 +38,7 @@ from jaxckpt._store import (
     ReadRange,
     Store,
     Writer,
+    names_data,
     open_spec,
 )
 
@@ -193,6 +194,9 @@ class Folder(Store):
             with self._locked() as handle:
                 if self.read(MANIFEST) != previous:
                     raise self.overtaken()
+                # What was deleted while we slept may have come back with our later writes, but not this.
+                if not names_data(previous, data) and not os.path.exists(os.path.join(self.folder, data, WRITER)):
+                    raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
                 self._replace_manifest(data, manifest, sync=sync)
                 try:
                     if sync:
@@ -205,7 +209,7 @@ class Folder(Store):
                         else:
                             self._replace_manifest(data, previous, sync=False)
                     raise
-        except CheckpointExistsError:
+        except (CheckpointExistsError, StorageError):
             raise
         except OSError as error:
             raise self._refused("publish", MANIFEST, error) from error

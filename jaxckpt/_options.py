@@ -56,7 +56,10 @@ class Options:
     """A dimension that its mesh axes do not divide: an error, or stored and restored whole on every device."""
 
     timeout_seconds: float = 300.0
-    """How long one process waits for another before it raises `PeerTimeoutError`, naming it."""
+    """How long one process waits for another before it raises `PeerTimeoutError`, naming it. One that works on is
+    waited for; one that stops amid a save or a restore is given up after 60 s at most. JAX itself aborts every process
+    100 s after one has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): to get the error also
+    where it stopped before its call, set less than that."""
 
     storage: Mapping[str, Any] | None = None
     """Members of tensorstore's kvstore spec for an object store, beside those that the URL and the environment give:

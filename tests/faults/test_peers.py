@@ -1,0 +1,212 @@
+"""Processes of one job: what the others are told when one of them dies, stops, or cannot write."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peers
+import pytest
+from processes import Finished, RunProcesses
+from reliability import Fault
+
+import jaxckpt
+
+STRACE, UNSHARE = shutil.which("strace"), shutil.which("unshare")
+PEERS = 4
+TIMEOUT = 2.0
+
+
+def told(done: Finished) -> list[dict[str, Any]]:
+    """What a process told, round by round."""
+    return [json.loads(text) for text in re.findall(r"^told (.*)$", done.stdout, re.M)]
+
+
+def by_round(done: list[Finished], rounds: int) -> list[list[dict[str, Any]]]:
+    """For each round, what each process told; all of them must have come to the end."""
+    assert all(len(told(one)) == rounds for one in done), "\n".join(map(str, done))
+    return [list(every) for every in zip(*map(told, done), strict=True)]
+
+
+def places(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "notes").mkdir(exist_ok=True)
+    return {"path": str(tmp_path / "ckpt"), "folder": str(tmp_path / "notes")}
+
+
+def versions(path: Path) -> list[int]:
+    return sorted({int(value) for leaf in jaxckpt.load_numpy(path).values() for value in np.unique(leaf)})
+
+
+def names(said: str, processes: list[int]) -> bool:
+    """Whether an error names these processes."""
+    wanted = f"process {processes[0]} " if len(processes) == 1 else f"processes {', '.join(map(str, processes))} "
+    return said.startswith(("PeerTimeoutError", "PeerFailedError")) and wanted in said
+
+
+@pytest.mark.fault(
+    15, "one of 4 processes is killed at each phase", "the others raise in time, naming it", quick=2, full=None
+)
+def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
+    for number, (victim, phase) in enumerate(fault.rounds(list(itertools.product((0, 2), peers.PHASES)))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        args = {**places(folder), "victim": victim, "phase": phase, "timeout": TIMEOUT}
+        done = run_processes(peers.KILLED, processes=PEERS, devices_per_process=1, args=args, timeout=90, check=False)
+        assert done[victim].returncode == -9, str(done[victim])
+        others = [one for process, one in enumerate(done) if process != victim]
+        there = versions(folder / "ckpt")
+        if there not in ([1], [2]):
+            fault.silent(f"{phase}, process {victim}: {there}")
+        if victim == 0:
+            said = [entry["said"] for one in others for entry in told(one)]
+            assert all(one.returncode == -6 for one in others if not told(one)), "\n".join(map(str, others))
+            if all(names(text, [0]) for text in said):
+                fault.saw("process 0: they raise, or JAX aborts them first" if said else "process 0: JAX aborts them")
+            elif phase == "publishing" and there == [2]:
+                fault.saw("it is published")
+            else:
+                fault.silent(f"{phase}, process 0: {said}")
+            continue
+        said = [told(one)[0] for one in others]
+        if phase == "publishing" and there == [2] and not any(entry["said"] for entry in said):
+            fault.saw("it had done its part: published")
+            continue
+        wrong = [entry["said"] for entry in said if not names(entry["said"], [victim])]
+        if wrong or there != [1]:
+            fault.silent(f"{phase}: {wrong}, {there}")
+        else:
+            # No peer may be waited for much longer than the timeout; the machine may be busy.
+            assert max(entry["seconds"] for entry in said) < TIMEOUT + 20
+            fault.saw("the others raise, naming it")
+
+
+@pytest.mark.fault(
+    16, "some of 4 processes are stopped at each phase", "one error in time names them all", quick=4, full=None
+)
+def test_some_are_stopped(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
+    victims = ([2], [0], [1, 3], [1, 2, 3])
+    cases = [(phase, who) for who in victims for phase in peers.PHASES if who != [0] or phase != "publishing"]
+    rounds = list(fault.rounds(cases))
+    args = {**places(tmp_path), "rounds": rounds, "timeout": TIMEOUT}
+    done = run_processes(
+        peers.STOPPED, processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds)
+    )
+    for number, ((phase, who), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
+        said = [entry["said"] for process, entry in enumerate(every) if process not in who]
+        there = every[0]["there"]
+        assert all(entry["after"] == "" for entry in every), every
+        if there not in ([number - 1], [number]):
+            fault.silent(f"{phase}, {who}: {there}")
+        elif phase == "publishing" and said == [""] * len(said) and there == [number]:
+            fault.saw("they had done their part: published")
+        elif not all(names(text, who) for text in said):
+            fault.silent(f"{phase}, {who}: {said}")
+        elif there == [number]:
+            assert who == [0], every
+            fault.saw("all are named; process 0 published when it woke")
+        else:
+            fault.saw("all are named, the next save works")
+
+
+@pytest.mark.skipif(STRACE is None, reason="strace is not installed (apt-get install strace)")
+@pytest.mark.fault(17, "ENOSPC in one of 4 processes", "all raise, with its cause, naming it", quick=2, full=None)
+def test_one_has_no_space(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
+    calls = [("writev", 1), ("mkdir", 1), ("rename", 1), ("fsync", 1), ("fsync", 3)]
+    cases = [(call, nth, victim) for victim in (2, 0) for call, nth in calls]
+    rounds = list(fault.rounds(cases))
+    args = {**places(tmp_path), "rounds": rounds}
+    done = run_processes(
+        peers.REFUSED, processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds)
+    )
+    for number, ((call, _, victim), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
+        count_refusal(fault, f"{call} of process {victim}", number, every, [victim])
+
+
+@pytest.mark.fault(17, "a file system that fills up under 4 processes", "all raise, with the cause", quick=2, full=12)
+def test_the_file_system_fills_up(fault: Fault, tmp_path: Path) -> None:
+    rounds = list(fault.rounds([1024 * room for room in range(0, 48, 4)]))
+    small = tmp_path / "small"
+    small.mkdir()
+    args = {**places(tmp_path), "path": str(small / "ckpt"), "rounds": rounds}
+    program = f"""
+import sys; sys.path[:0] = {sys.path[:2]!r}; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import json, processes
+code, args, limit = json.loads(sys.stdin.read())
+done = processes.run_processes(code, processes={PEERS}, devices_per_process=1, args=args, timeout=limit)
+print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in done]))
+"""
+    mount = f"mount -t tmpfs -o size=4m none {small}"
+    if (
+        UNSHARE is None
+        or subprocess.run([UNSHARE, "-m", "sh", "-c", mount], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("a tmpfs of its own cannot be mounted here (needs root)")
+    limit = 60 + 20 * len(rounds)
+    ran = subprocess.run(
+        [UNSHARE, "-m", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, program],
+        input=json.dumps([peers.FULL, args, limit]),
+        capture_output=True,
+        text=True,
+        timeout=limit + 30,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    done = [Finished(*one) for one in json.loads(ran.stdout)]
+    for number, (room, every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
+        count_refusal(fault, f"{room} bytes of room", number, every, None)
+
+
+def count_refusal(fault: Fault, what: str, number: int, every: list[dict[str, Any]], victims: list[int] | None) -> None:
+    """A round in which a save was refused: all raise, the old checkpoint stays, and the next save works."""
+    said, there = [entry["said"] for entry in every], every[0]["there"]
+    assert all(entry["after"] == "" and entry["folders"] == 1 for entry in every), every
+    if said == [""] * PEERS and there == [number]:
+        fault.saw("the call was not made: saved" if victims else "enough room: saved")
+        return
+    raised = [text.partition(":")[0] for text in said]
+    own = [process for process, kind in enumerate(raised) if kind == "StorageError"]
+    right = all("No space left" in text or "RESOURCE_EXHAUSTED" in text or "Errno 28" in text for text in said) and all(
+        kind in ("StorageError", "PeerFailedError") for kind in raised
+    )
+    named = all("process" in text for process, text in enumerate(said) if process not in own)
+    if victims is not None:
+        named = own == victims and all(
+            f"process {victims[0]} failed" in text for process, text in enumerate(said) if process not in own
+        )
+    if right and named and own and there == [number - 1]:
+        fault.saw("all raise with the cause; the next save works")
+    else:
+        fault.silent(f"{what}: {said}, {there}")
+
+
+@pytest.mark.fault(
+    16,
+    "a live process of 4 is slow, raises, or makes no call",
+    "waited for if it works; else named",
+    quick=3,
+    full=None,
+)
+def test_one_lives_but_does_not_keep_step(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
+    what = ("slow to restore", "raises", "makes no call", "slow to save")
+    rounds = list(
+        fault.rounds([(one, victim) for victim in (2, 0) for one in what if one != "makes no call" or victim])
+    )
+    args = {**places(tmp_path), "rounds": rounds, "timeout": 1.5}
+    done = run_processes(peers.LIVE, processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds))
+    for number, ((one, victim), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
+        others = [entry["said"] for process, entry in enumerate(every) if process != victim]
+        there, slow = every[0]["there"], one.startswith("slow")
+        assert all(entry["after"] == "" for entry in every), every
+        if slow and others == [""] * len(others) and there == [number - (one == "slow to restore")]:
+            fault.saw("waited for")
+        elif not slow and all(names(text, [victim]) for text in others) and there == [number - 1]:
+            fault.saw("the others raise, naming it")
+        else:
+            fault.silent(f"{one}, process {victim}: {others}, {there}")
