@@ -16,6 +16,7 @@ import mmap
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +33,7 @@ from jaxckpt._tree import DTYPES, stored_dtype
 
 MANIFEST = "manifest.json"
 WRITER = "writer.json"
-_MANIFEST_LIMIT_BYTES = 1 << 30
+_FILE_LIMIT_BYTES = 1 << 30  # of a control file; a manifest has its own limit
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pending = Any
@@ -83,14 +84,33 @@ class Store:
                 found = kvstore.read(key).result()
             return found.value if found.state == "value" else None
         try:
+            self._plain(key, set())
             with open(os.path.join(self.folder, key), "rb") as file:
-                if os.fstat(file.fileno()).st_size > _MANIFEST_LIMIT_BYTES:
-                    raise DataError(f"{self.url}/{key} is over {_MANIFEST_LIMIT_BYTES} bytes: no such file of ours is")
+                if os.fstat(file.fileno()).st_size > _FILE_LIMIT_BYTES:
+                    raise DataError(f"{self.url}/{key} is over {_FILE_LIMIT_BYTES} bytes: no such file of ours is")
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise self._refused("read", key, error) from error
+
+    def _plain(self, key: str, folders: set[str]) -> int:
+        """Length of a file of the checkpoint; `folders` gathers those above it that were looked at.
+
+        Raises DataError unless it is a plain file in plain folders: what a symbolic link names is no part of the
+        checkpoint, and a pipe or a device may never end.
+        """
+        path = self.folder or ""
+        *above, name = key.split("/")
+        for folder in above:
+            path = os.path.join(path, folder)
+            if path not in folders and not stat.S_ISDIR(os.lstat(path).st_mode):
+                raise DataError(f"{path} is no plain folder (a symbolic link?): nothing below it was read")
+            folders.add(path)
+        info = os.lstat(os.path.join(path, name))
+        if not stat.S_ISREG(info.st_mode):
+            raise DataError(f"{self.url}/{key} is no plain file (a symbolic link, folder, pipe or device?)")
+        return info.st_size
 
     def names(self) -> list[str]:
         """Names directly in the folder; empty where it does not exist."""
@@ -124,11 +144,11 @@ class Store:
     def sizes(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> dict[str, int | None]:
         """Length of each object of a stack by its key; None where it is missing. Local stores only."""
         found: dict[str, int | None] = {}
+        folders: set[str] = set()
         for index in indices:
             key = object_key(stack, index)
             try:
-                info = os.stat(os.path.join(self.folder or "", data, key), follow_symlinks=False)
-                found[key] = info.st_size
+                found[key] = self._plain(f"{data}/{key}", folders)
             except (FileNotFoundError, NotADirectoryError):
                 found[key] = None
         return found
@@ -374,6 +394,7 @@ class Store:
                 raise DataError(f"{self.url}/{key} is missing")
             return len(found.value), _digest(np.frombuffer(found.value, np.uint8), stack)
         try:
+            self._plain(key, set())
             with open(os.path.join(self.folder, key), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < stack.index_bytes:
