@@ -6,15 +6,17 @@ Decoding checks everything that can be checked without opening another file, bef
 from __future__ import annotations
 
 import base64
+import collections
 import hashlib
 import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from jaxckpt import _zarr as zarr
 from jaxckpt._errors import DataError, InputError, ManifestError, NotACheckpointError, listing
@@ -36,16 +38,32 @@ from jaxckpt._tree import (
 FORMAT = "jaxckpt"
 VERSION = 1
 _SEAL = b',"sha256":"'
+
+LARGEST_BYTES = 64 << 20
+"""Of a manifest that is written or read. 16,000 leaves in 500,000 objects (32 TB at 64 MiB each) make 16 MB; decoding
+takes up to 25 bytes of memory for each."""
+
+MAX_NESTING = 500
+"""Arrays and objects of a manifest may nest this deep: a tree of 200 containers takes 402. JSON parsers recurse."""
+
+MAX_INDEX_BYTES = 64 << 20
+"""Of one object's index, which tensorstore holds in memory whole: 4 million chunks."""
+
 _LARGEST = 1 << 62  # of an array's bytes: beyond it offsets would overflow
+_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes
+_MAX_AXES = 64  # of a mesh, which is a NumPy array
+_SHOWN = 500  # characters of a problem
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 
 
 class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A mesh that leaves were laid out on."""
 
-    axes: dict[str, int]
+    axes: dict[str, Size]
     """Size of each axis, in order."""
 
-    devices: list[int]
+    devices: list[Size]
     """Ids of its devices, in row-major order of the axes."""
 
     types: list[str]
@@ -58,13 +76,13 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     With neither they were uncommitted: JAX put them on its default device and may move them.
     """
 
-    mesh: int | None = None
+    mesh: Size | None = None
     """Number of the mesh."""
 
     spec: list[list[str]] = []
     """For each leading dimension, the mesh axes that split it."""
 
-    device: int | None = None
+    device: Size | None = None
     """Id of the one device."""
 
     memory: str | None = None
@@ -82,10 +100,10 @@ class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     kind: str
     """"jax", "numpy", "numpy_scalar", "key" (a typed PRNG key), "str", "bytes", "int", "float", "bool", "complex"."""
 
-    stack: int | None = None
-    row: int | None = None
+    stack: Size | None = None
+    row: Size | None = None
 
-    layout: int | None = None
+    layout: Size | None = None
     """Number of the layout, for kinds "jax" and "key"."""
 
     value: str | None = None
@@ -100,16 +118,16 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     name: str
     dtype: str
-    shape: list[int]
+    shape: list[Size]
     """Shape of one row."""
 
-    rows: int
-    chunk: list[int]
-    object: list[int]
+    rows: Size
+    chunk: list[Size]
+    object: list[Size]
     sha256: str
     """Digest of its zarr.json."""
 
-    objects: dict[str, tuple[int, str]]
+    objects: dict[str, tuple[Size, str]]
     """For each object, by its place in the grid ("0/1/0"): its length in bytes and its digest."""
 
     compression: str | None = None
@@ -143,7 +161,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a Checkpointer notes of a training step."""
 
-    number: int
+    number: Size
     metrics: dict[str, float | None] = {}
     """None where the value was not finite."""
 
@@ -170,7 +188,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     layouts: list[LayoutRecord]
     stacks: list[StackRecord]
 
-    process_states: list[tuple[int, str]] = []
+    process_states: list[tuple[Size, str]] = []
     """For each process that saved, length and SHA-256 of the file of its own state; none where none was given."""
 
     step: StepRecord | None = None
@@ -199,13 +217,28 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, its last member the SHA-256 of all the bytes before that member."""
+    """The manifest as JSON, its last member the SHA-256 of all the bytes before that member.
+
+    Raises InputError where `decode` would refuse it for its size.
+    """
     body = msgspec.json.encode(manifest)[:-1]
+    for stack in manifest.stacks:
+        if stack.stack().index_bytes > MAX_INDEX_BYTES:
+            raise InputError(
+                f"an object of stack {stack.name} would have {stack.stack().chunks_per_object} chunks: give larger"
+                " Options.chunk_bytes or smaller object_bytes"
+            )
+    problem = _unreadable(body)
+    if problem:
+        raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")
     return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
 def decode(content: bytes, where: str) -> Manifest:
     """The manifest, checked. Raises ManifestError."""
+    problem = _unreadable(content)
+    if problem:
+        raise ManifestError(f"{where}/{MANIFEST} {problem}")
     body, seal, digest = content.rpartition(_SEAL)
     version = _version_of(content)
     if version is not None and version > VERSION:
@@ -214,11 +247,19 @@ def decode(content: bytes, where: str) -> Manifest:
         )
     if not seal or digest != hashlib.sha256(body).hexdigest().encode() + b'"}':
         raise ManifestError(f"{where}/{MANIFEST} is damaged: it does not match the SHA-256 at its own end")
+    body += b"}"
     try:
-        manifest = msgspec.json.decode(body + b"}", type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ManifestError(f"{where}/{MANIFEST} is malformed: {error}") from error
-    problems = list(itertools.islice(_problems(manifest), 20))
+        manifest = msgspec.json.decode(body, type=Manifest)
+        # What encodes to the same bytes repeats no member; msgspec would have kept the last of them without a word.
+        if msgspec.json.encode(manifest) != body:
+            json.loads(body, object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}/{MANIFEST} is malformed: {str(error)[:_SHOWN]}") from error
+    # Each check trusts what the ones before it have looked at.
+    found = (
+        list(itertools.islice(check(manifest), 20)) for check in (_head_problems, _layout_problems, _tree_problems)
+    )
+    problems = [problem[:_SHOWN] for problem in next(filter(None, found), [])]
     if problems:
         raise ManifestError(f"{where}/{MANIFEST} contradicts itself:\n{listing(problems)}")
     return manifest
@@ -244,18 +285,31 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
-    """What `encode_state` was given."""
-    items = json.loads(content)
-    return {
-        name: base64.b64decode(item["base64"]) if "base64" in item else item["json"] for name, item in items.items()
-    }
+    """What `encode_state` was given. Raises ValueError where it is something else."""
+    if nesting(content) > MAX_NESTING:
+        raise ValueError(f"nested deeper than {MAX_NESTING}")
+    state: dict[str, Any] = {}
+    for name, item in msgspec.convert(
+        json.loads(content, object_pairs_hook=_distinct), dict[str, dict[str, Any]]
+    ).items():
+        match item:
+            case {"base64": str(text), **rest} if not rest:
+                state[name] = base64.b64decode(text, validate=True)
+            case {"json": value, **rest} if not rest:
+                state[name] = value
+            case _:
+                raise ValueError(f"{name[:40]!r} is neither json nor base64")
+    return state
 
 
 def require_json(value: Any, what: str) -> None:
     """Raise InputError unless a user's value comes back from JSON as it is."""
     try:
-        same = bool(json.loads(json.dumps(value, allow_nan=False, ensure_ascii=False).encode()) == value)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        if nesting(text) > MAX_NESTING - 2:  # where it lies two deep, in a file of its own or in the manifest
+            raise ValueError(f"nested deeper than {MAX_NESTING - 2}")
+        same = bool(json.loads(text) == value)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{what} must be plain JSON: {error}") from error
     if not same:
         raise InputError(f"{what} must be plain JSON (str keys, lists for tuples): it would not come back equal")
@@ -271,7 +325,10 @@ def load_states(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
             what = "is missing" if content is None else "is not as it was saved"
             raise DataError(f"{store.url}/{key} {what}: it holds process {process}'s own state")
-        states.append(decode_state(content))
+        try:
+            states.append(decode_state(content))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{store.url}/{key} is malformed: {str(error)[:_SHOWN]}") from error
     return states
 
 
@@ -316,8 +373,43 @@ class _Head(msgspec.Struct):
 def _version_of(content: bytes) -> int | None:
     try:
         return msgspec.json.decode(content, type=_Head).version
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):  # a UnicodeDecodeError is no DecodeError of msgspec
         return None
+
+
+def _unreadable(content: bytes) -> str | None:
+    """Why a manifest must not be parsed; None where it may be."""
+    if len(content) > LARGEST_BYTES:
+        return f"is {len(content)} bytes long, over {LARGEST_BYTES}"
+    if nesting(content) > MAX_NESTING:
+        return f"is nested deeper than {MAX_NESTING}"
+    return None
+
+
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+
+
+def nesting(text: bytes) -> int:
+    """How deep the arrays and objects of JSON nest, told without recursion.
+
+    Up to the first error in the text, where every parser stops, it sees the strings as a parser does.
+    """
+    if b"\\" in text:  # pairs first: a quote after one more backslash ends no string
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    found = np.frombuffer(text, np.uint8)
+    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0
+    steps = _STEPS[found][outside]
+    return int(np.cumsum(steps[steps != 0], dtype=np.int32).max(initial=0))
+
+
+def _distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where a member repeats."""
+    found = dict(members)
+    if len(found) != len(members):
+        counted = collections.Counter(name for name, _ in members)
+        raise ValueError(f"the member {counted.most_common(1)[0][0][:80]!r} repeats")
+    return found
 
 
 def load(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
@@ -352,50 +444,62 @@ def _why_not(store: Store) -> str:
 # Checks ---------------------------------------------------------------------------------------------------
 
 
-def _problems(manifest: Manifest) -> Any:
-    """What contradicts itself, one line each."""
+def _head_problems(manifest: Manifest) -> Iterator[str]:
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
         return
     if not _is_name(manifest.save_id):
         yield f"save_id {manifest.save_id!r} is no plain name"
+
+
+def _layout_problems(manifest: Manifest) -> Iterator[str]:
     yield from _stack_problems(manifest.stacks)
     for number, mesh in enumerate(manifest.meshes):
-        if any(size < 1 for size in mesh.axes.values()) or math.prod(mesh.axes.values()) != len(mesh.devices):
-            yield f"mesh {number} has axes {mesh.axes} for {len(mesh.devices)} devices"
+        if len(mesh.axes) > _MAX_AXES or math.prod(mesh.axes.values()) != len(mesh.devices) or not mesh.devices:
+            yield f"mesh {number} has {len(mesh.axes)} axes {_few(mesh.axes)} for {len(mesh.devices)} devices"
         if len(set(mesh.devices)) != len(mesh.devices):
             yield f"mesh {number} names a device twice"
         if len(mesh.types) != len(mesh.axes) or not set(mesh.types) <= {"Auto", "Explicit", "Manual"}:
-            yield f"mesh {number} has axis types {mesh.types} for axes {list(mesh.axes)}"
+            yield f"mesh {number} has axis types {_few(mesh.types)} for axes {_few(mesh.axes)}"
     for number, layout in enumerate(manifest.layouts):
-        if layout.mesh is not None and not 0 <= layout.mesh < len(manifest.meshes):
+        if layout.mesh is not None and layout.mesh >= len(manifest.meshes):
             yield f"layout {number} is on mesh {layout.mesh}, of {len(manifest.meshes)}"
-            return
+            continue
         axes = manifest.meshes[layout.mesh].axes if layout.mesh is not None else {}
         named = [axis for entry in layout.spec for axis in entry]
-        if any(axis not in axes for axis in named) or len(set(named)) != len(named):
-            yield f"layout {number} has spec {layout.spec} on a mesh of axes {axes}"
-    try:
-        found = list(walk(manifest.tree))
-    except (ValueError, RecursionError) as error:
-        yield f"tree: {error}"
-        return
-    if [number for _, number in found] != list(range(len(manifest.leaves))):
-        yield f"tree names other leaves than the {len(manifest.leaves)} listed"
-        return
-    if len({path for path, _ in found}) != len(found):
-        yield "several leaves share a path"
+        if len(layout.spec) > MAX_RANK or any(axis not in axes for axis in named) or len(set(named)) != len(named):
+            yield f"layout {number} has spec {_few(layout.spec)} on a mesh of axes {_few(axes)}"
+
+
+def _few(items: Collection[Any]) -> str:
+    """Names for a message: they are anybody's, and there may be millions."""
+    return ", ".join(str(item)[:40] for item in itertools.islice(items, 8)) + (", …" if len(items) > 8 else "")
+
+
+def _tree_problems(manifest: Manifest) -> Iterator[str]:
     rows: dict[tuple[int, int], str] = {}
     fitting: set[tuple[int, int]] = set()
-    for (path, _), leaf in zip(found, manifest.leaves, strict=True):
-        if path != leaf.path:
-            yield f"leaf {show(leaf.path)} stands at {show(path)} in the tree"
-        problem = _leaf_problem(manifest, leaf, rows, fitting)
-        if problem:
-            yield f"leaf {show(leaf.path)} {problem}"
-    for process, (length, _) in enumerate(manifest.process_states):
-        if length < 0:
-            yield f"the state of process {process} is {length} bytes long"
+    seen = 0
+    try:
+        for path, number in walk(manifest.tree):
+            if number != seen or number >= len(manifest.leaves):
+                yield f"tree names leaf {number} where leaf {seen} of {len(manifest.leaves)} would come"
+                return
+            leaf = manifest.leaves[number]
+            if path != leaf.path:
+                yield f"leaf {show(leaf.path[:200])} stands at {show(path[:200])} in the tree"
+                return
+            problem = _leaf_problem(manifest, leaf, rows, fitting)
+            if problem:
+                yield f"leaf {show(path[:200])} {problem}"
+            seen += 1
+    except ValueError as error:
+        yield f"tree: {error}"
+        return
+    if seen != len(manifest.leaves):
+        yield f"tree names {seen} of the {len(manifest.leaves)} leaves"
+    if len({leaf.path for leaf in manifest.leaves}) != len(manifest.leaves):
+        yield "several leaves share a path"
     if len(rows) != sum(stack.rows for stack in manifest.stacks):
         yield f"{len(rows)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
 
@@ -408,23 +512,23 @@ def _leaf_problem(
         try:
             canonical = encode_value(decode_value(leaf.kind, leaf.value)) == (leaf.kind, leaf.value)
         except ValueError as error:
-            return str(error)
+            return f"has no value of kind {leaf.kind[:40]!r}: {str(error)[:200]}"
         if not canonical:
             return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
         if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4:
             return "has a value, and so no stack, row, layout or impl"
         return None
     if leaf.kind not in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
-        return f"is of unknown kind {leaf.kind!r}"
-    if leaf.stack is None or not 0 <= leaf.stack < len(manifest.stacks):
+        return f"is of unknown kind {leaf.kind[:40]!r}"
+    if leaf.stack is None or leaf.stack >= len(manifest.stacks):
         return f"is in stack {leaf.stack}, of {len(manifest.stacks)}"
     stack = manifest.stacks[leaf.stack]
-    if leaf.row is None or not 0 <= leaf.row < stack.rows:
+    if leaf.row is None or leaf.row >= stack.rows:
         return f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
     if (leaf.stack, leaf.row) in rows:
-        return f"shares its row with {show(rows[leaf.stack, leaf.row])}"
+        return f"shares its row with {show(rows[leaf.stack, leaf.row][:200])}"
     rows[leaf.stack, leaf.row] = leaf.path
-    if leaf.layout is not None and not 0 <= leaf.layout < len(manifest.layouts):
+    if leaf.layout is not None and leaf.layout >= len(manifest.layouts):
         return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
     if leaf.layout is not None and leaf.kind not in ("jax", "key"):
         return f"is of kind {leaf.kind!r} and has a layout"
@@ -446,37 +550,43 @@ def _leaf_problem(
     return None
 
 
-def _stack_problems(stacks: Sequence[StackRecord]) -> Any:
+def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
     names: set[str] = set()
     for stack in stacks:
-        where = f"stack {stack.name!r}"
+        where = f"stack {stack.name[:80]!r}"
         if not _is_name(stack.name) or stack.name in names:
             yield f"{where} has no plain name of its own"
         names.add(stack.name)
         if stack.dtype not in DTYPES:
-            yield f"{where} has unknown dtype {stack.dtype!r}"
+            yield f"{where} has unknown dtype {stack.dtype[:80]!r}"
             continue
         if stack.compression not in (None, "zstd"):
-            yield f"{where} has unknown compression {stack.compression!r}"
+            yield f"{where} has unknown compression {stack.compression[:80]!r}"
+            continue
         ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
-        bad = (
-            len(ranks) > 1
-            or len(stack.shape) > MAX_RANK
-            or stack.rows < 1
-            or any(n < 0 for n in stack.shape)
-            or any(c < 1 or o < 1 or o % c for c, o in zip(stack.chunk, stack.object, strict=False))
-            or stack.rows * math.prod(stack.shape) * DTYPES[stack.dtype].itemsize > _LARGEST
-            or math.prod(stack.object) * DTYPES[stack.dtype].itemsize > _LARGEST
-        )
-        if bad:
+        if len(ranks) > 1 or len(stack.shape) > MAX_RANK or not stack.rows or not _is_grid(stack):
             yield (
-                f"{where} has {stack.rows} rows of {stack.shape} in objects of {stack.object}, chunks of {stack.chunk}"
+                f"{where} has {stack.rows} rows of [{_few(stack.shape)}] in objects of [{_few(stack.object)}],"
+                f" chunks of [{_few(stack.chunk)}]"
             )
             continue
         yield from _object_problems(stack, where)
 
 
-def _object_problems(record: StackRecord, where: str) -> Any:
+def _is_grid(stack: StackRecord) -> bool:
+    """Whether a stack's sides make a grid of objects and chunks that can be counted and addressed."""
+    itemsize = DTYPES[stack.dtype].itemsize
+    # No side is longer than it takes to hold the array, so that what an index promises has data behind it.
+    sides = all(
+        0 < chunk <= max(1, n) and 0 < side <= -(-max(1, n) // chunk) * chunk and side % chunk == 0
+        for n, chunk, side in zip((stack.rows, *stack.shape), stack.chunk, stack.object, strict=True)
+    )
+    # A side of zero counts as one: NumPy's own limit does not except it either.
+    fits = stack.rows * math.prod(max(1, n) for n in stack.shape) * itemsize <= _LARGEST
+    return sides and fits and math.prod(stack.object) * itemsize <= _LARGEST
+
+
+def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
     stack = record.stack()
     count = math.prod(-(-n // o) for n, o in zip(stack.array_shape, stack.object, strict=True))
     if count != len(record.objects):
@@ -484,10 +594,28 @@ def _object_problems(record: StackRecord, where: str) -> Any:
         return
     if hashlib.sha256(zarr.metadata(stack)).hexdigest() != record.sha256:
         yield f"{where} has another zarr.json than its shape, dtype, chunk and object make"
-    for index, _ in stack.objects():
-        key = "/".join(map(str, index))
+        return
+    index_bytes, chunk_bytes = stack.index_bytes, stack.chunk_stored_bytes
+    if index_bytes > MAX_INDEX_BYTES:
+        yield f"{where} has {stack.chunks_per_object} chunks in each object"
+        return
+    if not count:
+        return
+    most = index_bytes + stack.chunks_per_object * chunk_bytes
+    # Along each dimension, each place with the number of its chunks that lie in the array.
+    sides = [
+        [(str(i), -(-(min(n, (i + 1) * o) - i * o) // c)) for i in range(-(-n // o))]
+        for n, o, c in zip(stack.array_shape, stack.object, stack.chunk, strict=True)
+    ]
+    for place in itertools.product(*sides):
+        key = "/".join([text for text, _ in place])
         length = record.objects.get(key, (-1, ""))[0]
-        if length < stack.index_bytes:
+        data_bytes = math.prod([chunks for _, chunks in place]) * chunk_bytes
+        if stack.compression is None:
+            fits = index_bytes + data_bytes <= length <= most
+        else:
+            fits = length - index_bytes >= -(-data_bytes // _ZSTD_MOST)
+        if not fits:
             yield f"{where}: object {key!r} is {'missing' if length < 0 else f'{length} bytes long'}"
 
 

@@ -23,7 +23,7 @@ from jaxckpt import _manifest as manifests
 from jaxckpt import _zarr as zarr
 from jaxckpt._bucket import Bucket, Held
 from jaxckpt._coord import Group
-from jaxckpt._errors import DataError, NotACheckpointError, PeersDisagreeError, listing
+from jaxckpt._errors import DataError, ManifestError, NotACheckpointError, PeersDisagreeError, listing
 from jaxckpt._grid import Box, extent, intersection, volume, whole, within
 from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes, memory_kind
 from jaxckpt._manifest import LeafRecord, Manifest
@@ -308,8 +308,10 @@ class _Objects:
                 problem = misfits.get(f"{data}/{one.key}")
                 if not problem and one.whole and store.digest(f"{data}/{one.key}", stack)[1] != one.digest:
                     problem = "holds other data than was saved there"
+                if problem and len(problems) < 20:  # to name the leaves of each of 100,000 objects would take hours
+                    problem = self.told(store, number, one, problem)
                 if problem:
-                    problems.append(self.told(store, number, one, problem))
+                    problems.append(problem)
         if problems:
             raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
 
@@ -322,7 +324,7 @@ class _Objects:
 
 def _leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
     """The leaves in a range of rows of a stack, for an error message."""
-    found = [leaf.path for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
+    found = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
     return ", ".join(map(show, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
@@ -654,7 +656,7 @@ class _Leaves:
                     continue
                 views = [buffer[offset] for buffer in found]
                 if goal.kind not in ("jax", "key"):
-                    self._values[goal.leaf] = _on_host(views[0], goal)
+                    self._values[goal.leaf] = self._on_host(views[0], goal)
                     continue
                 begun = len(hosts)
                 if home.whole:
@@ -702,7 +704,7 @@ class _Leaves:
             dtype = _wanted_dtype(stack, goal)
             home = self._homes.of(goal, number)
             if goal.kind not in ("jax", "key"):
-                self._values[goal.leaf] = _on_host(np.empty(stack.shape, dtype), goal)
+                self._values[goal.leaf] = self._on_host(np.empty(stack.shape, dtype), goal)
             elif home.whole:
                 self._finish(goal, number, [jax.device_put(np.empty(stack.shape, dtype), goal.sharding)])  # pyright: ignore
             else:
@@ -721,8 +723,21 @@ class _Leaves:
                 stack.shape, sharding, parts, dtype=_wanted_dtype(stack, goal)
             )
         if goal.kind == "key":
-            array = jax.random.wrap_key_data(array, impl=self._manifest.leaves[goal.leaf].impl)
+            record = self._manifest.leaves[goal.leaf]
+            try:
+                array = jax.random.wrap_key_data(array, impl=record.impl)
+            except (TypeError, ValueError) as error:
+                raise ManifestError(
+                    f"leaf {show(record.path)} cannot be PRNG keys of implementation {record.impl!r}: {error}"
+                ) from error
         self._values[goal.leaf] = array
+
+    def _on_host(self, view: Array, goal: Goal) -> Any:
+        try:
+            return _on_host(view, goal)
+        except UnicodeDecodeError as error:
+            path = self._manifest.leaves[goal.leaf].path
+            raise DataError(f"leaf {show(path)} is a str, but what is stored is not UTF-8: {error.reason}") from error
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -16,6 +16,7 @@ import keyword
 import math
 import re
 import struct
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -192,7 +193,9 @@ def _decode_key(record: Any) -> Key:
     match record:
         case bool():
             pass
-        case str() | int():
+        case str():
+            return record
+        case int() if abs(record) < 1 << 63:
             return record
         case {"bool": bool(value)}:
             return value
@@ -213,21 +216,39 @@ _CONTAINERS = ("list", "tuple", "dict", "ordered_dict", "namedtuple", "custom")
 
 
 def walk(structure: Structure) -> Iterator[tuple[str, int]]:
-    """(path, leaf number) of every leaf in order. Raises ValueError where the structure is malformed."""
-    yield from _walk(structure, "", True, 0)
+    """(path, leaf number) of every leaf in order. Raises ValueError where the structure is malformed.
+
+    A path is put together only at its leaf: long keys above many empty containers cost nothing.
+    """
+    if structure is None:
+        return
+    if _is_number(structure):
+        yield "", structure
+        return
+    levels = [_named(structure)]
+    heads: list[str] = []
+    while levels:
+        for part, child in levels[-1]:
+            if len(levels) > MAX_DEPTH:
+                raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
+            heads[len(levels) - 1 :] = [part]
+            if _is_number(child):
+                yield "/".join(heads), child
+            elif child is not None:
+                levels.append(_named(child))
+                break
+        else:
+            levels.pop()
 
 
-def _walk(node: Structure, path: str, root: bool, depth: int) -> Iterator[tuple[str, int]]:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
-    if node is None:
-        return
-    if isinstance(node, int) and not isinstance(node, bool):
-        yield path, node
-        return
+def _is_number(node: Structure) -> bool:
+    return isinstance(node, int) and not isinstance(node, bool)
+
+
+def _named(node: Structure) -> Iterator[tuple[str, Structure]]:
+    """The children of a container's record, each with its component of the path."""
     keys, children = _parts(node)
-    for key, child in zip(keys, children, strict=True):
-        yield from _walk(child, join(path, key, root=root), False, depth + 1)
+    return zip(map(component, keys), children, strict=True)
 
 
 def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
@@ -250,7 +271,8 @@ def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
                 not rest
                 and names_ok
                 and not keyword.iskeyword(name)
-                and len(set(fields)) == len(fields) == len(cast("list[Any]", children))
+                and _are_fields(cast("list[str]", fields))
+                and len(fields) == len(cast("list[Any]", children))
             ):
                 return cast("list[str]", fields), cast("list[Structure]", children)
         case {
@@ -261,13 +283,36 @@ def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
         }:
             decoded = [_decode_key(key) for key in cast("list[Any]", keys)]
             children = cast("list[Structure]", children)
-            if set(rest) == ({"name"} if node["type"] == "custom" else set()) and len(set(decoded)) == len(
-                decoded
-            ) == len(children):
+            named = isinstance(node.get("name"), str) if node["type"] == "custom" else True
+            others = {"name"} if node["type"] == "custom" else set[str]()
+            if set(rest) == others and named and len(decoded) == len(children) and _are_distinct(decoded):
                 return decoded, children
         case _:
             pass
     raise ValueError(f"{str(node)[:200]} is no container record of type {', '.join(_CONTAINERS)}")
+
+
+def _are_fields(names: Sequence[str]) -> bool:
+    """Whether Python can tell these fields of a namedtuple apart: it compares identifiers by their NFKC form."""
+    plain = [name if name.isascii() else unicodedata.normalize("NFKC", name) for name in names]
+    hidden = any(keyword.iskeyword(found) and found != name for name, found in zip(names, plain, strict=True))
+    return len(set(plain)) == len(plain) and not hidden
+
+
+_MOST_COLLISIONS = 64
+
+
+def _are_distinct(keys: Sequence[Key]) -> bool:
+    """Whether keys are distinct, and can be a dict's in linear time.
+
+    Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
+    hours to build.
+    """
+    if not all(type(key) is str for key in keys):
+        hashes = collections.Counter(map(hash, keys))
+        if max(hashes.values(), default=0) > _MOST_COLLISIONS:
+            return False
+    return len(set(keys)) == len(keys)
 
 
 ABSENT = object()
@@ -464,7 +509,9 @@ def decode_float(text: str) -> float:
 
 
 def decode_int(text: str) -> int:
-    # Hexadecimal beyond 64 bits: decimal takes quadratic time, so Python refuses it beyond 4,300 digits.
+    # Hexadecimal beyond 64 bits: decimal takes quadratic time.
+    if len(text) > 20 and not text.startswith(("0x", "-0x")):
+        raise ValueError(f"{text[:40]!r}… is no integer: those beyond 64 bits are hexadecimal")
     return int(text, 0)
 
 
