@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -300,103 +299,6 @@ def test_after_a_power_loss_what_was_published_is_whole(tmp_path: Path, sync: bo
     passing = {str(path / data / name) for name in ("writer.json", "manifest.json")}
     assert unsafe <= passing, f"not on disk when it was published: {unsafe - passing}"
     assert disk.unsafe(tmp_path) <= passing, "the published name itself is on disk when save returns"
-
-
-def test_two_savers_on_one_path_never_mix(tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    for round_ in range(10):
-        shutil.rmtree(path, ignore_errors=True)
-        outcomes: list[str] = []
-
-        def attempt(version: int, outcomes: list[str] = outcomes) -> None:
-            tree = {
-                "version": version,
-                "a": np.full((64, 64), version),
-                "b": [np.full(999, version), np.full(999, -version)],
-            }
-            try:
-                jaxckpt.save(path, tree)
-                outcomes.append(f"saved {version}")
-            except jaxckpt.CheckpointExistsError:
-                outcomes.append("refused")
-
-        savers = [threading.Thread(target=attempt, args=(10 * round_ + i + 1,)) for i in range(3)]
-        for thread in savers:
-            thread.start()
-        for thread in savers:
-            thread.join(timeout=60)
-        assert sorted(outcome.split()[0] for outcome in outcomes) == ["refused", "refused", "saved"]
-        assert f"saved {version_at(path)}" in outcomes
-        assert len(data_folders(path)) == 1
-
-
-RIVAL = """
-import sys, time, numpy as np, jaxckpt
-path, number, start = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-for round_ in range(10):
-    version = 10 * round_ + number
-    tree = {"version": version, "a": np.full((64, 64), version), "b": [np.full(999, version), np.full(999, -version)]}
-    while time.time() < start + 0.1 * round_:
-        pass
-    try:
-        jaxckpt.save(f"{path}/{round_}", tree, overwrite=True, options=jaxckpt.Options(sync=False))
-        print("saved", version, flush=True)
-    except jaxckpt.CheckpointExistsError:
-        print("refused", version, flush=True)
-"""
-
-
-def test_two_processes_that_replace_one_checkpoint_never_mix(tmp_path: Path) -> None:
-    start = str(time.time() + 2.5)
-    for round_ in range(10):
-        jaxckpt.save(tmp_path / str(round_), version(5), options=jaxckpt.Options(sync=False))
-    rivals = [
-        subprocess.Popen(
-            [sys.executable, "-c", RIVAL, str(tmp_path), number, start],
-            env=environment(1),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in ("1", "2")
-    ]
-    said = [rival.communicate(timeout=60) for rival in rivals]
-    assert [rival.returncode for rival in rivals] == [0, 0], said
-    for round_ in range(10):
-        winners = re.findall(rf"saved ({10 * round_ + 1}|{10 * round_ + 2})\n", said[0][0] + said[1][0])
-        assert str(version_at(tmp_path / str(round_))) in winners
-        assert len(data_folders(tmp_path / str(round_))) == 1
-
-
-def test_a_saver_that_wakes_late_neither_publishes_nor_deletes(tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    jaxckpt.save(path, version(1))
-    sleeper = """
-import os, signal
-from jaxckpt import _folder
-write = _folder.Folder.write
-def sleep_first(*args):
-    _folder.Folder.write = write
-    print("sleeps", flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return write(*args)
-_folder.Folder.write = sleep_first
-"""
-    with saver(path, 2, 1, program=sleeper + SAVER) as child:
-        try:
-            assert child.stdout is not None
-            assert [child.stdout.readline().strip() for _ in range(2)] == ["ready", "sleeps"]
-            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-            jaxckpt.save(path, version(3), overwrite=True)
-            assert len(data_folders(path)) == 2, "the sleeper lives: what it has written is left alone"
-            child.send_signal(signal.SIGCONT)
-            _, err = child.communicate(timeout=60)
-        finally:
-            child.kill()
-    assert "CheckpointExistsError" in err
-    assert "another save published" in err
-    assert version_at(path) == 3
-    assert len(data_folders(path)) == 1, "it takes its own away"
 
 
 def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:

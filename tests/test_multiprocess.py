@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-import pytest
 from processes import Finished, RunProcesses, RunPython
 
 import jaxckpt
@@ -259,81 +257,6 @@ assert len([name for name in os.listdir(path) if name.startswith("data-")]) == 1
         assert "[1]" in lines[1]
 
 
-@pytest.mark.parametrize("how", ["never calls", "dies", "is stopped"])
-def test_a_silent_process_is_named_within_the_timeout(run_processes: RunProcesses, tmp_path: Path, how: str) -> None:
-    done = run_processes(
-        TREE
-        + """
-import os, signal, time
-from jaxckpt import _save
-from jaxckpt._folder import Folder
-path, how = args
-tree = make(mesh_of(2, 2))
-if process_id == 1:
-    if how == "never calls":
-        time.sleep(12)
-        os._exit(0)
-    pid = os.getpid()
-    if how == "is stopped" and os.fork() == 0:  # it is not left behind
-        time.sleep(9)
-        os.kill(pid, signal.SIGKILL)
-        os._exit(0)
-    Folder.write = lambda *_: os.kill(pid, signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-begun = time.monotonic()
-try:
-    jaxckpt.save(path, tree, options=jaxckpt.Options(timeout_seconds=4))
-except jaxckpt.PeerTimeoutError as error:
-    assert "process 1 of 2" in str(error), error
-    print("named", round(time.monotonic() - begun, 1), flush=True)
-os._exit(0)  # JAX would wait for the other at exit
-""",
-        processes=2,
-        devices_per_process=2,
-        args=[str(tmp_path / "ckpt"), how],
-        timeout=60,
-        check=False,
-    )
-    assert done[0].returncode == 0, str(done[0])
-    assert "named" in done[0].stdout, str(done[0])
-    seconds = float(done[0].stdout.split("named")[1].split()[0])
-    assert 3 < seconds < 12
-    with pytest.raises(jaxckpt.NotACheckpointError):
-        jaxckpt.open(tmp_path / "ckpt")
-    assert not (tmp_path / "ckpt").exists() or os.listdir(tmp_path / "ckpt") == []
-
-
-def test_one_that_works_on_is_not_silent(run_processes: RunProcesses, tmp_path: Path) -> None:
-    """Writing and publishing may take longer than the timeout: only a process that no longer beats is given up."""
-    done = run_processes(
-        TREE
-        + """
-import time
-from jaxckpt._folder import Folder
-write, publish, late = Folder.write, Folder.publish, []
-
-def slow_write(*args):
-    if process_id == 1 and not late:
-        late.append(time.sleep(2.5))
-    return write(*args)
-
-def slow_publish(*args, **named):
-    time.sleep(2.5)
-    return publish(*args, **named)
-
-Folder.write, Folder.publish = slow_write, slow_publish
-begun = time.monotonic()
-jaxckpt.save(args, make(mesh_of(2, 2)), options=jaxckpt.Options(timeout_seconds=1))
-print("saved", time.monotonic() - begun)
-check(jaxckpt.restore(args))
-""",
-        processes=2,
-        devices_per_process=2,
-        args=str(tmp_path / "ckpt"),
-        timeout=60,
-    )
-    assert all(float(process.stdout.split("saved")[1].split()[0]) > 4.9 for process in done)
-
-
 def test_all_raise_when_one_cannot_restore_and_the_next_restore_works(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
@@ -406,35 +329,6 @@ print(json.dumps({"each": info.process_bytes}))
     )
     rows, alone = 512 * 512 * 4, 256 * 256 * 4
     assert all(printed(process)["each"] == [rows // 2, rows // 2 + alone] for process in done)
-
-
-def test_without_process_0_none_waits_for_ever(run_processes: RunProcesses, tmp_path: Path) -> None:
-    """Process 0 runs JAX's coordination service: without it JAX itself ends the others, with or without our error."""
-    done = run_processes(
-        TREE
-        + """
-import signal
-from jaxckpt._folder import Folder
-tree = make(mesh_of(2, 2))
-if process_id == 0:
-    Folder.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-try:
-    jaxckpt.save(args, tree, options=jaxckpt.Options(timeout_seconds=5))
-except jaxckpt.PeerError:
-    os._exit(3)
-""",
-        processes=2,
-        devices_per_process=2,
-        args=str(tmp_path / "ckpt"),
-        timeout=40,
-        check=False,
-    )
-    assert done[0].returncode == -9, str(done[0])
-    assert done[1].returncode not in (None, 0), str(done[1])
-    with pytest.raises(jaxckpt.NotACheckpointError, match="never finished"):
-        jaxckpt.open(tmp_path / "ckpt")
-    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
-    assert len(os.listdir(tmp_path / "ckpt")) == 2, "what the dead job left is swept"
 
 
 def test_one_that_fails_while_leaves_are_exchanged_does_not_hold_up_the_others(

@@ -79,6 +79,19 @@ def at(phase, strike):
     setattr(owner, name, struck)
     return lambda: setattr(owner, name, original)
 
+def signal_self(number):
+    os.kill(os.getpid(), number)
+    time.sleep(0.2)  # from a thread, it takes effect a little later
+
+def sleep_until(files, then):
+    # Stop this process; another sends it the signal `then` once the files are there.
+    def strike():
+        waiting = " && ".join(f"[ -e {os.path.join(folder, file)} ]" for file in files)
+        waker = f"for i in $(seq 900); do {waiting} && break; sleep 0.1; done; kill -{then} {os.getpid()}"
+        subprocess.Popen(["sh", "-c", waker])
+        signal_self(signal.SIGSTOP)
+    return strike
+
 def note(name):
     open(os.path.join(folder, f"{name}-{process_id}"), "w").close()
 
@@ -97,20 +110,22 @@ def tell(**said):
 """
 )
 
-# One process is killed at a phase; the others tell what they raised, and stay until all have.
+# One process is killed at a phase, or stopped for good; the others tell what they raised, and stay until all have.
 KILLED = (
     BEGIN
     + """
 operate("save", 1, 60)
 victim, phase = args["victim"], args["phase"]
 meet("ready")
+others = sorted(set(range(count)) - {victim})
 if process_id == victim:
-    at(phase, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    stop = sleep_until([f"told-{process}" for process in others], "KILL")
+    at(phase, stop if args["stop"] else lambda: signal_self(signal.SIGKILL))
 said, seconds = attempt(PHASES[phase][0], 2, args["timeout"])
 tell(said=said, seconds=seconds)
 note("told")
 with contextlib.suppress(AssertionError):  # where process 0 is the victim, JAX aborts some of them
-    await_notes("told", set(range(count)) - {victim}, 15)
+    await_notes("told", others, 15)
 os._exit(0)
 """
 )
@@ -121,18 +136,10 @@ STOPPED = (
     + """
 operate("save", 0, 60)
 
-def sleep_until_told(round_, others):
-    files = [os.path.join(folder, f"told{round_}-{process}") for process in others]
-    waiting = " && ".join(f"[ -e {file} ]" for file in files)
-    waker = f"for i in $(seq 900); do {waiting} && break; sleep 0.1; done; kill -CONT {os.getpid()}"
-    def strike():
-        subprocess.Popen(["sh", "-c", waker])
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return strike
-
 for round_, (phase, victims) in enumerate(args["rounds"], 1):
     others = sorted(set(range(count)) - set(victims))
-    back = at(phase, sleep_until_told(round_, others)) if process_id in victims else lambda: None
+    told = [f"told{round_}-{process}" for process in others]
+    back = at(phase, sleep_until(told, "CONT")) if process_id in victims else lambda: None
     meet(f"ready{round_}")
     said, seconds = attempt(PHASES[phase][0], round_, args["timeout"])
     note(f"told{round_}")
