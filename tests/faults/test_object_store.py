@@ -110,7 +110,7 @@ def below(bucket: Bucket, url: str) -> list[str]:
     "S3: 503 k times and for ever, reset, short or flipped body, late or no answer to each request of a save",
     "retried, or a typed error in bounded time; the old checkpoint or the new one, whole",
     quick=5,
-    full=150,
+    full=120,
 )
 def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
     old, new = tree(1), tree(2)
@@ -149,7 +149,7 @@ def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
     "S3: the same to each request of a restore",
     "retried, or a typed error in bounded time; never wrong data",
     quick=5,
-    full=100,
+    full=80,
 )
 def test_any_request_of_a_restore_goes_wrong(fault: Fault, bucket: Bucket) -> None:
     wanted = tree(1)
