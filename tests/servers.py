@@ -90,9 +90,7 @@ def s3rver(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _child(command: Sequence[str], folder: Path) -> Iterator[str]:
-    child = subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    child = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout
         # Killed where it says nothing for too long: its output ends then, and so does the wait for a line of it.
