@@ -146,20 +146,26 @@ class Store:
             return Writer(self, data, None)
         path = os.path.join(self.folder, data)
         handle = None
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            with self._locked():
-                os.mkdir(path)
-                handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-                with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.write(handle, note)
-        except OSError as error:
-            if handle is not None:
-                os.close(handle)
-            shutil.rmtree(path, ignore_errors=True)
-            raise self._refused("create", data, error) from error
-        return Writer(self, data, handle)
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                os.makedirs(self.folder, exist_ok=True)
+                with self._locked():
+                    os.mkdir(path)
+                    handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+                    with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
+                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.write(handle, note)
+                return Writer(self, data, handle)
+            except OSError as error:
+                if handle is not None:
+                    os.close(handle)
+                shutil.rmtree(path, ignore_errors=True)
+                # Another process's `clear` may have taken the folder, still empty, for what a killed save left.
+                taken = handle is None and isinstance(error, (FileNotFoundError, FileExistsError))
+                if not taken or tries == 100:
+                    raise self._refused("create", data, error) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
@@ -180,8 +186,6 @@ class Store:
         """
         if self.folder is None:
             return  # an object store has no locks; unreferenced data there is swept by age with its lifecycle rules
-        if not os.path.isdir(self.folder):
-            return
         try:
             with self._locked():
                 for name in self.names():
@@ -192,8 +196,10 @@ class Store:
                         shutil.rmtree(path, ignore_errors=True)
         except StorageError:
             raise
+        except (FileNotFoundError, NotADirectoryError):
+            return  # not there, or just taken away
         except OSError as error:
-            raise self._refused("open", "", error) from error
+            raise self._refused("sweep", "", error) from error
 
     def names_data(self, data: str) -> bool:
         """Whether the manifest that is published now names a data folder."""

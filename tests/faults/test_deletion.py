@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_restored_while_it_is_deleted(fault: Fault, tmp_path: Path) -> None:
             for end, count in ends.items():
                 for _ in range(count):
                     fault.saw(end)
+
+
+@needs_strace
+def test_a_folder_taken_away_as_the_saver_goes_in(tmp_path: Path) -> None:
+    """A Checkpointer that is made elsewhere takes the empty folder of a step for what a killed run left."""
+    with_steps(tmp_path / "steps", (1,))
+    with Saver(savers.keep_steps, str(tmp_path / "steps"), 2) as saver:
+        with savers.traced(saver, tmp_path / "log", "mkdir", "delay_exit=100000"):  # µs after the folder is made
+            saver.go()
+            while not saver.ended:
+                jaxckpt.Checkpointer(tmp_path / "steps").close()
+                time.sleep(0.07)
+        assert saver.end() == [2]
 
 
 @pytest.mark.fault(21, "the clock, and every file's time, a day off", "order and retention unchanged", quick=2, full=40)
