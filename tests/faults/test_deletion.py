@@ -100,7 +100,7 @@ def test_a_folder_taken_away_as_the_saver_goes_in(tmp_path: Path) -> None:
     """A Checkpointer that is made elsewhere takes the empty folder of a step for what a killed run left."""
     with_steps(tmp_path / "steps", (1,))
     with Saver(savers.keep_steps, str(tmp_path / "steps"), 2) as saver:
-        with savers.traced(saver, tmp_path / "log", "mkdir", "delay_exit=100000"):  # µs after the folder is made
+        with savers.traced(saver, tmp_path / "log", "mkdir", "delay_exit=200000:when=1"):  # µs after the folder is made
             saver.go()
             while not saver.ended:
                 jaxckpt.Checkpointer(tmp_path / "steps").close()
