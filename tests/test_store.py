@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._store import Store
 
 
 def make(factor: float = 1.0) -> dict[str, Any]:

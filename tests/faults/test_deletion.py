@@ -29,7 +29,7 @@ def with_steps(folder: Path, steps: tuple[int, ...]) -> None:
     19,
     "kill -9 at every call of a deletion: of a step, by the rules, of what is overwritten",
     "the step is gone or whole",
-    quick=15,
+    quick=9,
 )
 def test_killed_while_it_deletes(fault: Fault, tmp_path: Path) -> None:
     with_steps(tmp_path / "steps", (1, 2))

@@ -99,7 +99,7 @@ except victims.jaxckpt.StorageError as error:
 
 
 @pytest.mark.fault(
-    6, "a folder, or file system, that may not be written", "StorageError before anything is copied", quick=5
+    6, "a folder, or file system, that may not be written", "StorageError before anything is copied", quick=4
 )
 def test_where_it_may_not_write(fault: Fault, tmp_path: Path) -> None:
     if os.getuid() != 0:

@@ -21,7 +21,7 @@ from victims import SECONDS, Saver, version_at, versions_in
     1,
     "kill -9 at a random moment",
     "the last acknowledged save restores to the bit; a partial one is never listed",
-    quick=12,
+    quick=8,
     full=200,
 )
 def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ else:
 
 
 @pytest.mark.fault(
-    18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=6, full=90
+    18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=3, full=90
 )
 def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> None:
     """Real programs, with Python's own end: what they wait for at exit is a part of it."""

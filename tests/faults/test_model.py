@@ -237,7 +237,7 @@ def killed(delay: float, program: Any, *args: Any) -> list[Any]:
     26,
     "any sequence of saves, overwrites, deletions, failures, crashes, restores onto other meshes",
     "what a dict of them says",
-    quick=8,
+    quick=5,
     full=300,
 )
 def test_against_a_dict(fault: Fault, tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
     4,
     "power lost at any call of a save or deletion: what was not synced is gone, in part or whole",
     "what is published is whole; what was acknowledged is published",
-    quick=80,
+    quick=60,
 )
 def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
     bases = {name: tmp_path / name for name in ("empty", "one", "steps")}

@@ -48,7 +48,7 @@ def require_swept(path: Path) -> None:
     2,
     "KILL at every mkdir, openat, write, fsync, rename, unlink of a save",
     "the old or the new is there, whole",
-    quick=16,
+    quick=12,
 )
 def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     path, log = tmp_path / "ckpt", tmp_path / "log"
@@ -74,7 +74,7 @@ def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     3,
     "EIO or ENOSPC at the Nth mkdir, openat, write, fsync, rename, once and for ever",
     "raises it; nothing published, nothing left",
-    quick=24,
+    quick=12,
 )
 def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     path, log = tmp_path / "ckpt", tmp_path / "log"
