@@ -154,22 +154,30 @@ class Folder(Store):
         """The note is locked for as long as the writer lives."""
         data = f"data-{save_id}"
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
-        path = os.path.join(self.folder, data)
-        handle = None
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            with self._locked():
-                os.mkdir(path)
-                handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-                with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.write(handle, note)
-        except OSError as error:
-            if handle is not None:
-                os.close(handle)
-            shutil.rmtree(path, ignore_errors=True)
-            raise self._refused("create", data, error) from error
-        return Writer(self, data, handle)
+        for tries_left in reversed(range(100)):
+            try:
+                return Writer(self, data, self._begin(os.path.join(self.folder, data), note))
+            except (FileNotFoundError, FileExistsError) as error:
+                # Another process's `clear` may have taken the folder, still empty, for what a killed save left.
+                if not tries_left:
+                    raise self._refused("create", data, error) from error
+            except OSError as error:
+                raise self._refused("create", data, error) from error
+        raise AssertionError
+
+    def _begin(self, path: str, note: bytes) -> int:
+        """Make a data folder with its writer's note, and lock that."""
+        os.makedirs(self.folder, exist_ok=True)
+        with self._locked(), contextlib.ExitStack() as undo:
+            os.mkdir(path)
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
+            handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+            undo.callback(os.close, handle)
+            with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(handle, note)
+            undo.pop_all()
+            return handle
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
@@ -180,6 +188,8 @@ class Folder(Store):
                 fcntl.flock(handle, fcntl.LOCK_EX)  # released when closed, and when this process dies
             yield handle
         finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
             os.close(handle)
 
     def create_array(self, data: str, stack: Stack) -> None:
@@ -236,8 +246,6 @@ class Folder(Store):
     def sweep(self, current: str | None) -> bool:
         """A folder is left alone while its writer may live: while its lock is held, or where it was written on another
         host, whose locks may not show here."""
-        if not os.path.isdir(self.folder):
-            return False
         left = False
         try:
             with self._locked():
@@ -252,8 +260,10 @@ class Folder(Store):
                         left = True
         except StorageError:
             raise
+        except (FileNotFoundError, NotADirectoryError):
+            return False  # not there, or just taken away
         except OSError as error:
-            raise self._refused("open", "", error) from error
+            raise self._refused("sweep", "", error) from error
         return left
 
     def clear(self) -> None:

@@ -273,13 +273,13 @@ def attempt(call):
     except jaxckpt.JaxckptError as error:
         print(f"raised {type(error).__name__}: {error}")
 
-read = Store.read_into
+read = Folder.read_into
 if process_id == 1:
     def fail(*_):
         raise jaxckpt.DataError("this disk is bad")
-    Store.read_into = fail
+    Folder.read_into = fail
 attempt(lambda: jaxckpt.restore(path, options=options))
-Store.read_into = read
+Folder.read_into = read
 attempt(lambda: jaxckpt.save(path, make(mesh_of(2, 2)), options=options))
 attempt(lambda: jaxckpt.restore(args + "/nothing", options=options))
 attempt(lambda: jaxckpt.restore(path if process_id else args + "/nothing", options=options))

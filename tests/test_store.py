@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._folder import Folder
 
 
 def make(factor: float = 1.0) -> dict[str, Any]:
@@ -212,3 +214,12 @@ def test_urls_of_tensorstore_work_by_the_same_protocol() -> None:
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     jaxckpt.save(f"file://{tmp_path}/ckpt", {"x": 1})
     assert jaxckpt.restore(tmp_path / "ckpt") == {"x": 1}
+
+
+def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
+    writer = Folder("", str(tmp_path / "ckpt")).begin("live", None)
+    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
+    assert (tmp_path / "ckpt" / "data-live").is_dir()
+    os.close(writer.handle or 0)  # as when its process dies
+    jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
+    assert not (tmp_path / "ckpt" / "data-live").exists()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import savers
+import victims
 from reliability import Fault
-from savers import OPTIONS, Saver, needs_strace, version, version_at, versions_in
+from victims import OPTIONS, Saver, needs_strace, version, version_at, versions_in
 
 import jaxckpt
 
@@ -28,27 +29,27 @@ def with_steps(folder: Path, steps: tuple[int, ...]) -> None:
     19,
     "kill -9 at every call of a deletion: of a step, by the rules, of what is overwritten",
     "the step is gone or whole",
-    quick=15,
+    quick=9,
 )
 def test_killed_while_it_deletes(fault: Fault, tmp_path: Path) -> None:
     with_steps(tmp_path / "steps", (1, 2))
     jaxckpt.save(tmp_path / "one", version(1), options=OPTIONS)
     programs: list[tuple[str, tuple[Any, ...]]] = [
-        ("steps", (savers.delete_step, 1)),
-        ("steps", (savers.keep_steps, 3)),
-        ("one", (savers.replace, 2)),
+        ("steps", (victims.delete_step, 1)),
+        ("steps", (victims.keep_steps, 3)),
+        ("one", (victims.replace, 2)),
     ]
     path, log = tmp_path / "struck", tmp_path / "log"
 
     def struck(base: str, program: Any, number: int, calls: str, strike: str | None) -> tuple[list[Any], bool]:
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(tmp_path / base, path)
-        return savers.run_traced(program, str(path), number, log=log, calls=calls, fault=strike)
+        return victims.run_traced(program, str(path), number, log=log, calls=calls, fault=strike)
 
     cases: list[tuple[str, Any, int, str, int]] = []
     for base, (program, number) in programs:
         assert struck(base, program, number, ",".join(DELETES), None) == ([number], False)
-        cases += [(base, program, number, call, nth) for call, nth in savers.sweep(DELETES, log)]
+        cases += [(base, program, number, call, nth) for call, nth in victims.sweep(DELETES, log)]
     for base, program, number, call, nth in fault.rounds(cases):
         said, killed = struck(base, program, number, call, f"signal=KILL:when={nth}")
         if base == "one":
@@ -56,7 +57,7 @@ def test_killed_while_it_deletes(fault: Fault, tmp_path: Path) -> None:
             assert found in ((1, 2) if not said else (2,))
             gone = found == 2
             jaxckpt.save(path, version(3), overwrite=True)
-            assert len(savers.data_folders(path)) == 1
+            assert len(victims.data_folders(path)) == 1
         else:
             steps = versions_in(path)
             assert {2} <= set(steps) <= {1, 2, 3}
@@ -83,7 +84,7 @@ def test_restored_while_it_is_deleted(fault: Fault, tmp_path: Path) -> None:
                     jaxckpt.save(path, version(number), overwrite=True, options=options)
 
             save()
-            with Saver(savers.read, str(path), rounds // 2, steps) as reader:
+            with Saver(victims.read, str(path), rounds // 2, steps) as reader:
                 reader.go()
                 while not reader.ended:
                     save()
@@ -94,10 +95,25 @@ def test_restored_while_it_is_deleted(fault: Fault, tmp_path: Path) -> None:
                     fault.saw(end)
 
 
+@needs_strace
+def test_a_folder_taken_away_as_the_saver_goes_in(tmp_path: Path) -> None:
+    """A Checkpointer that is made elsewhere takes the empty folder of a step for what a killed run left."""
+    with_steps(tmp_path / "steps", (1,))
+    with Saver(victims.keep_steps, str(tmp_path / "steps"), 2) as saver:
+        with victims.traced(
+            saver, tmp_path / "log", "mkdir", "delay_exit=200000:when=1"
+        ):  # µs after the folder is made
+            saver.go()
+            while not saver.ended:
+                jaxckpt.Checkpointer(tmp_path / "steps").close()
+                time.sleep(0.07)
+        assert saver.end() == [2]
+
+
 @pytest.mark.fault(21, "the clock, and every file's time, a day off", "order and retention unchanged", quick=2, full=40)
 def test_by_another_clock(fault: Fault, tmp_path: Path) -> None:
     def run(folder: Path, days: list[int]) -> list[Any]:
-        with Saver(savers.keep_steps_by_another_clock, str(folder), days) as saver:
+        with Saver(victims.keep_steps_by_another_clock, str(folder), days) as saver:
             saver.go()
             return saver.end()
 

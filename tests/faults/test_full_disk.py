@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import savers
+import victims
 from processes import environment
 from reliability import Fault
-from savers import Saver, version
+from victims import Saver, version
 
 import jaxckpt
 
 FILL = """
 import errno, json, os, subprocess, sys
-import jaxckpt, savers
+import jaxckpt, victims
 where, cases = sys.argv[1], json.loads(sys.argv[2])
 path = f"{where}/ckpt"
 
@@ -33,20 +33,20 @@ def used():
 
 for kind, more, how in cases:
     limit("size=64m,nr_inodes=100000")
-    if not os.path.exists(path) or savers.version_at(path) != 1:
-        jaxckpt.save(path, savers.version(1), overwrite=True, options=savers.OPTIONS)
+    if not os.path.exists(path) or victims.version_at(path) != 1:
+        jaxckpt.save(path, victims.version(1), overwrite=True, options=victims.OPTIONS)
     pages, inodes = before = used()
     limit(f"size={(pages + more) * 4096}" if kind == "pages" else f"nr_inodes={inodes + more}")
     save = jaxckpt.save if how == "save" else lambda *args, **named: jaxckpt.save_async(*args, **named).wait()
     try:
-        save(path, savers.version(2), overwrite=True, options=savers.OPTIONS)
+        save(path, victims.version(2), overwrite=True, options=victims.OPTIONS)
     except jaxckpt.StorageError as error:
         assert error.errno == errno.ENOSPC, error
-        assert savers.version_at(path) == 1
+        assert victims.version_at(path) == 1
         assert used() == before, (used(), before)
         print("ENOSPC, the old one is there")
     else:
-        assert savers.version_at(path) == 2
+        assert victims.version_at(path) == 2
         print("there was room")
 """
 
@@ -59,7 +59,7 @@ def in_a_mount(folder: Path, options: str, program: str, *args: str) -> str:
         pytest.skip("a file system of its own cannot be mounted here (needs root, and unshare)")
     done = subprocess.run(
         [*unshare, f'{mount} && exec "$@"', str(folder), sys.executable, "-c", program, str(folder), *args],
-        env=environment(1, {"PYTHONPATH": savers.PYTHONPATH}),
+        env=environment(1, {"PYTHONPATH": victims.PYTHONPATH}),
         capture_output=True,
         text=True,
         timeout=280,
@@ -90,16 +90,16 @@ def test_a_disk_that_fills_up(fault: Fault, tmp_path: Path) -> None:
 
 REFUSED = """
 import sys
-import savers
+import victims
 try:
-    savers.save_where_refused(print, sys.argv[1] + "/ckpt", sys.argv[2], None)
-except savers.jaxckpt.StorageError as error:
+    victims.save_where_refused(print, sys.argv[1] + "/ckpt", sys.argv[2], None)
+except victims.jaxckpt.StorageError as error:
     print(error.errno)
 """
 
 
 @pytest.mark.fault(
-    6, "a folder, or file system, that may not be written", "StorageError before anything is copied", quick=5
+    6, "a folder, or file system, that may not be written", "StorageError before anything is copied", quick=4
 )
 def test_where_it_may_not_write(fault: Fault, tmp_path: Path) -> None:
     if os.getuid() != 0:
@@ -120,10 +120,10 @@ def test_where_it_may_not_write(fault: Fault, tmp_path: Path) -> None:
         before = sorted(tmp_path.rglob("*"))
         for path in before:
             path.chmod(path.stat().st_mode & 0o555)
-        with Saver(savers.save_where_refused, str(tmp_path / kind / "ckpt"), how, 65534) as saver:
+        with Saver(victims.save_where_refused, str(tmp_path / kind / "ckpt"), how, 65534) as saver:
             saver.go()
             (said,) = saver.end()
         assert (said["error"], said["errno"]) == ("StorageError", errno.EACCES), said
         assert sorted(tmp_path.rglob("*")) == before
         fault.saw("StorageError EACCES")
-    assert savers.version_at(tmp_path / "old" / "ckpt") == 1
+    assert victims.version_at(tmp_path / "old" / "ckpt") == 1

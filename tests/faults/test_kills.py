@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-import savers
+import victims
 from processes import environment
 from reliability import Fault
-from savers import SECONDS, Saver, version_at, versions_in
+from victims import SECONDS, Saver, version_at, versions_in
 
 
 @pytest.mark.fault(
     1,
     "kill -9 at a random moment",
     "the last acknowledged save restores to the bit; a partial one is never listed",
-    quick=12,
+    quick=8,
     full=200,
 )
 def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
     for number in fault.rounds():
         name = ("ckpt", "steps")[number % 2]
         path = tmp_path / name
-        program = savers.replace if name == "ckpt" else savers.keep_steps
+        program = victims.replace if name == "ckpt" else victims.keep_steps
         with Saver(program, str(path), last[name] + 1, 1_000_000) as saver:
             saver.go()
             time.sleep(fault.random.uniform(0.0, 0.2))
@@ -43,17 +43,17 @@ def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
 
 TOLD = """
 import os, signal, sys
-import jaxckpt, savers
+import jaxckpt, victims
 how, path, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if how == "a handler that exits":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 jaxckpt.save("memory://warm", {"x": 1})
 print("ready", flush=True)
 if how == "Checkpointer":
-    with jaxckpt.Checkpointer(path, keep_last=2, options=savers.OPTIONS) as checkpoints:
+    with jaxckpt.Checkpointer(path, keep_last=2, options=victims.OPTIONS) as checkpoints:
         for step in range(first, first + 1_000_000):
             try:
-                checkpoints.save(step, savers.version(step))
+                checkpoints.save(step, victims.version(step))
             except jaxckpt.Preempted as told:
                 print("saved", step, flush=True)
                 assert f"step {step} is saved" in str(told)
@@ -61,14 +61,14 @@ if how == "Checkpointer":
             print("listens", flush=True)
 else:
     for number in range(first, first + 1_000_000):
-        pending = jaxckpt.save_async(path, savers.version(number), overwrite=True, options=savers.OPTIONS)
+        pending = jaxckpt.save_async(path, victims.version(number), overwrite=True, options=victims.OPTIONS)
         pending.wait()
         os.write(1, f"saved {number}\\n".encode())
 """
 
 
 @pytest.mark.fault(
-    18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=6, full=90
+    18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=3, full=90
 )
 def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> None:
     """Real programs, with Python's own end: what they wait for at exit is a part of it."""
@@ -79,7 +79,7 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
         path = tmp_path / how.replace(" ", "-")
         child = subprocess.Popen(
             [sys.executable, "-c", TOLD, how, str(path), str(last[how] + 1)],
-            env=environment(1, {"PYTHONPATH": savers.PYTHONPATH}),
+            env=environment(1, {"PYTHONPATH": victims.PYTHONPATH}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -104,7 +104,7 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
             found = version_at(path) or 0
             assert found in (acknowledged, acknowledged + 1)
             assert killed if how == "no handler" else child.returncode == 143, (child.returncode, err)
-            assert killed or len(savers.data_folders(path)) == (found > 0), "it leaves nothing half written"
+            assert killed or len(victims.data_folders(path)) == (found > 0), "it leaves nothing half written"
         fault.saw("abandoned" if found == last[how] else f"committed, {how}")
         last[how] = found
 
@@ -119,7 +119,7 @@ def test_orbax_killed_at_random(fault: Fault, tmp_path: Path) -> None:
     for number in fault.rounds():
         name = ("ckpt", "steps")[number % 2]
         path = tmp_path / name
-        program = savers.orbax_replace if name == "ckpt" else savers.orbax_steps
+        program = victims.orbax_replace if name == "ckpt" else victims.orbax_steps
         with Saver(program, str(path), used + 1) as saver:
             saver.go()
             assert saver.hear() == "imported"
@@ -151,7 +151,7 @@ def count_orbax(fault: Fault, name: str, path: Path, acknowledged: int) -> None:
                 fault.saw(f"listed, and will not restore: {type(error).__name__}")
                 return
             try:
-                found.append(savers.require_version(tree))
+                found.append(victims.require_version(tree))
             except AssertionError:
                 fault.silent(f"{name}: other values than were saved")
                 return

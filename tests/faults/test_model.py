@@ -15,13 +15,13 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-import savers
+import victims
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reliability import Fault
-from savers import OPTIONS, Saver, require_version, version, version_at
+from victims import OPTIONS, Saver, require_version, version, version_at
 
 import jaxckpt
 
@@ -100,7 +100,7 @@ class Model(RuleBasedStateMachine):
     def wait(self) -> None:
         if self.pending is not None:
             pending, name, number = self.pending
-            pending.wait(savers.SECONDS)
+            pending.wait(victims.SECONDS)
             self.there[name] = number
             self.pending = None
 
@@ -116,7 +116,7 @@ class Model(RuleBasedStateMachine):
     def crash_while_it_saves(self, name: str, delay: float) -> None:
         self.wait()
         number = next(self.numbers)
-        said = killed(delay, savers.replace, str(self.folder / name), number)
+        said = killed(delay, victims.replace, str(self.folder / name), number)
         found = version_at(self.folder / name)
         assert found in ((number,) if said else (self.there.get(name), number))
         if found == number:
@@ -175,13 +175,13 @@ class Model(RuleBasedStateMachine):
         before = self.steps
         if delete and len(before) == 2:
             victim = min(before)
-            killed(delay, savers.delete_step, folder, victim)
+            killed(delay, victims.delete_step, folder, victim)
             after = {step: number for step, number in before.items() if step != victim}
             acknowledged = False
         else:
             # What a process of its own saves has its step for a version.
             step = self.newest = self.newest + 1
-            acknowledged = bool(killed(delay, savers.keep_steps, folder, step))
+            acknowledged = bool(killed(delay, victims.keep_steps, folder, step))
             after = keep_two({**before, step: step})
         self.checkpointer = self.opened()
         steps = self.checkpointer.steps()
@@ -211,12 +211,12 @@ class Model(RuleBasedStateMachine):
         for name, number in self.there.items():
             assert version_at(self.folder / name) == number
             jaxckpt.save(self.folder / name, version(0), overwrite=True)
-            assert len(savers.data_folders(self.folder / name)) == 1, "whatever was left is swept"
+            assert len(victims.data_folders(self.folder / name)) == 1, "whatever was left is swept"
         with self.opened() as checkpoints:
             assert checkpoints.steps() == sorted(self.steps)
             for step, number in self.steps.items():
                 assert version_at(checkpoints.path(step)) == number
-                assert len(savers.data_folders(Path(checkpoints.path(step)))) == 1
+                assert len(victims.data_folders(Path(checkpoints.path(step)))) == 1
         self.fault.saw("as the dict says")
 
 
@@ -237,7 +237,7 @@ def killed(delay: float, program: Any, *args: Any) -> list[Any]:
     26,
     "any sequence of saves, overwrites, deletions, failures, crashes, restores onto other meshes",
     "what a dict of them says",
-    quick=8,
+    quick=5,
     full=300,
 )
 def test_against_a_dict(fault: Fault, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import savers
+import victims
 from reliability import Fault
-from savers import needs_strace, version, version_at
+from victims import needs_strace, version, version_at
 
 import jaxckpt
 
@@ -199,7 +199,7 @@ def trace(folder: Path, base: Path, program: Callable[..., None], *args: Any) ->
     disk = Disk(folder, kept)
     disk.load(folder)
     log = folder.with_name(f"{folder.name}.log")
-    savers.run_traced(program, str(folder / "new" / "deeper" / "ckpt"), *args, log=log, calls=CALLS)
+    victims.run_traced(program, str(folder / "new" / "deeper" / "ckpt"), *args, log=log, calls=CALLS)
     return disk, list(replayed(log.read_text()))
 
 
@@ -224,7 +224,7 @@ def check_one(path: Path, old: int | None, acknowledged: int | None) -> str:
 
 def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
     """What a Checkpointer's directory holds: the step that stays, and the one it deletes whole or not at all."""
-    steps = savers.versions_in(folder)
+    steps = victims.versions_in(folder)
     assert {2} <= set(steps) <= {1, 2, 3}, steps
     if acknowledged == 3:
         assert steps == [2, 3]
@@ -238,21 +238,21 @@ def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
     4,
     "power lost at any call of a save or deletion: what was not synced is gone, in part or whole",
     "what is published is whole; what was acknowledged is published",
-    quick=80,
+    quick=60,
 )
 def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
     bases = {name: tmp_path / name for name in ("empty", "one", "steps")}
     for base in bases.values():
         base.mkdir()
-    jaxckpt.save(bases["one"] / "deeper" / "ckpt", version(1), options=savers.OPTIONS)
-    with jaxckpt.Checkpointer(bases["steps"] / "deeper" / "ckpt", options=savers.OPTIONS) as checkpoints:
+    jaxckpt.save(bases["one"] / "deeper" / "ckpt", version(1), options=victims.OPTIONS)
+    with jaxckpt.Checkpointer(bases["steps"] / "deeper" / "ckpt", options=victims.OPTIONS) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, version(step))
     scenes = [
-        (None, check_one, *trace(tmp_path / "first", bases["empty"], savers.replace, 2)),
-        (1, check_one, *trace(tmp_path / "over", bases["one"], savers.replace, 2)),
-        (None, check_steps, *trace(tmp_path / "retention", bases["steps"], savers.keep_steps, 3)),
-        (None, check_steps, *trace(tmp_path / "delete", bases["steps"], savers.delete_step, 1)),
+        (None, check_one, *trace(tmp_path / "first", bases["empty"], victims.replace, 2)),
+        (1, check_one, *trace(tmp_path / "over", bases["one"], victims.replace, 2)),
+        (None, check_steps, *trace(tmp_path / "retention", bases["steps"], victims.keep_steps, 3)),
+        (None, check_steps, *trace(tmp_path / "delete", bases["steps"], victims.delete_step, 1)),
     ]
     seen = {call.name for *_, calls in scenes for call in calls}
     assert {"fsync", "rename", "openat", "mkdir", "write", "writev", "unlink", "unlinkat", "sendto"} <= seen
@@ -273,7 +273,7 @@ def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
 @needs_strace
 def test_the_replay_loses_what_is_not_synced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    disk, calls = trace(tmp_path / "first", tmp_path / "empty", savers.replace, 2, 1, False)
+    disk, calls = trace(tmp_path / "first", tmp_path / "empty", victims.replace, 2, 1, False)
     left, acknowledged = after(disk, calls)
     assert acknowledged == 2
     ends: list[str] = []

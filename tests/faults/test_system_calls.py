@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import savers
+import victims
 from reliability import Fault
-from savers import needs_strace, version, version_at
+from victims import needs_strace, version, version_at
 
 import jaxckpt
 
@@ -24,23 +24,23 @@ def every_call(folder: Path, calls: tuple[str, ...]) -> list[tuple[int | None, s
     for old in (None, 1):
         path, log = folder / f"probe-{old}", folder / f"probe-{old}.log"
         prepare(path, old)
-        said, _ = savers.run_traced(savers.replace, str(path), 2, log=log, calls=",".join(calls))
+        said, _ = victims.run_traced(victims.replace, str(path), 2, log=log, calls=",".join(calls))
         assert said == [2]
-        found += [(old, *case) for case in savers.sweep(calls, log)]
+        found += [(old, *case) for case in victims.sweep(calls, log)]
     return found
 
 
 def prepare(path: Path, old: int | None) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if old is not None:
-        jaxckpt.save(path, version(old), options=savers.OPTIONS)
+        jaxckpt.save(path, version(old), options=victims.OPTIONS)
 
 
 def require_swept(path: Path) -> None:
     """Whatever was left, the next save works, and takes it away."""
-    jaxckpt.save(path, version(3), overwrite=True, options=savers.OPTIONS)
+    jaxckpt.save(path, version(3), overwrite=True, options=victims.OPTIONS)
     assert version_at(path) == 3
-    assert len(savers.data_folders(path)) == 1, "what the struck save left is swept"
+    assert len(victims.data_folders(path)) == 1, "what the struck save left is swept"
 
 
 @needs_strace
@@ -48,14 +48,14 @@ def require_swept(path: Path) -> None:
     2,
     "KILL at every mkdir, openat, write, fsync, rename, unlink of a save",
     "the old or the new is there, whole",
-    quick=16,
+    quick=12,
 )
 def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     path, log = tmp_path / "ckpt", tmp_path / "log"
     for old, call, nth in fault.rounds(every_call(tmp_path, CHANGES)):
         prepare(path, old)
-        said, killed = savers.run_traced(
-            savers.replace, str(path), 2, log=log, calls=call, fault=f"signal=KILL:when={nth}"
+        said, killed = victims.run_traced(
+            victims.replace, str(path), 2, log=log, calls=call, fault=f"signal=KILL:when={nth}"
         )
         found = version_at(path)
         if not killed:
@@ -74,7 +74,7 @@ def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     3,
     "EIO or ENOSPC at the Nth mkdir, openat, write, fsync, rename, once and for ever",
     "raises it; nothing published, nothing left",
-    quick=24,
+    quick=12,
 )
 def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     path, log = tmp_path / "ckpt", tmp_path / "log"
@@ -87,8 +87,8 @@ def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     for old, call, nth, code, ever in fault.rounds(cases):
         prepare(path, old)
         name = errno.errorcode[code]
-        (said,), _ = savers.run_traced(
-            savers.replace, str(path), 2, log=log, calls=call, fault=f"error={name}:when={nth}{ever}"
+        (said,), _ = victims.run_traced(
+            victims.replace, str(path), 2, log=log, calls=call, fault=f"error={name}:when={nth}{ever}"
         )
         struck = log.read_text(errors="replace").count("INJECTED")
         found, where = version_at(path), f"{name} at {call} {nth}{ever} over version {old}: {said}"
@@ -103,7 +103,7 @@ def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
             assert said["error"] == "StorageError", where
             assert said["errno"] == code, where
             assert found == old, f"{where}: raised, yet published version {found}"
-            left = len(savers.data_folders(path)) - (old is not None)
+            left = len(victims.data_folders(path)) - (old is not None)
             # A folder that cannot be opened cannot be emptied either, and strace strikes each thread.
             assert not left or (call == "openat" and struck > 1), f"{where}: left {os.listdir(path)}"
             fault.saw(f"StorageError {name}" + (", the next save sweeps" if left else ""))

@@ -207,7 +207,7 @@ def orbax_steps(say: Say, folder: str, first: int) -> None:
 # The processes --------------------------------------------------------------------------------------------
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["savers"])
+_CONTEXT.set_forkserver_preload(["victims"])
 
 
 @functools.cache
