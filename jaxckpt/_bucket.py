@@ -51,7 +51,8 @@ MARKS = "_steps/"
 """Keys below it name the folders of a directory that hold checkpoints: listing all keys would cost a request for each
 thousand objects. A mark is made before the checkpoint is published, so it alone says nothing."""
 
-_RACERS = 3
+_PROBE = "probe"
+_RACERS = 4
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
 _STALLED_SECONDS = 30
 
@@ -140,6 +141,14 @@ class Bucket(Store):
         # An empty generation means that the condition failed, unless it was our own write whose answer was lost.
         return bool(stamp.generation) or self.read(key) == content
 
+    def race(self, key: str) -> int:
+        """Write a key several times at once, each in the place of what it holds now; how many succeeded."""
+        generation = self._get(key)[1]
+        with self._refused("write", key):
+            # Each its own: on S3 the generation is a digest of the content.
+            racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
+            return sum(bool(racer.result().generation) for racer in racers)
+
     def remove(self, key: str) -> None:
         with self._refused("delete", key):
             self._keys.write(key, None).result()
@@ -184,28 +193,17 @@ class Bucket(Store):
     # A save's own folder ----------------------------------------------------------------------------------
 
     def begin(self, save_id: str, previous: bytes | None) -> Writer:
-        """The note is written as by several that race for it, of whom one may win: else the server cannot be used.
-
-        One after the other would not do: tensorstore asks with a HEAD whether the key is there before it writes.
-        """
         data = f"data-{save_id}"
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
-        notes = [json.dumps({**note, "replaces": _identity(previous), "racer": n}).encode() for n in range(_RACERS)]
-        nothing = self._get(key)[1]
-        with self._refused("write", key):
-            racers = [self._keys.write(key, content, if_equal=nothing) for content in notes]
-            winners = sum(bool(racer.result().generation) for racer in racers)
-        if winners > 1:
-            self.delete(data)
-            raise StorageError(
-                errno.EOPNOTSUPP,
-                f"cannot save to {self.url}: the server ignores the conditions of writes (If-None-Match), without which"
-                " two saves could publish at once, and mix. Use a server that honours them, as Amazon S3 and Google"
-                " Cloud Storage do",
-            )
-        if not winners and self.read(key) not in notes:  # not even one whose answer was lost
+        content = json.dumps({**note, "replaces": _identity(previous)}).encode()
+        if not self._exchange(key, self._get(key)[1], content):
             raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it exists already")
+        try:
+            _require_conditions(self, f"{data}/{_PROBE}")
+        except BaseException:
+            self.delete(data)
+            raise
         return Writer(self, data)
 
     def _settle(self, data: str, state: str) -> bool:
@@ -357,6 +355,30 @@ class Bucket(Store):
         return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
 
 
+_proven: set[str] = set()  # stores that were seen to honour conditions, by driver, endpoint and bucket
+
+
+def _require_conditions(store: Bucket, key: str) -> None:
+    """Raise StorageError where a server ignores the conditions of writes. Once a process and bucket.
+
+    Several writes race to create a key, then to replace it, of which one may win each time. One after the other would
+    tell nothing: tensorstore asks with a HEAD whether the condition holds before it writes.
+    """
+    where = json.dumps({name: value for name, value in json.loads(store.spec).items() if name != "path"})
+    if where in _proven:
+        return
+    for header in ("If-None-Match", "If-Match"):
+        if store.race(key) > 1:
+            raise StorageError(
+                errno.EOPNOTSUPP,
+                f"cannot save to {store.url}: the server ignores the condition {header} of writes, without which two"
+                " saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google Cloud"
+                " Storage do",
+            )
+    store.remove(key)
+    _proven.add(where)
+
+
 @dataclass(frozen=True, slots=True)
 class _Put:
     """A write under way, which depends on nothing."""
@@ -444,6 +466,9 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; without these two, credentials come from wherever
     tensorstore finds them (profile, instance).
     """
+    plain = url.partition("?")[0].partition("#")[0]
+    if plain != url:
+        raise InputError(f"path {plain!r} has a query or a fragment: what they say belongs into Options.storage")
     try:
         spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
     except ValueError as error:
