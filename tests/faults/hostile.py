@@ -124,7 +124,8 @@ def mend(path: Path, manifest: dict[str, Any]) -> None:
             folder.mkdir(parents=True)
             (folder / "zarr.json").write_bytes(text)
             count = math.prod(-(-n // side) for n, side in zip(stack.array_shape, stack.object, strict=True))
-            if count > 100 or math.prod(stack.object) * stack.itemsize > 1 << 16 or stack.index_bytes > 1 << 16:
+            sizes = (stack.chunk_stored_bytes, math.prod(stack.object) * stack.itemsize, stack.index_bytes)
+            if count > 100 or max(sizes) > 1 << 16:
                 continue
             content, digest = valid_object(stack)
             record["objects"] = {}
