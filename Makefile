@@ -3,7 +3,8 @@
 #   make demo    train on one mesh, save, restore on others, serve from one host
 #   make test    the tests
 #   make check   lint, types, docs, examples
-#   make faults  the whole fault campaign; writes docs/reliability.md; an hour
+#   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
+#                of fuzzing (JAXCKPT_FUZZ_SECONDS)
 #   make bench   small leaves and asynchronous saving, against Orbax
 
 # PYTHON=/path/to/python3 chooses another Python than the first that is new enough; each minor version has a stamp of

@@ -1,0 +1,133 @@
+"""Feed forged checkpoints to the library until the time is up, and tell how each ended.
+
+    python tests/faults/fuzz.py FOLDER SECONDS [SEED]
+
+Guided by coverage where atheris is installed (a wheel for Linux on x86-64), else by what errors were not seen yet. Runs
+in a process of its own, as what it looks for ends processes. Every 50 inputs, and at the end, it writes
+FOLDER/outcomes.json; an input that ended as none may is left in FOLDER/crash-*.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+GROWTH_BYTES = 256 << 20
+"""An input is under 64 KiB: reading it may not take more memory than this."""
+
+DATA_BYTES = 6 << 30
+"""Beyond this much memory of its own the process gets no more, so that a bomb raises MemoryError."""
+
+SECONDS = 20
+"""Most that one input may take, on a busy machine."""
+
+try:
+    import atheris
+except ImportError:
+    atheris = None
+
+
+class Session:
+    """One run: inputs tried, how they ended."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self.outcomes = collections.Counter[str]()
+        self.begun = time.monotonic()
+        self.range = hostile.Range(folder)
+        self.seeds = self.range.seeds()
+        for case in self.seeds:  # warm: what is imported and cached at first is nobody's bomb
+            self.range.attempt(case)
+        self.peak_bytes = 0
+        hostile.forget_peak()
+        self.base_bytes = hostile.peak_bytes()
+
+    def attempt(self, case: bytes) -> str:
+        hostile.forget_peak()
+        before = hostile.peak_bytes()
+        try:
+            with hostile.at_most(SECONDS):
+                outcome = self.range.attempt(case)
+            taken = hostile.peak_bytes() - before
+            assert taken < GROWTH_BYTES, f"took {taken >> 20} MiB"
+            self.peak_bytes = max(self.peak_bytes, taken)
+        except BaseException:
+            name = self.folder / f"crash-{hashlib.sha256(case).hexdigest()[:12]}"
+            name.write_bytes(case)
+            name.with_suffix(".txt").write_text(traceback.format_exc()[-4000:])
+            outcome = "crash"
+        self.outcomes[outcome] += 1
+        if sum(self.outcomes.values()) % 50 == 0:
+            self.write()
+        return outcome
+
+    def write(self) -> None:
+        told: dict[str, Any] = {
+            "outcomes": self.outcomes,
+            "peak_bytes": self.peak_bytes,
+            "kept_bytes": hostile.peak_bytes() - self.base_bytes,
+            "seconds": round(time.monotonic() - self.begun, 1),
+            "guided": atheris is not None,
+        }
+        fresh = self.folder / "outcomes.tmp"
+        fresh.write_text(json.dumps(told))
+        fresh.rename(self.folder / "outcomes.json")
+
+
+def guided(session: Session, seed: int) -> None:
+    """libFuzzer, through atheris: inputs that reach new lines of jaxckpt are kept and mutated again. Never returns."""
+    corpus = session.folder / "corpus"
+    corpus.mkdir()
+    for number, case in enumerate(session.seeds):
+        (corpus / f"seed-{number}").write_bytes(case)
+
+    def one_input(case: bytes) -> None:
+        session.attempt(case)
+        if time.monotonic() - session.begun > session.seconds:
+            session.write()
+            os._exit(0)
+
+    def mutator(case: bytes, max_size: int, mutation_seed: int) -> bytes:
+        draw = random.Random(mutation_seed)
+        made = atheris.Mutate(case, max_size) if draw.random() < 0.1 else hostile.mutated(case, draw, session.seeds)
+        return made if len(made) <= max_size else case
+
+    arguments = [f"-seed={seed or 1}", "-max_len=65536", "-rss_limit_mb=8192", "-timeout=60", "-print_final_stats=0"]
+    atheris.Setup([sys.argv[0], *arguments, "-verbosity=0", str(corpus)], one_input, custom_mutator=mutator)
+    atheris.Fuzz()
+
+
+def unguided(session: Session, seed: int) -> None:
+    """The same mutations; an input that ended in an error not seen before is mutated again."""
+    draw = random.Random(seed)
+    pool = list(session.seeds)
+    seen = set[str]()
+    while time.monotonic() - session.begun < session.seconds:
+        case = hostile.mutated(draw.choice(pool), draw, session.seeds)
+        outcome = session.attempt(case[:65536])
+        if outcome not in seen or draw.random() < 0.01:
+            seen.add(outcome)
+            pool.append(case)
+    session.write()
+
+
+if __name__ == "__main__":
+    folder, seconds, seed = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    sys.path.insert(0, str(Path(__file__).parent))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with atheris.instrument_imports(include=["jaxckpt"]) if atheris else contextlib.nullcontext():
+        import hostile
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
+    (guided if atheris else unguided)(Session(folder, seconds), seed)
