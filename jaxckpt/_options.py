@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -90,6 +91,8 @@ class Options:
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"Options.{name} must be one of {allowed}, found {getattr(self, name)!r}")
+        if self.manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.manifest_sha256):
+            raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")
         if self.chunk_bytes > self.object_bytes:
             raise InputError(
                 f"Options.chunk_bytes ({self.chunk_bytes}) must not be above object_bytes ({self.object_bytes})"

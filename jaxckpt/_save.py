@@ -79,6 +79,9 @@ class SaveInfo:
     stored_bytes: int
     """Bytes of the objects, checksums and indexes included."""
 
+    manifest_sha256: str
+    """SHA-256 of manifest.json, in hexadecimal digits, for `Options.manifest_sha256`."""
+
     seconds: float
     """Seconds from the call until the checkpoint was published and this process knew."""
 
@@ -554,7 +557,7 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged]
                             with contextlib.suppress(PeerError):
                                 meeting.gather("")
                         raise
-                    stored_bytes = _publish(job, claim, share, meeting)
+                    published = _publish(job, claim, share, meeting)
             except BaseException:
                 claim.release(keep=False)
                 raise
@@ -562,7 +565,7 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged]
             claim.release(keep=True)
             if job.group.index == 0 and job.asked.then is not None:
                 job.asked.then()
-        pending._info = _info(job, claim.save_id, stored_bytes)
+        pending._info = _info(job, claim.save_id, published)
     except BaseException as error:
         pending._error = error
         staged.close()
@@ -571,25 +574,38 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged]
         pending._finished.set()
 
 
-def _publish(job: _Job, claim: _Claim, share: _Share, meeting: Meeting) -> int:
-    """Process 0 publishes the manifest once all have written their share. Returns the bytes of all objects."""
+class _Published(msgspec.Struct, frozen=True):
+    """What process 0 tells of the checkpoint that it has published."""
+
+    stored_bytes: int
+    """Bytes of all objects."""
+
+    manifest_sha256: str
+
+
+def _publish(job: _Job, claim: _Claim, share: _Share, meeting: Meeting) -> _Published:
+    """Process 0 publishes the manifest once all have written their share."""
     store, plan, clock, sync = job.store, job.plan, job.clock, job.options.sync
     data = f"data-{claim.save_id}"
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
     shares = [msgspec.json.decode(text, type=_Share) for text in texts]
+    published = _Published(0, "")  # the others are told
     if job.group.index == 0:
         if sync:
             with clock.timed("sync"):
                 store.sync_data(data, plan.stacks)
         with clock.timed("publish"):
             manifest = _compose(claim.save_id, plan, job.draft, job.asked, shares)
-            store.publish(data, manifests.encode(manifest), claim.previous, sync=sync)
+            content = manifests.encode(manifest)
+            store.publish(data, content, claim.previous, sync=sync)
+            stored_bytes = sum(length for share in shares for _, _, length, _ in share.objects)
+            published = _Published(stored_bytes, hashlib.sha256(content).hexdigest())
     with clock.timed("barrier"):
-        return int(meeting.share(str(sum(found[2] for share in shares for found in share.objects))))
+        return msgspec.json.decode(meeting.share(msgspec.json.encode(published).decode()), type=_Published)
 
 
-def _info(job: _Job, save_id: str, stored_bytes: int) -> SaveInfo:
+def _info(job: _Job, save_id: str, published: _Published) -> SaveInfo:
     loads = job.plan.process_bytes()
     states = 0 if job.state is None else job.group.count
     return SaveInfo(
@@ -600,7 +616,8 @@ def _info(job: _Job, save_id: str, stored_bytes: int) -> SaveInfo:
         process_bytes=tuple(loads.get(process, 0) for process in range(job.group.count)),
         objects=len(job.plan.objects),
         files=len(job.plan.objects) + len(job.plan.stacks) + states + 1,
-        stored_bytes=stored_bytes,
+        stored_bytes=published.stored_bytes,
+        manifest_sha256=published.manifest_sha256,
         seconds=0.0,  # these two are known when it is waited for
         blocked_seconds=0.0,
         phase_seconds=job.clock.laps,

@@ -487,3 +487,18 @@ def test_a_damaged_checkpoint_can_be_replaced(path: Path) -> None:
     jaxckpt.save(path, {"x": 1}, overwrite=True)
     assert jaxckpt.restore(path) == {"x": 1}
     assert len(list(path.iterdir())) == 2
+
+
+def test_an_expected_manifest_is_required(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    info = jaxckpt.save(path, {"w": np.arange(8), "lr": 0.1})
+    expected = jaxckpt.Options(manifest_sha256=info.manifest_sha256)
+    assert jaxckpt.restore(path, options=expected)["lr"] == 0.1
+    assert jaxckpt.verify(path, options=expected).ok
+    jaxckpt.save(path, {"w": np.arange(8), "lr": 0.2}, overwrite=True)
+    for read in (jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.open):
+        with pytest.raises(jaxckpt.ManifestError, match=f"expected {info.manifest_sha256} by Options.manifest_sha256"):
+            read(path, options=expected)
+    assert [problem.object for problem in jaxckpt.verify(path, options=expected).problems] == ["manifest.json"]
+    with pytest.raises(jaxckpt.InputError, match="manifest_sha256"):
+        jaxckpt.Options(manifest_sha256="abc")

@@ -25,7 +25,7 @@ import numpy as np
 
 import jaxckpt
 from jaxckpt._plan import Stack
-from jaxckpt._store import zarr_json
+from jaxckpt._zarr import metadata as zarr_json
 from jaxckpt._tree import DTYPES
 
 SEAL = b',"sha256":"'
