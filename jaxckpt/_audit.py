@@ -31,9 +31,9 @@ from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
-from jaxckpt._restore import kept, read_box
+from jaxckpt._restore import kept, on_host, read_box
 from jaxckpt._store import Array, Store
-from jaxckpt._target import Goal, Rename, Request, resolve
+from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve
 from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
 
 
@@ -117,14 +117,9 @@ class LazyLeaf:
         """The whole leaf, without devices: a NumPy array or scalar, or the Python value."""
         if self._record.value is not None:
             return decode_value(self._record.kind, self._record.value)
-        array = self[...]
-        match self._record.kind:
-            case "str":
-                return array.tobytes().decode("utf-8", "surrogatepass")
-            case "bytes":
-                return array.tobytes()
-            case _:
-                return array
+        if self._record.kind in ("str", "bytes"):
+            return on_host(self[...], numpy_goal(self._manifest, self._number), self.path)
+        return self[...]
 
     def __getitem__(self, index: Any) -> Any:
         """NumPy indexing: integers, slices, Ellipsis and None read their own chunks; index arrays read their hull."""

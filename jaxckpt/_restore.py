@@ -656,7 +656,7 @@ class _Leaves:
                     continue
                 views = [buffer[offset] for buffer in found]
                 if goal.kind not in ("jax", "key"):
-                    self._values[goal.leaf] = self._on_host(views[0], goal)
+                    self._values[goal.leaf] = on_host(views[0], goal, self._manifest.leaves[goal.leaf].path)
                     continue
                 begun = len(hosts)
                 if home.whole:
@@ -704,7 +704,9 @@ class _Leaves:
             dtype = _wanted_dtype(stack, goal)
             home = self._homes.of(goal, number)
             if goal.kind not in ("jax", "key"):
-                self._values[goal.leaf] = self._on_host(np.empty(stack.shape, dtype), goal)
+                self._values[goal.leaf] = on_host(
+                    np.empty(stack.shape, dtype), goal, self._manifest.leaves[goal.leaf].path
+                )
             elif home.whole:
                 self._finish(goal, number, [jax.device_put(np.empty(stack.shape, dtype), goal.sharding)])  # pyright: ignore
             else:
@@ -731,13 +733,6 @@ class _Leaves:
                     f"leaf {show(record.path)} cannot be PRNG keys of implementation {record.impl!r}: {error}"
                 ) from error
         self._values[goal.leaf] = array
-
-    def _on_host(self, view: Array, goal: Goal) -> Any:
-        try:
-            return _on_host(view, goal)
-        except UnicodeDecodeError as error:
-            path = self._manifest.leaves[goal.leaf].path
-            raise DataError(f"leaf {show(path)} is a str, but what is stored is not UTF-8: {error.reason}") from error
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -768,14 +763,20 @@ def _cast(view: Array, goal: Goal) -> Array:
     return cast
 
 
-def _on_host(view: Array, goal: Goal) -> Any:
+def on_host(view: Array, goal: Goal, path: str) -> Any:
+    """What was read of a leaf of the host, as what it was. Raises DataError."""
     match goal.kind:
         case "numpy":
             return view
         case "numpy_scalar":
             return view[()]
         case "str":
-            return view.tobytes().decode("utf-8", "surrogatepass")
+            try:
+                return view.tobytes().decode("utf-8", "surrogatepass")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"leaf {show(path)} is a str, but what is stored is not UTF-8: {error.reason}"
+                ) from error
         case "bytes":
             return view.tobytes()
         case _:

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 from reliability import Fault
 
 import jaxckpt
-from jaxckpt import _manifest
-from jaxckpt._store import Store
+from jaxckpt import _manifest, _zarr
+from jaxckpt._folder import Folder
 
 PROMISE = "typed error within limits of memory and time"
 GROWTH_BYTES = 64 << 20
@@ -118,7 +118,7 @@ def forged(stack: dict[str, Any], **changes: Any) -> None:
     stack.update(changes)
     record = {**stack, "objects": {}}
     made = _manifest.msgspec.convert(record, _manifest.StackRecord).stack()
-    stack["sha256"] = hashlib.sha256(_manifest.zarr_json(made)).hexdigest()
+    stack["sha256"] = hashlib.sha256(_zarr.metadata(made)).hexdigest()
 
 
 def tiny_chunks(manifest: dict[str, Any]) -> None:
@@ -284,7 +284,7 @@ def test_a_hostile_manifest_is_refused(fault: Fault, saved: Path, tmp_path: Path
         for read in (lambda path=path: jaxckpt.open(path), lambda path=path: jaxckpt.load_numpy(path)):
             with pytest.MonkeyPatch.context() as patch:
                 # Nothing of a manifest is opened before it is believed.
-                patch.setattr(Store, "open_array", lambda *_, **__: pytest.fail("an array was opened"))
+                patch.setattr(Folder, "open_array", lambda *_, **__: pytest.fail("an array was opened"))
                 require_refusal(fault, name, path, read)
         shutil.rmtree(path)
 
