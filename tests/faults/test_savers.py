@@ -95,7 +95,7 @@ def test_three_threads_on_one_path(fault: Fault, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Orbax's own
 @pytest.mark.parametrize("api", ["CheckpointManager", "StandardCheckpointer"])
-@pytest.mark.fault(13, "two processes save to one path", PROMISE, full=60, system="orbax")
+@pytest.mark.fault(13, "two processes save to one path", PROMISE, full=100, system="orbax")
 def test_two_savers_with_orbax(fault: Fault, tmp_path: Path, api: str) -> None:
     if not fault.campaign:
         pytest.skip("only in the campaign")
