@@ -42,6 +42,7 @@ from jaxckpt._store import (
     ReadRange,
     Store,
     Writer,
+    is_data,
     names_data,
     open_spec,
     storage_errors,
@@ -240,7 +241,9 @@ class Bucket(Store):
     def sweep(self, current: str | None) -> bool:
         """A save that meant to replace another manifest than the present one can never publish."""
         left = False
-        for name in sorted({f"data-{key.partition('/')[0]}" for key in self._list("data-")} - {current}):
+        for name in self._data_folders():
+            if name == current:
+                continue
             note = self.read(f"{name}/{WRITER}")
             # Asked last: it may have been published since we listed it.
             manifest = self.read(MANIFEST)
@@ -259,9 +262,13 @@ class Bucket(Store):
 
     def clear(self) -> None:
         """A live writer is told by its note that its data is gone."""
-        for name in self.names():
+        for name in self._data_folders():
             if self.read(f"{name}/{WRITER}") is None or self._settle(name, "swept"):
                 self.delete(name)
+
+    def _data_folders(self) -> list[str]:
+        found = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
+        return sorted(name for name in found if is_data(name))
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         named = {stack.name for stack in stacks}

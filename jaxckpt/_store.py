@@ -208,6 +208,11 @@ class Writer:
             os.close(self.handle)
 
 
+def is_data(name: str) -> bool:
+    """Whether a name is one that a save gives to its folder. A user's own "data-raw" is not ours to delete."""
+    return re.fullmatch("data-[0-9a-f]{32}", name) is not None
+
+
 def names_data(manifest: bytes | None, data: str) -> bool:
     """Whether a manifest, which may be damaged, names a data folder."""
     return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
