@@ -83,9 +83,14 @@ def _context(retry_seconds: float) -> ts.Context:
 
 @cache
 def _opened(spec: str, retry_seconds: float) -> ts.KvStore:
-    # Kept: each opening looks the credentials up again.
+    # Kept, one for all paths of a bucket: each opening looks the credentials up again.
     with storage_errors("cannot open the object store"):
         return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
+
+
+def _in_memory(path: str) -> ts.KvStore:
+    """Keys in this process's own memory."""
+    return ts.KvStore.open({"driver": "memory", "path": path}, context=ROOT_CONTEXT).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,10 @@ class Bucket(Store):
     """The keys below one path of an object store."""
 
     spec: str
-    """tensorstore's spec of them, as JSON."""
+    """tensorstore's spec of the whole store, without a path, as JSON."""
+
+    path: str
+    """What all keys of this one begin with."""
 
     retry_seconds: float
 
@@ -102,7 +110,9 @@ class Bucket(Store):
 
     @classmethod
     def at(cls, url: str, options: Options) -> Self:
-        return cls(url, json.dumps(_spec_of(url, options.storage or {})), options.retry_seconds)
+        spec = _spec_of(url, options.storage or {})
+        path = spec.pop("path", "")
+        return cls(url, json.dumps(spec), path, options.retry_seconds)
 
     # Small files -----------------------------------------------------------------------------------------
 
@@ -173,9 +183,7 @@ class Bucket(Store):
         return [key.decode(errors="replace") for key in found]
 
     def child(self, name: str) -> Self:
-        spec = json.loads(self.spec)
-        spec["path"] = f"{spec.get('path', '')}{name}/"
-        return type(self)(f"{self.url}/{name}", json.dumps(spec), self.retry_seconds)
+        return type(self)(f"{self.url}/{name}", self.spec, f"{self.path}{name}/", self.retry_seconds)
 
     def folders(self) -> dict[str, bool]:
         """One request, and one for each mark."""
@@ -297,7 +305,7 @@ class Bucket(Store):
 
     def write(self, array: ts.TensorStore, stack: Stack, key: str, box: Box, source: Array) -> Pending:
         """Encoded in memory, at once; what is left to wait for is one request."""
-        memory = _opened(json.dumps({"driver": "memory", "path": self._aside}), self.retry_seconds)
+        memory = _in_memory(self._aside)
         with self._refused("encode", key):
             view = array[tuple(slice(a, b) for a, b in box)]
             view.write(source.view(array.dtype.numpy_dtype), can_reference_source_data_indefinitely=True).result()
@@ -356,7 +364,7 @@ class Bucket(Store):
 
     @property
     def _keys(self) -> ts.KvStore:
-        return _opened(self.spec, self.retry_seconds)
+        return _opened(self.spec, self.retry_seconds) + self.path
 
     @property
     def _aside(self) -> str:
@@ -365,8 +373,7 @@ class Bucket(Store):
 
     def below(self, folder: str) -> dict[str, Any]:
         """tensorstore's spec of the keys below a folder."""
-        spec = json.loads(self.spec)
-        return {**spec, "path": f"{spec.get('path', '')}{folder}"}
+        return {**json.loads(self.spec), "path": f"{self.path}{folder}"}
 
     def _refused(self, verb: str, key: str, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
         return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
@@ -381,8 +388,7 @@ def _require_conditions(store: Bucket, key: str) -> None:
     Several writes race to create a key, then to replace it, of which one may win each time. One after the other would
     tell nothing: tensorstore asks with a HEAD whether the condition holds before it writes.
     """
-    where = json.dumps({name: value for name, value in json.loads(store.spec).items() if name != "path"})
-    if where in _proven:
+    if store.spec in _proven:
         return
     for header in ("If-None-Match", "If-Match"):
         if store.race(key) > 1:
@@ -393,7 +399,7 @@ def _require_conditions(store: Bucket, key: str) -> None:
                 " Storage do",
             )
     store.remove(key)
-    _proven.add(where)
+    _proven.add(store.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +428,7 @@ class Held:
         self._store = store
         self._data = data
         self._path = f"jaxckpt-held/{uuid.uuid4().hex}/"
-        self._memory = _opened(json.dumps({"driver": "memory", "path": self._path}), store.retry_seconds)
+        self._memory = _in_memory(self._path)
         self._coming: dict[str, Any] = {}
         self._here: set[str] = set()
 
@@ -460,6 +466,11 @@ class Held:
         """Nobody reads it any more."""
         self._here.discard(key)
         self._memory.write(key, None).result()
+
+    def close(self) -> None:
+        """Nobody reads anything any more: what an error left is let go."""
+        for key in list(self._here):
+            self.drop(key)
 
 
 def _note(content: bytes | None) -> dict[str, Any]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
+import threading
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore as ts
 from servers import Bucket, Exchange
 
 import jaxckpt
+from jaxckpt import _bucket
 from jaxckpt._place import store_at
-from jaxckpt._store import Store
+from jaxckpt._store import ROOT_CONTEXT, Store
 
 TREE = {"x": np.arange(1000)}
 
@@ -99,3 +105,45 @@ def test_a_folder_made_in_a_console_is_empty(store: Store) -> None:
     store.put("", b"")  # the console of S3 makes a key of the folder's own name
     jaxckpt.save(store.url, TREE)
     assert np.array_equal(jaxckpt.load_numpy(store.url)["x"], TREE["x"])
+
+
+def test_a_restore_leaves_nothing_in_memory(store: Store) -> None:
+    memory = ts.KvStore.open({"driver": "memory"}, context=ROOT_CONTEXT).result()
+    path = store.url.removeprefix("memory://")
+    jaxckpt.save(store.url, {"a": np.arange(5000), "b": np.arange(6000)})
+    opened = _bucket._opened.cache_info().currsize
+    for _ in range(3):
+        jaxckpt.load_numpy(store.url)
+    store.child("00000001")
+    assert _bucket._opened.cache_info().currsize == opened, "a store is kept for each call"
+    key = next(key for key in memory.list().result() if key.startswith(f"{path}/".encode()) and b"6000/c/" in key)
+    content = bytearray(memory.read(key).result().value)
+    content[0] ^= 1
+    memory.write(key, bytes(content)).result()
+    left = len(memory.list().result())
+    with pytest.raises(jaxckpt.DataError):
+        jaxckpt.load_numpy(store.url)
+    assert len(memory.list().result()) == left
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_http_is_read_only(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "my run", TREE)
+    handler = functools.partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert np.array_equal(jaxckpt.load_numpy(f"{url}/my%20run")["x"], TREE["x"])
+            with pytest.raises(jaxckpt.NotACheckpointError, match=r"holds no manifest\.json"):
+                jaxckpt.load_numpy(f"{url}/other")
+            with pytest.raises(jaxckpt.StorageError, match="does not support"):
+                jaxckpt.save(f"{url}/other", TREE)
+        finally:
+            server.shutdown()
+            thread.join(30)
