@@ -4,9 +4,9 @@ There a key is written whole or not at all, and a write can be made to depend on
 be relied on: no locks, no renames, no folders. So
 
 - a save is published by a conditional write of the manifest,
-- whether a save may still publish is settled at one key, the note of its writer: the writer turns it from "writing"
-  to "publishing" before it publishes, and who deletes its data turns it to "swept" before that; each only in the place
-  of what it has read, so one of them fails,
+- whether a save may publish is settled at one key, the note of its writer: the writer turns it from "writing" to
+  "publishing", publishes, and turns it to "published"; who deletes its data turns it to "swept" before that; each only
+  in the place of what it has read, so one of them fails,
 - objects pass through memory: encoded there and put in one request, fetched in one request and checked as a whole.
 """
 
@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
@@ -42,6 +42,7 @@ from jaxckpt._store import (
     ReadRange,
     Store,
     Writer,
+    is_data,
     names_data,
     open_spec,
     storage_errors,
@@ -74,14 +75,22 @@ def _context(retry_seconds: float) -> ts.Context:
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    return ts.Context({"s3_request_retries": settings, "gcs_request_retries": settings}, parent=ROOT_CONTEXT)
+    return ts.Context(
+        {"s3_request_retries": settings, "gcs_request_retries": settings, "http_request_retries": settings},
+        parent=ROOT_CONTEXT,
+    )
 
 
 @cache
 def _opened(spec: str, retry_seconds: float) -> ts.KvStore:
-    # Kept: each opening looks the credentials up again.
+    # Kept, one for all paths of a bucket: each opening looks the credentials up again.
     with storage_errors("cannot open the object store"):
         return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
+
+
+def _in_memory(path: str) -> ts.KvStore:
+    """Keys in this process's own memory."""
+    return ts.KvStore.open({"driver": "memory", "path": path}, context=ROOT_CONTEXT).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,10 @@ class Bucket(Store):
     """The keys below one path of an object store."""
 
     spec: str
-    """tensorstore's spec of them, as JSON."""
+    """tensorstore's spec of the whole store, without a path, as JSON."""
+
+    path: str
+    """What all keys of this one begin with."""
 
     retry_seconds: float
 
@@ -98,7 +110,9 @@ class Bucket(Store):
 
     @classmethod
     def at(cls, url: str, options: Options) -> Self:
-        return cls(url, json.dumps(_spec_of(url, options.storage or {})), options.retry_seconds)
+        spec = _spec_of(url, options.storage or {})
+        path = spec.pop("path", "")
+        return cls(url, json.dumps(spec), path, options.retry_seconds)
 
     # Small files -----------------------------------------------------------------------------------------
 
@@ -159,7 +173,7 @@ class Bucket(Store):
 
     def names(self) -> list[str]:
         """Costs a request for each thousand keys below."""
-        return sorted({key.partition("/")[0] for key in self._list("")})
+        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # which S3's console makes of a folder
 
     def _list(self, prefix: str) -> list[str]:
         """The keys below a prefix, without it."""
@@ -169,9 +183,7 @@ class Bucket(Store):
         return [key.decode(errors="replace") for key in found]
 
     def child(self, name: str) -> Self:
-        spec = json.loads(self.spec)
-        spec["path"] = f"{spec.get('path', '')}{name}/"
-        return type(self)(f"{self.url}/{name}", json.dumps(spec), self.retry_seconds)
+        return type(self)(f"{self.url}/{name}", self.spec, f"{self.path}{name}/", self.retry_seconds)
 
     def folders(self) -> dict[str, bool]:
         """One request, and one for each mark."""
@@ -206,62 +218,75 @@ class Bucket(Store):
             raise
         return Writer(self, data)
 
-    def _settle(self, data: str, state: str) -> bool:
-        """Turn the note of a writer that is writing to "publishing" or "swept"."""
+    def _turn(self, data: str, before: Collection[str], after: str) -> bool:
+        """Turn the note of a writer from one state to another, unless somebody else was faster."""
         key = f"{data}/{WRITER}"
         content, generation = self._get(key)
         note = _note(content)
-        if note.get("state") != "writing":
-            return note.get("state") == state
-        return self._exchange(key, generation, json.dumps({**note, "state": state}).encode())
+        if note.get("state") not in before:
+            return note.get("state") == after
+        return self._exchange(key, generation, json.dumps({**note, "state": after}).encode())
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         found, generation = self._get(MANIFEST)
         if found != previous:
             raise self.overtaken()
         # What is published already, and now without some leaves, has no writer any more.
-        if not names_data(previous, data) and not self._settle(data, "publishing"):
+        by_writer = not names_data(previous, data)
+        if by_writer and not self._turn(data, ["writing"], "publishing"):
             raise self.overtaken()
         if not self._exchange(MANIFEST, generation, manifest):
             raise self.overtaken()
-        if not names_data(previous, data) and self.read(f"{data}/{WRITER}") is None:
+        if by_writer and not self._turn(data, ["publishing"], "published"):
             # Another save took this one's place, swept its data, and was deleted since.
-            self.unpublish(sync=sync)
+            self._take_back(manifest)
             raise self.overtaken()
+
+    def _take_back(self, manifest: bytes) -> None:
+        """Unpublish a manifest, unless another is there by now."""
+        found, generation = self._get(MANIFEST)
+        if found == manifest:
+            with self._refused("delete", MANIFEST):
+                self._keys.write(MANIFEST, None, if_equal=generation).result()
 
     def unpublish(self, *, sync: bool) -> None:
         self.remove(MANIFEST)
 
     def give_up(self, data: str) -> None:
         """What was about to be published may yet appear, if only its answer was lost: left for a later sweep."""
-        if self._settle(data, "swept"):
+        if self._turn(data, ["writing"], "swept"):
             self.delete(data)
 
     def sweep(self, current: str | None) -> bool:
         """A save that meant to replace another manifest than the present one can never publish."""
+        return self._sweep(current, all_writers=False)
+
+    def clear(self) -> None:
+        """A live writer is told by its note that its data is gone."""
+        self._sweep(None, all_writers=True)
+
+    def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
         left = False
-        for name in sorted({f"data-{key.partition('/')[0]}" for key in self._list("data-")} - {current}):
-            note = self.read(f"{name}/{WRITER}")
+        for name in self._data_folders():
+            if name == current:
+                continue
+            content = self.read(f"{name}/{WRITER}")
             # Asked last: it may have been published since we listed it.
             manifest = self.read(MANIFEST)
             if names_data(manifest, name):
                 continue
-            published_once = note is None
-            if published_once or (_note(note).get("replaces") != _identity(manifest) and self._sweepable(name)):
+            note = _note(content)
+            no_writer = content is None or note.get("state") in ("published", "swept")
+            told = all_writers or note.get("replaces") != _identity(manifest)
+            if no_writer or (told and self._turn(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
             else:
                 left = True
         return left
 
-    def _sweepable(self, data: str) -> bool:
-        """Whether a writer that can no longer publish is told so, or has died on its way to it."""
-        return self._settle(data, "swept") or _note(self.read(f"{data}/{WRITER}")).get("state") == "publishing"
-
-    def clear(self) -> None:
-        """A live writer is told by its note that its data is gone."""
-        for name in self.names():
-            if self.read(f"{name}/{WRITER}") is None or self._settle(name, "swept"):
-                self.delete(name)
+    def _data_folders(self) -> list[str]:
+        found = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
+        return sorted(name for name in found if is_data(name))
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         named = {stack.name for stack in stacks}
@@ -280,7 +305,7 @@ class Bucket(Store):
 
     def write(self, array: ts.TensorStore, stack: Stack, key: str, box: Box, source: Array) -> Pending:
         """Encoded in memory, at once; what is left to wait for is one request."""
-        memory = _opened(json.dumps({"driver": "memory", "path": self._aside}), self.retry_seconds)
+        memory = _in_memory(self._aside)
         with self._refused("encode", key):
             view = array[tuple(slice(a, b) for a, b in box)]
             view.write(source.view(array.dtype.numpy_dtype), can_reference_source_data_indefinitely=True).result()
@@ -339,7 +364,7 @@ class Bucket(Store):
 
     @property
     def _keys(self) -> ts.KvStore:
-        return _opened(self.spec, self.retry_seconds)
+        return _opened(self.spec, self.retry_seconds) + self.path
 
     @property
     def _aside(self) -> str:
@@ -348,8 +373,7 @@ class Bucket(Store):
 
     def below(self, folder: str) -> dict[str, Any]:
         """tensorstore's spec of the keys below a folder."""
-        spec = json.loads(self.spec)
-        return {**spec, "path": f"{spec.get('path', '')}{folder}"}
+        return {**json.loads(self.spec), "path": f"{self.path}{folder}"}
 
     def _refused(self, verb: str, key: str, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
         return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
@@ -364,8 +388,7 @@ def _require_conditions(store: Bucket, key: str) -> None:
     Several writes race to create a key, then to replace it, of which one may win each time. One after the other would
     tell nothing: tensorstore asks with a HEAD whether the condition holds before it writes.
     """
-    where = json.dumps({name: value for name, value in json.loads(store.spec).items() if name != "path"})
-    if where in _proven:
+    if store.spec in _proven:
         return
     for header in ("If-None-Match", "If-Match"):
         if store.race(key) > 1:
@@ -376,7 +399,7 @@ def _require_conditions(store: Bucket, key: str) -> None:
                 " Storage do",
             )
     store.remove(key)
-    _proven.add(where)
+    _proven.add(store.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +428,7 @@ class Held:
         self._store = store
         self._data = data
         self._path = f"jaxckpt-held/{uuid.uuid4().hex}/"
-        self._memory = _opened(json.dumps({"driver": "memory", "path": self._path}), store.retry_seconds)
+        self._memory = _in_memory(self._path)
         self._coming: dict[str, Any] = {}
         self._here: set[str] = set()
 
@@ -443,6 +466,11 @@ class Held:
         """Nobody reads it any more."""
         self._here.discard(key)
         self._memory.write(key, None).result()
+
+    def close(self) -> None:
+        """Nobody reads anything any more: what an error left is let go."""
+        for key in list(self._here):
+            self.drop(key)
 
 
 def _note(content: bytes | None) -> dict[str, Any]:

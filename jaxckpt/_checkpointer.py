@@ -36,7 +36,7 @@ from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._restore import restore
 from jaxckpt._save import Asked, PendingSave, start
-from jaxckpt._store import Store
+from jaxckpt._store import MANIFEST, Store
 from jaxckpt._target import Rename, Uncommitted
 from jaxckpt._tree import Select, Tree
 
@@ -251,17 +251,22 @@ class Checkpointer:
             self.wait()
             meeting.gather("")
             if self._first:
-                if [found.number for found in self._look_at_all()] == [step]:
+                if [found.number for found in self._look_at(self.steps())] == [step]:
                     raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
                 self._delete(step)
             meeting.share("")
         self._newest = None
 
     def _delete(self, step: int) -> None:
+        self._child(step).unpublish(sync=self._options.sync)
+        self._clear(step)
+
+    def _clear(self, step: int) -> None:
+        """Delete what is left of a step that is not there."""
         child = self._child(step)
-        child.unpublish(sync=self._options.sync)
         child.clear()
-        self._store.unmark(_name(step))
+        if child.read(MANIFEST) is None:  # else it was published meanwhile
+            self._store.unmark(_name(step))
         self._known.pop(step, None)
 
     def _leave(self, step: int, saved: bool) -> None:
@@ -438,13 +443,12 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps that are there, oldest first: one listing, and nothing but published manifests is believed."""
-        return self._folders(published=True)
+        return self._folders()[0]
 
-    def _folders(self, *, published: bool) -> list[int]:
-        """Steps whose folder holds a checkpoint, or holds none."""
-        return sorted(
-            int(name) for name, there in self._store.folders().items() if _is_step(name) and there == published
-        )
+    def _folders(self) -> tuple[list[int], list[int]]:
+        """Steps whose folder holds a checkpoint, and those whose folder holds none, by one listing."""
+        found = sorted((int(name), published) for name, published in self._store.folders().items() if _is_step(name))
+        return [step for step, published in found if published], [step for step, published in found if not published]
 
     def latest_step(self) -> int | None:
         """The newest step that is there."""
@@ -454,7 +458,7 @@ class Checkpointer:
         """The best step that is there by `keep_best`; None where none has the metric."""
         if self._rules.best is None:
             raise InputError("best_step() needs Checkpointer(keep_best=(metric, mode))")
-        return self._rules.best_of(self._look_at_all())
+        return self._rules.best_of(self._look_at(self.steps()))
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that were given when a step was saved; None for those that were not finite."""
@@ -480,8 +484,9 @@ class Checkpointer:
             found = self._known[step] = _Step.of(step, manifest)
         return found
 
-    def _look_at_all(self) -> list[_Step]:
-        found = [found for step in self.steps() if (found := self._look(step)) is not None]
+    def _look_at(self, steps: list[int]) -> list[_Step]:
+        """What all steps' manifests say."""
+        found = [found for step in steps if (found := self._look(step)) is not None]
         self._known = {step.number: step for step in found}
         return found
 
@@ -489,6 +494,7 @@ class Checkpointer:
 
     def _sweep(self) -> None:
         """Delete what killed runs left: data never published, steps and subtrees half deleted."""
+        marked = self._store.folders()
         for name in self._store.names():
             if not _is_step(name):
                 continue
@@ -502,7 +508,8 @@ class Checkpointer:
                 _log.warning("%s is left alone: %s", child.url, error)
             else:
                 self._known[int(name)] = _Step.of(int(name), manifest)
-                self._store.mark(name)  # it may have been copied here
+                if name not in marked:  # it was copied here
+                    self._store.mark(name)
                 child.sweep(manifest.data)
                 child.trim(manifest.data, (record.stack() for record in manifest.stacks))
 
@@ -512,7 +519,8 @@ class Checkpointer:
         try:
             if saved is not None:
                 self._known[saved.number] = _Step(saved.number, now, saved)
-            found = self._look_at_all()
+            published, others = self._folders()
+            found = self._look_at(published)
             kept = self._rules.kept(found, now)
             for step in found:
                 if step.number not in kept:
@@ -521,9 +529,9 @@ class Checkpointer:
                 self._drop(number, paths)
             if saved is not None:
                 # Steps come in order, one at a time: who began an older one and has not published it never will.
-                for number in self._folders(published=False):
+                for number in others:
                     if number < saved.number:
-                        self._delete(number)
+                        self._clear(number)
         except (JaxckptError, OSError) as error:
             _log.warning("old steps in %s could not be tidied up: %s", self._store.url, error)
 

@@ -38,6 +38,7 @@ from jaxckpt._store import (
     ReadRange,
     Store,
     Writer,
+    is_data,
     names_data,
     open_spec,
 )
@@ -250,7 +251,7 @@ class Folder(Store):
         try:
             with self._locked():
                 for name in self.names():
-                    if not name.startswith("data-") or name == current:
+                    if not is_data(name) or name == current:
                         continue
                     path = os.path.join(self.folder, name)
                     # Named by the manifest is asked last: it may have been published since we listed it.

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 
 from jaxckpt import _zarr as zarr
-from jaxckpt._errors import DataError, InputError, ManifestError, NotACheckpointError, listing
+from jaxckpt._errors import DataError, InputError, ManifestError, NotACheckpointError, StorageError, listing
 from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
-from jaxckpt._store import MANIFEST, Store
+from jaxckpt._store import MANIFEST, Store, is_data
 from jaxckpt._tree import (
     DTYPES,
     MAX_RANK,
@@ -432,8 +432,11 @@ def load(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
 def _why_not(store: Store) -> str:
     if store.is_file():
         return "it is a file, not a folder"
-    names = store.names()
-    if any(name.startswith("data-") for name in names):
+    try:
+        names = store.names()
+    except StorageError as error:
+        return f"it holds no manifest.json ({error})"  # it may be read all the same: over HTTP, or without that right
+    if any(map(is_data, names)):
         return "a save to it never finished, so it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published]
     if inside:

@@ -383,24 +383,27 @@ def _read(
     """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
     objects = _Objects(manifest, stacks, steps)
     objects.check(store)
-    fetched = _Fetched(store, manifest, stacks, steps, objects, options) if isinstance(store, Bucket) else None
     window = _Window(options.host_bytes)
-    for step in steps:
-        stack = stacks[step.stack]
-        window.take(step.held_bytes)
-        filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
-        array = store.open_array(manifest.data, stack, options)
-        for read in step.reads:
-            window.take(read.held_bytes)
-            leaves = functools.partial(_leaves_at, manifest, step.stack)
-            reading = _Reading(read, filling, report, leaves)
-            if fetched is None:
-                reading.begin(store, array)
-                window.later(reading.land)
-            else:
-                window.take(fetched.begin(step.stack, read))
-                window.later(functools.partial(fetched.land, step.stack, read, reading, window))
-    window.drain()
+    with contextlib.ExitStack() as ended:
+        fetched = None
+        if isinstance(store, Bucket):
+            fetched = _Fetched(store, manifest, stacks, steps, objects, options)
+            ended.callback(fetched.close)
+        for step in steps:
+            stack = stacks[step.stack]
+            window.take(step.held_bytes)
+            filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
+            array = store.open_array(manifest.data, stack, options)
+            for read in step.reads:
+                window.take(read.held_bytes)
+                leaves = functools.partial(_leaves_at, manifest, step.stack)
+                reading = _Reading(read, filling, report, leaves)
+                if fetched is None:
+                    reading.begin(store, array)
+                    window.later(reading.land)
+                else:
+                    fetched.begin(step.stack, read, reading, window)
+        window.drain()
 
 
 class _Fetched:
@@ -434,16 +437,17 @@ class _Fetched:
             found[index] for index in sorted(indices) if found[index].whole and found[index].length <= self._most_bytes
         ]
 
-    def begin(self, number: int, read: Read) -> int:
-        """Ask for what a read wants; returns the bytes that will lie in memory until it has landed."""
+    def begin(self, number: int, read: Read, reading: _Reading, window: _Window) -> None:
+        """Ask for what a read wants, once there is room for it."""
         wanted = self._of(number, read)
+        window.take(sum(one.length for one in wanted))
         for one in wanted:
             self._held.fetch(one.key)
-        return sum(one.length for one in wanted)
+        window.later(functools.partial(self._land, number, wanted, reading, window))
 
-    def land(self, number: int, read: Read, reading: _Reading, window: _Window) -> None:
+    def _land(self, number: int, wanted: list[_Touched], reading: _Reading, window: _Window) -> None:
         """Wait for the objects of a read, then for the read itself."""
-        stack, wanted = self._stacks[number], self._of(number, read)
+        stack = self._stacks[number]
         for one in wanted:
             problem = self._held.problem(one.key, stack, one.length, one.digest)
             if problem:
@@ -455,6 +459,9 @@ class _Fetched:
             if not self._uses[number, one.index]:
                 self._held.drop(one.key)
         window.release(sum(one.length for one in wanted), None)
+
+    def close(self) -> None:
+        self._held.close()
 
 
 class _Window:

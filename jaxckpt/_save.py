@@ -52,7 +52,7 @@ from jaxckpt._place import store_at
 from jaxckpt._plan import WRITE_COPIES, SavePlan, plan_save
 from jaxckpt._progress import Progress, Report, reporting
 from jaxckpt._staging import Staged, stage
-from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, storage_errors
+from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, is_data, storage_errors
 from jaxckpt._tree import Tree
 
 
@@ -892,7 +892,7 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
         if not overwrite:
             raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
         return store.read(MANIFEST)
-    foreign = [name for name in names if not name.startswith("data-")]
+    foreign = [name for name in names if not is_data(name)]
     if foreign:
         raise CheckpointExistsError(
             f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"

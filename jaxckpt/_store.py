@@ -208,6 +208,11 @@ class Writer:
             os.close(self.handle)
 
 
+def is_data(name: str) -> bool:
+    """Whether a name is one that a save gives to its folder. A user's own "data-raw" is not ours to delete."""
+    return re.fullmatch("data-[0-9a-f]{32}", name) is not None
+
+
 def names_data(manifest: bytes | None, data: str) -> bool:
     """Whether a manifest, which may be damaged, names a data folder."""
     return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
@@ -242,7 +247,7 @@ def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> G
     """Turn tensorstore's errors inside the block into ours, told as `what`."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         if isinstance(error, InputError):
             raise
         raise storage_error(error, what if isinstance(what, str) else what(), reading=reading) from None
@@ -254,6 +259,8 @@ def storage_error(error: Exception, what: str, *, reading: bool = False) -> Stor
     status = text.partition(":")[0]
     told = re.search(r"\[os_error_code='(\d+)'\]", str(error))
     code = int(told[1]) if told else _CODES.get(status, errno.EIO)
+    if isinstance(error, NotImplementedError):  # such as to write or to list over HTTP
+        code = errno.ENOTSUP
     damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else status in _DAMAGED
     return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
 

@@ -23,6 +23,7 @@ from jaxckpt._bucket import Bucket
 from jaxckpt._checkpointer import Rules, _Step
 from jaxckpt._folder import Folder
 from jaxckpt._manifest import StepRecord
+from jaxckpt._store import Store
 
 FAST = jaxckpt.Options(sync=False)
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
@@ -255,6 +256,36 @@ def test_a_second_checkpointer_deletes_nothing_of_a_save_under_way(
 
 
 # Saving and restoring ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Folder, Bucket])
+def test_an_older_step_that_is_published_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]
+) -> None:
+    """Another job's, while this one deletes what it saw unpublished."""
+    directory = str(tmp_path) if kind is Folder else f"memory://meanwhile-{tmp_path.name}"
+    checkpoints = jaxckpt.Checkpointer(directory, background=False, options=FAST)
+    folders = kind.folders
+    listings = last = 0
+
+    def then_published(store: Store) -> dict[str, bool]:
+        nonlocal listings
+        found = folders(store)
+        listings += 1
+        if listings == last:
+            assert found["00000003"] is False
+            jaxckpt.save(checkpoints.path(3), state(3), options=FAST)
+        return found
+
+    monkeypatch.setattr(kind, "folders", then_published)
+    checkpoints.save(2, state(2))
+    last = 2 * listings  # of the same save again
+    checkpoints._store.mark("00000003")
+    (tmp_path / "00000003").mkdir()  # as a save that has just begun
+    checkpoints.save(4, state(4))
+    assert listings == last
+    assert checkpoints.steps() == [2, 3, 4]
+    assert checkpoints.restore(3)["step"] == 3
 
 
 def test_it_starts_afresh_and_goes_on(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._folder import Folder
+from jaxckpt._place import store_at
 
 
 def make(factor: float = 1.0) -> dict[str, Any]:
@@ -144,9 +146,27 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 
 
 def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
-    writer = Folder("", str(tmp_path / "ckpt")).begin("live", None)
+    writer = Folder("", str(tmp_path / "ckpt")).begin(live := uuid.uuid4().hex, None)
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
-    assert (tmp_path / "ckpt" / "data-live").is_dir()
+    assert (tmp_path / "ckpt" / f"data-{live}").is_dir()
     os.close(writer.handle or 0)  # as when its process dies
     jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
-    assert not (tmp_path / "ckpt" / "data-live").exists()
+    assert not (tmp_path / "ckpt" / f"data-{live}").exists()
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_a_users_own_data_folder_is_not_swept(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "run" if place == "local" else f"memory://own-data-{tmp_path.name}"
+    store = store_at(path, jaxckpt.Options())
+    (tmp_path / "run" / "data-raw").mkdir(parents=True)
+    store.put("data-raw/a.csv", b"mine")
+    with pytest.raises(jaxckpt.CheckpointExistsError, match="data-raw"):
+        jaxckpt.save(path, {"x": 1})
+    store.remove("data-raw/a.csv")
+    store.delete("data-raw")
+    jaxckpt.save(path, {"x": 1})
+    (tmp_path / "run" / "data-raw").mkdir(exist_ok=True)
+    store.put("data-raw/a.csv", b"mine")
+    jaxckpt.save(path, {"x": 2}, overwrite=True)
+    assert store.read("data-raw/a.csv") == b"mine"
+    assert jaxckpt.restore(path) == {"x": 2}

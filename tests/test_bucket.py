@@ -1,0 +1,149 @@
+"""The protocol of object stores, step by step: who may publish, who may delete, and what is left."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from servers import Bucket, Exchange
+
+import jaxckpt
+from jaxckpt import _bucket
+from jaxckpt._place import store_at
+from jaxckpt._store import ROOT_CONTEXT, Store
+
+TREE = {"x": np.arange(1000)}
+
+
+@pytest.fixture
+def store() -> Store:
+    """A fresh path in memory."""
+    return store_at(f"memory://test-bucket/{uuid.uuid4().hex}", jaxckpt.Options())
+
+
+def manifest_of(save_id: str) -> bytes:
+    return f'{{"save_id":"{save_id}"}}'.encode()
+
+
+def begun(store: Store, previous: bytes | None = None) -> tuple[str, bytes]:
+    """A save that has written its data: its folder, and the manifest that it would publish."""
+    save_id = uuid.uuid4().hex
+    data = store.begin(save_id, previous).data
+    store.put(f"{data}/0000/c/0", b"data")
+    return data, manifest_of(save_id)
+
+
+def test_clearing_leaves_what_was_published_meanwhile(store: Store) -> None:
+    jaxckpt.save(store.url, TREE)
+    store.clear()
+    assert np.array_equal(jaxckpt.load_numpy(store.url)["x"], TREE["x"])
+
+
+def test_clearing_leaves_what_is_not_ours(store: Store) -> None:
+    store.put("eval/result.json", b"mine")
+    store.put("data-raw/a.csv", b"mine")
+    begun(store)
+    store.clear()
+    assert store.names() == ["data-raw", "eval"]
+
+
+def test_a_writer_that_died_at_any_state_leaves_nothing_once_cleared(store: Store) -> None:
+    begun(store)
+    data, manifest = begun(store)
+    store.publish(data, manifest, None, sync=True)  # and it dies before its note is removed
+    store.unpublish(sync=True)
+    store.clear()
+    assert store.names() == []
+
+
+def test_a_writer_that_was_swept_cannot_publish(store: Store) -> None:
+    data, manifest = begun(store)
+    store.clear()
+    with pytest.raises(jaxckpt.CheckpointExistsError):
+        store.publish(data, manifest, None, sync=True)
+    assert store.names() == []
+
+
+def test_a_zombie_takes_back_its_own_manifest_only(bucket: Bucket) -> None:
+    """It publishes where it has been swept, and is replaced before it learns of that."""
+    store = store_at(bucket.url, jaxckpt.Options())
+    data, manifest = begun(store)
+
+    def replaced(exchange: Exchange) -> None:
+        answer = exchange.forward()
+        store.delete(data)
+        jaxckpt.save(bucket.url, TREE, overwrite=True)
+        exchange.send(answer)
+
+    bucket.proxy.on("PUT manifest.json", replaced, times=1)
+    with pytest.raises(jaxckpt.CheckpointExistsError):
+        store.publish(data, manifest, None, sync=True)
+    assert np.array_equal(jaxckpt.load_numpy(bucket.url)["x"], TREE["x"])
+
+
+def test_a_zombie_that_was_swept_takes_its_manifest_back(bucket: Bucket) -> None:
+    store = store_at(bucket.url, jaxckpt.Options())
+    data, manifest = begun(store)
+
+    def swept(exchange: Exchange) -> None:
+        store.clear()
+        exchange.send(exchange.forward())
+
+    bucket.proxy.on("PUT manifest.json", swept, times=1)
+    with pytest.raises(jaxckpt.CheckpointExistsError):
+        store.publish(data, manifest, None, sync=True)
+    assert store.names() == []
+
+
+def test_a_folder_made_in_a_console_is_empty(store: Store) -> None:
+    store.put("", b"")  # the console of S3 makes a key of the folder's own name
+    jaxckpt.save(store.url, TREE)
+    assert np.array_equal(jaxckpt.load_numpy(store.url)["x"], TREE["x"])
+
+
+def test_a_restore_leaves_nothing_in_memory(store: Store) -> None:
+    memory = ts.KvStore.open({"driver": "memory"}, context=ROOT_CONTEXT).result()
+    path = store.url.removeprefix("memory://")
+    jaxckpt.save(store.url, {"a": np.arange(5000), "b": np.arange(6000)})
+    opened = _bucket._opened.cache_info().currsize
+    for _ in range(3):
+        jaxckpt.load_numpy(store.url)
+    store.child("00000001")
+    assert _bucket._opened.cache_info().currsize == opened, "a store is kept for each call"
+    key = next(key for key in memory.list().result() if key.startswith(f"{path}/".encode()) and b"6000/c/" in key)
+    content = bytearray(memory.read(key).result().value)
+    content[0] ^= 1
+    memory.write(key, bytes(content)).result()
+    left = len(memory.list().result())
+    with pytest.raises(jaxckpt.DataError):
+        jaxckpt.load_numpy(store.url)
+    assert len(memory.list().result()) == left
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_http_is_read_only(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "my run", TREE)
+    handler = functools.partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert np.array_equal(jaxckpt.load_numpy(f"{url}/my%20run")["x"], TREE["x"])
+            with pytest.raises(jaxckpt.NotACheckpointError, match=r"holds no manifest\.json"):
+                jaxckpt.load_numpy(f"{url}/other")
+            with pytest.raises(jaxckpt.StorageError, match="does not support"):
+                jaxckpt.save(f"{url}/other", TREE)
+        finally:
+            server.shutdown()
+            thread.join(30)
