@@ -112,7 +112,10 @@ class Bucket(Store):
     def at(cls, url: str, options: Options) -> Self:
         spec = _spec_of(url, options.storage or {})
         path = spec.pop("path", "")
-        return cls(url, json.dumps(spec), path, options.retry_seconds)
+        try:
+            return cls(url, json.dumps(spec), path, options.retry_seconds)
+        except TypeError as error:
+            raise InputError(f"Options.storage must be of JSON values: {error}") from None
 
     # Small files -----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +43,9 @@ from jaxckpt._store import (
     names_data,
     open_spec,
 )
+
+_LOCK_SECONDS = 300.0
+"""A sweep that holds it may have many files to delete."""
 
 
 @cache
@@ -185,13 +189,30 @@ class Folder(Store):
         """The checkpoint's own folder, open and locked: beginnings, sweeps and publications take turns."""
         handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with contextlib.suppress(OSError):  # as above
-                fcntl.flock(handle, fcntl.LOCK_EX)  # released when closed, and when this process dies
+            self._lock(handle)
             yield handle
         finally:
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
             os.close(handle)
+
+    def _lock(self, handle: int) -> None:
+        """Released when closed, and when this process dies; but one that is stopped keeps it."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StorageError(
+                        errno.ETIMEDOUT,
+                        f"another process has held the lock of {self.folder} for {_LOCK_SECONDS:g} s: is one stopped"
+                        " there, amid a save or a deletion?",
+                    ) from None
+                time.sleep(0.005)
+            except OSError:  # as above
+                return
 
     def create_array(self, data: str, stack: Stack) -> None:
         try:

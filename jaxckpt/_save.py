@@ -39,6 +39,7 @@ from jaxckpt._coord import Group, Meeting
 from jaxckpt._draft import Draft, describe
 from jaxckpt._errors import (
     CheckpointExistsError,
+    CorruptError,
     InputError,
     PathNotSharedError,
     PeerError,
@@ -812,12 +813,11 @@ class _Claim:
         """Let go: with the new data in place of the old, or without a trace."""
         if self.writer is None:
             return
-        if not keep:
-            self.writer.release(keep=False)
-            return
-        # The checkpoint is published: what cannot be tidied up now is swept by the next save.
-        with contextlib.suppress(StorageError):
-            self.writer.release(keep=True)
+        # What cannot be tidied up now is swept by the next save; it must not hide why a save has failed.
+        with contextlib.suppress(StorageError, CorruptError):
+            self.writer.release(keep=keep)
+            if not keep:
+                return
             old = None if self.previous is None else manifests.data_of(self.previous)
             if old is not None:
                 self.writer.store.delete(old)

@@ -200,12 +200,14 @@ class Writer:
 
     def release(self, *, keep: bool) -> None:
         """Drop the claim, and the data too unless it is published."""
-        if keep or self.store.names_data(self.data):
-            self.store.remove(f"{self.data}/{WRITER}")
-        else:
-            self.store.give_up(self.data)
-        if self.handle is not None:
-            os.close(self.handle)
+        try:
+            if keep or self.store.names_data(self.data):
+                self.store.remove(f"{self.data}/{WRITER}")
+            else:
+                self.store.give_up(self.data)
+        finally:
+            if self.handle is not None:
+                os.close(self.handle)
 
 
 def is_data(name: str) -> bool:

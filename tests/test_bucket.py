@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
-from servers import Bucket, Exchange
+from servers import Bucket, Exchange, status
 
 import jaxckpt
 from jaxckpt import _bucket
@@ -147,3 +147,13 @@ def test_http_is_read_only(tmp_path: Path) -> None:
         finally:
             server.shutdown()
             thread.join(30)
+
+
+def test_why_a_save_failed_is_told_where_nothing_can_be_tidied_up(bucket: Bucket) -> None:
+    def refused(exchange: Exchange) -> None:
+        bucket.proxy.on(".*", status(403, "AccessDenied"))
+        status(403, "AccessDenied")(exchange)
+
+    bucket.proxy.on("PUT object", refused)
+    with pytest.raises(jaxckpt.StorageError, match=r"cannot write .*/c/"):
+        jaxckpt.save(bucket.url, TREE, options=jaxckpt.Options(retry_seconds=0.5))

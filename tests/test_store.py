@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt import _folder
 from jaxckpt._folder import Folder
 from jaxckpt._place import store_at
 
@@ -170,3 +171,11 @@ def test_a_users_own_data_folder_is_not_swept(tmp_path: Path, place: str) -> Non
     jaxckpt.save(path, {"x": 2}, overwrite=True)
     assert store.read("data-raw/a.csv") == b"mine"
     assert jaxckpt.restore(path) == {"x": 2}
+
+
+def test_a_lock_that_is_held_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
+    monkeypatch.setattr(_folder, "_LOCK_SECONDS", 0.2)
+    with Folder("", str(tmp_path / "ckpt"))._locked(), pytest.raises(jaxckpt.StorageError, match="held the lock"):
+        jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
+    jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
