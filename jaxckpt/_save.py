@@ -62,6 +62,10 @@ class SaveInfo:
 
     path: str
     save_id: str
+
+    manifest_sha256: str
+    """SHA-256 of manifest.json. Kept apart from the checkpoint, it proves later that nobody changed it; see `Options`."""
+
     leaves: int
 
     total_bytes: int
@@ -554,7 +558,7 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged]
                             with contextlib.suppress(PeerError):
                                 meeting.gather("")
                         raise
-                    stored_bytes = _publish(job, claim, share, meeting)
+                    stored_bytes, sha256 = _publish(job, claim, share, meeting)
             except BaseException:
                 claim.release(keep=False)
                 raise
@@ -562,7 +566,7 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged]
             claim.release(keep=True)
             if job.group.index == 0 and job.asked.then is not None:
                 job.asked.then()
-        pending._info = _info(job, claim.save_id, stored_bytes)
+        pending._info = _info(job, claim.save_id, stored_bytes, sha256)
     except BaseException as error:
         pending._error = error
         staged.close()
@@ -571,30 +575,37 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged]
         pending._finished.set()
 
 
-def _publish(job: _Job, claim: _Claim, share: _Share, meeting: Meeting) -> int:
-    """Process 0 publishes the manifest once all have written their share. Returns the bytes of all objects."""
+def _publish(job: _Job, claim: _Claim, share: _Share, meeting: Meeting) -> tuple[int, str]:
+    """Process 0 publishes the manifest once all have written their share.
+
+    Returns the bytes of all objects, and the manifest's SHA-256.
+    """
     store, plan, clock, sync = job.store, job.plan, job.clock, job.options.sync
     data = f"data-{claim.save_id}"
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
     shares = [msgspec.json.decode(text, type=_Share) for text in texts]
+    sha256 = ""
     if job.group.index == 0:
         if sync:
             with clock.timed("sync"):
                 store.sync_data(data, plan.stacks)
         with clock.timed("publish"):
-            manifest = _compose(claim.save_id, plan, job.draft, job.asked, shares)
-            store.publish(data, manifests.encode(manifest), claim.previous, sync=sync)
+            manifest = manifests.encode(_compose(claim.save_id, plan, job.draft, job.asked, shares))
+            store.publish(data, manifest, claim.previous, sync=sync)
+            sha256 = hashlib.sha256(manifest).hexdigest()
     with clock.timed("barrier"):
-        return int(meeting.share(str(sum(found[2] for share in shares for found in share.objects))))
+        sha256 = meeting.share(sha256)
+    return sum(found[2] for share in shares for found in share.objects), sha256
 
 
-def _info(job: _Job, save_id: str, stored_bytes: int) -> SaveInfo:
+def _info(job: _Job, save_id: str, stored_bytes: int, sha256: str) -> SaveInfo:
     loads = job.plan.process_bytes()
     states = 0 if job.state is None else job.group.count
     return SaveInfo(
         path=job.store.url,
         save_id=save_id,
+        manifest_sha256=sha256,
         leaves=len(job.draft.records),
         total_bytes=sum(loads.values()),
         process_bytes=tuple(loads.get(process, 0) for process in range(job.group.count)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxckpt import _manifest as manifests
 from jaxckpt import _zarr as zarr
-from jaxckpt._errors import DataError, ManifestError, NotACheckpointError, StorageError, listing
+from jaxckpt._errors import CorruptError, DataError, NotACheckpointError, StorageError, listing
 from jaxckpt._grid import Box
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
@@ -105,7 +105,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Option
     store = store_at(path, options)
     try:
         manifest, _ = manifests.load(store, options.manifest_sha256)
-    except ManifestError as error:
+    except CorruptError as error:
         return VerifyReport(store.url, quick, (Problem(None, None, MANIFEST, f"cannot be used: {error}"),), 0, 0, 0)
     files = list(_files(manifest))
     total = 0 if quick else sum(file.length for file in files)
