@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -144,21 +143,6 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_called_damaged(path: Path
     one(tmp_path / "copy", "*float32-64/c/0/0").unlink()
     with pytest.raises(jaxckpt.NotACheckpointError, match="deleted while it was being verified"):
         jaxckpt.verify(tmp_path / "copy", options=jaxckpt.Options(progress=delete))
-
-
-def test_any_flip_is_found(path: Path) -> None:
-    draw = random.Random(1)
-    for file in sorted(path.rglob("*")):
-        if not file.is_file():
-            continue
-        content = file.read_bytes()
-        for place in {0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(6))}:
-            flipped = bytearray(content)
-            flipped[place] ^= 1 << draw.randrange(8)
-            file.write_bytes(flipped)
-            assert not jaxckpt.verify(path).ok, (file, place)
-        file.write_bytes(content)
-    assert jaxckpt.verify(path).ok
 
 
 def test_progress_and_memory(run_python: RunPython, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def make(version: int = 0) -> dict[str, Any]:
         "key": jax.random.key(version + 1),
         "text": f"version {version}",
         "number": version,
+        "zeros": jax.numpy.zeros((4, 10)),
         "empty": np.empty((0, 3)),
     }
 

@@ -88,7 +88,10 @@ def test_what_is_deleted(fault: Fault, tmp_path: Path) -> None:
             if any(subject.held(file).values()):  # of a zero-size array nothing is read
                 with pytest.raises(jaxckpt.DataError) as caught:
                     jaxckpt.load_numpy(subject.path)
-                assert any(f"{name} is missing" in str(caught.value) for name in subject.held(file))
+                said = str(caught.value)
+                assert any(f"{name} is missing" in said for name in subject.held(file))
+                # Of a stack's folder, its zarr.json may be told first, which holds no leaf.
+                assert any(f"'{leaf}'" in said for hit in subject.held(file).values() for leaf in hit)
 
 
 CHANGES: dict[str, Callable[[bytes], bytes]] = {
@@ -229,20 +232,16 @@ def test_an_edited_manifest_that_is_sealed_anew(fault: Fault, tmp_path: Path) ->
 
 def _meaning(fault: Fault, subject: Subject, what: str) -> str:
     """How a checkpoint reads of which the manifest was edited by one who sealed it anew."""
-    ends = set[str]()
+    wrong = set[str]()
     for read in (jaxckpt.load_numpy, jaxckpt.restore):
         try:
             found = damage.bits_of(read(subject.path))
-        except (*damage.TYPED, jaxckpt.LayoutError):
-            ends.add("error")
-            continue
-        if found == subject.wanted:
-            ends.add("the same data")
-        elif {leaf for leaf in subject.wanted if found.get(leaf) != subject.wanted[leaf]} <= IN_MANIFEST:
-            ends.add("another value of a leaf that lies in the manifest")
-        else:
-            fault.silent(what)
-    return min(ends)
+        except jaxckpt.JaxckptError:
+            return "error"
+        wrong |= {leaf for leaf in {*subject.wanted, *found} if found.get(leaf) != subject.wanted.get(leaf)}
+    if wrong - IN_MANIFEST:
+        fault.silent(f"{what}: {wrong}")
+    return "another value of a leaf that lies in the manifest" if wrong else "the same data"
 
 
 IN_MANIFEST = {"number", "text"}
