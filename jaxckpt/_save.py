@@ -64,7 +64,7 @@ class SaveInfo:
     save_id: str
 
     manifest_sha256: str
-    """SHA-256 of manifest.json: kept elsewhere, it tells later whether anybody changed the checkpoint; see `Options`."""
+    """SHA-256 of manifest.json: kept elsewhere, it tells later if anybody changed the checkpoint (see `Options`)."""
 
     leaves: int
 
