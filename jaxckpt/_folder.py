@@ -337,6 +337,8 @@ class Folder(Store):
                 size, odd = self._look(key, plain)
             except (FileNotFoundError, NotADirectoryError):
                 size, odd = 0, "is missing"
+            except OSError as error:
+                raise self._refused("look at", key, error) from error
             if odd or size != length:
                 found[key] = odd or f"is {size} bytes long, expected {length}"
         return found

@@ -63,6 +63,7 @@ class SaveInfo:
 
     path: str
     save_id: str
+
     leaves: int
 
     total_bytes: int

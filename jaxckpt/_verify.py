@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jaxckpt import _manifest as manifests
 from jaxckpt import _zarr as zarr
-from jaxckpt._errors import DataError, ManifestError, NotACheckpointError, StorageError, listing
+from jaxckpt._errors import CorruptError, DataError, NotACheckpointError, StorageError, listing
 from jaxckpt._grid import Box
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
@@ -23,6 +25,7 @@ from jaxckpt._store import MANIFEST, Store
 from jaxckpt._tree import show
 
 _THREADS = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +108,19 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Option
     store = store_at(path, options)
     try:
         manifest, _ = manifests.load(store, options.manifest_sha256)
-    except ManifestError as error:
+    except CorruptError as error:
         return VerifyReport(store.url, quick, (Problem(None, None, MANIFEST, f"cannot be used: {error}"),), 0, 0, 0)
     files = list(_files(manifest))
-    total = 0 if quick else sum(file.length for file in files)
+    misfits = store.misfits({file.key: file.length for file in files})
+    found = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
+    for _, problems in _checked(functools.partial(_check_small, store), _small_files(manifest)):
+        found.extend(problems)
+    rest = [] if quick else [file for file in files if file.key not in misfits]
+    total = sum(file.length for file in rest)
     with reporting("verify", total, options.progress) as report:
-        found = [*_small_files(store, manifest)]
-        misfits = store.misfits({file.key: file.length for file in files})
-        for file in files:
-            if file.key in misfits:
-                found.extend(file.problems(None, misfits[file.key]))
-        if not quick:
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
-                rest = [file for file in files if file.key not in misfits]
-                for file, problems in zip(rest, threads.map(functools.partial(_check, store), rest), strict=True):
-                    found.extend(problems)
-                    report(file.length)
+        for file, problems in _checked(functools.partial(_check, store), rest):
+            found.extend(problems)
+            report(file.length)
     became = fate(store, manifest) if found else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
@@ -177,19 +177,34 @@ def _check(store: Store, file: _File) -> list[Problem]:
     return found
 
 
-def _small_files(store: Store, manifest: Manifest) -> Iterator[Problem]:
-    """Problems of each zarr.json, and of what single processes knew."""
-    keys = [f"{manifest.data}/{record.name}/zarr.json" for record in manifest.stacks]
-    wanted = [record.sha256 for record in manifest.stacks]
-    keys += [f"{manifest.data}/{manifests.state_name(process)}" for process in range(len(manifest.process_states))]
-    wanted += [digest for _, digest in manifest.process_states]
-    for key, digest in zip(keys, wanted, strict=True):
-        try:
-            content = store.read(key)
-        except (DataError, StorageError) as error:
-            yield Problem(None, None, key, f"cannot be read: {error}")
-            continue
-        if content is None:
-            yield Problem(None, None, key, "is missing")
-        elif hashlib.sha256(content).hexdigest() != digest:
-            yield Problem(None, None, key, "is not the one that was saved")
+def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """(key, SHA-256) of each zarr.json, and of what single processes knew."""
+    for record in manifest.stacks:
+        yield f"{manifest.data}/{record.name}/zarr.json", record.sha256
+    for process, (_, sha256) in enumerate(manifest.process_states):
+        yield f"{manifest.data}/{manifests.state_name(process)}", sha256
+
+
+def _check_small(store: Store, file: tuple[str, str]) -> list[Problem]:
+    key, sha256 = file
+    try:
+        content = store.read(key)
+    except (DataError, StorageError) as error:
+        return [Problem(None, None, key, f"cannot be read: {error}")]
+    if content is None:
+        return [Problem(None, None, key, "is missing")]
+    same = hashlib.sha256(content).hexdigest() == sha256
+    return [] if same else [Problem(None, None, key, "is not the one that was saved")]
+
+
+def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:
+    """The files in order, each with its problems: some are checked at once, a few wait for their turn."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
+        begun: deque[tuple[T, Future[list[Problem]]]] = deque()
+        for file in files:
+            if len(begun) == 4 * _THREADS:  # there may be 500,000, and who interrupts waits for those that are begun
+                first, problems = begun.popleft()
+                yield first, problems.result()
+            begun.append((file, threads.submit(check, file)))
+        for file, problems in begun:
+            yield file, problems.result()

@@ -128,25 +128,40 @@ def problems(
     sums = dict[int, bytes]()
     places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
     for together in _windows(sorted(places)):
-        begun = together[0][0]
-        content = read(begun, max(start + size for start, size, _ in together))
-        for start, size, number in together:
-            chunk = content[start - begun : start - begun + size]
-            sums[number] = chunk[-4:].tobytes()
+        for (_, size, number), computed, stored in _checksums(read, together):
+            sums[number] = stored
             if stack.compression is None and size != stack.chunk_stored_bytes:
                 yield (
                     chunk_box(stack, index, number),
                     f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}",
                 )
-            elif google_crc32c.value(chunk[:-4]) != int.from_bytes(sums[number], "little"):
+            elif computed != int.from_bytes(stored, "little"):
                 yield chunk_box(stack, index, number), "has a damaged chunk: its crc32c does not match"
     if f"{google_crc32c.value(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
         yield None, "holds other data than was saved there"
 
 
-def _windows(entries: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+_Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and its number
+
+
+def _checksums(read: Callable[[int, int], Bytes], together: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
+    """(chunk, its crc32c, the one that is stored with it) of neighbouring chunks, or of one that is larger."""
+    begun, stop = together[0][0], max(start + size for start, size, _ in together)
+    if stop - begun > WINDOW_BYTES and len(together) == 1:
+        computed = 0
+        for start in range(begun, stop - 4, WINDOW_BYTES):
+            computed = google_crc32c.extend(computed, read(start, min(start + WINDOW_BYTES, stop - 4)).tobytes())
+        yield together[0], computed, read(stop - 4, stop).tobytes()
+        return
+    content = read(begun, stop)
+    for start, size, number in together:
+        chunk = content[start - begun : start - begun + size]
+        yield (start, size, number), google_crc32c.value(chunk[:-4]), chunk[-4:].tobytes()
+
+
+def _windows(entries: list[_Entry]) -> Iterator[list[_Entry]]:
     """Neighbouring chunks, of at most `WINDOW_BYTES` together but for one that is larger."""
-    group: list[tuple[int, int, int]] = []
+    group: list[_Entry] = []
     for entry in entries:
         if group and entry[0] + entry[1] - group[0][0] > WINDOW_BYTES:
             yield group

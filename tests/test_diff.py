@@ -73,6 +73,9 @@ def test_differences_are_counted_and_measured(tmp_path: Path, host_bytes: int) -
         (np.array([-8, 7]).astype(ml_dtypes.int4), np.array([-8, 6]).astype(ml_dtypes.int4), 1, 1.0, 1 / 7),
         (np.zeros((0, 3)), np.zeros((0, 3)), 0, 0.0, 0.0),
         (np.float64(2.0), np.float64(3.0), 1, 1.0, 1 / 3),
+        (np.int64([2**53 + 1, 7]), np.uint64([2**53, 7]), 1, 0.0, 0.0),
+        (np.arange(16).astype(ml_dtypes.uint4), np.arange(16).astype(np.uint8), 0, 0.0, 0.0),
+        (np.array([1, 15]).astype(ml_dtypes.uint4), np.array([1, 14]).astype(ml_dtypes.uint4), 1, 1.0, 1 / 15),
     ],
 )
 def test_values(tmp_path: Path, a: Any, b: Any, differing: int, max_abs: float, max_rel: float) -> None:
@@ -98,6 +101,39 @@ def test_structure_shapes_and_missing_leaves(tmp_path: Path) -> None:
     assert jaxckpt.diff(a, b, select="x/0").differing == ()
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "differing"),
+    [
+        ("a", "a\0", 1),
+        ("", "\0", 1),
+        (b"a", b"a\0", 1),
+        ("é", "é", 0),
+        (2**70, 2**70 + 1, 1),
+        (2**70, 3, 1),
+        (3, 3.0, 0),
+    ],
+)
+def test_values_that_lie_in_the_manifest(tmp_path: Path, a: Any, b: Any, differing: int) -> None:
+    (leaf,) = jaxckpt.diff(saved(tmp_path / "a", {"x": a}), saved(tmp_path / "b", {"x": b})).leaves
+    assert (leaf.size, leaf.differing) == (1, differing)
+    assert leaf.identical == (not differing and type(a) is type(b))
+
+
+def test_a_selection_may_match_in_one_alone(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a", {"x": np.ones(3), "y": 1}), saved(tmp_path / "b", {"x": np.zeros(3)})
+    assert [str(leaf) for leaf in jaxckpt.diff(a, b, select="y").leaves] == ["'y': only in a (int)"]
+    assert [str(leaf) for leaf in jaxckpt.diff(b, a, select="y").leaves] == ["'y': only in b (int)"]
+    with pytest.raises(jaxckpt.TreeError, match="either"):
+        jaxckpt.diff(a, b, select="z")
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[jaxckpt.Progress] = []
+    a, b = (saved(tmp_path / name, {"x": np.ones(99), "n": 1, "s": "text", "e": np.empty((0, 2))}) for name in "ab")
+    assert jaxckpt.diff(a, b, options=jaxckpt.Options(progress=seen.append)).identical
+    assert seen[-1].done_bytes == seen[-1].total_bytes == 2 * 99 * 8
+
+
 def test_damage_is_an_error(tmp_path: Path) -> None:
     a, b = (saved(tmp_path / name, {"x": np.arange(1000.0)}) for name in "ab")
     (file,) = b.glob("data-*/*/c/0/0")
@@ -110,10 +146,13 @@ def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
     run_python(
         f"""
         import jaxckpt, numpy as np
-        tree = {{"w": np.arange(64 << 20, dtype=np.float32), **{{f"l{{i}}": np.ones(1 << 20) for i in range(32)}}}}
+        small = np.zeros(32 << 20, np.int8)
+        tree = {{"w": np.arange(64 << 20, dtype=np.float32), "small": small}}
+        tree |= {{f"l{{i}}": np.ones(1 << 20) for i in range(32)}}
         for name in "ab":
             jaxckpt.save({str(tmp_path)!r} + "/" + name, tree, options=jaxckpt.Options(sync=False))
             tree["w"][5_000_000] += 1
+            small += 1  # all of them: eight bytes each as numbers that can be subtracted
         """,
         devices=1,
     )
@@ -123,9 +162,11 @@ def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
         a, b = {str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}
         before = psutil.Process().memory_info().rss
         delta = jaxckpt.diff(a, b, options=jaxckpt.Options(host_bytes=64 << 20, mmap=False))
-        assert [(leaf.path, leaf.differing, leaf.max_abs) for leaf in delta.differing] == [("w", 1, 1.0)], delta
-        status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-        print((int(status["VmHWM"].split()[0]) * 1024 - before) >> 20)
+        assert [(leaf.path, leaf.differing, leaf.max_abs) for leaf in delta.differing] == [
+            ("small", 32 << 20, 1.0), ("w", 1, 1.0)
+        ], delta
+        most = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        print(most * 1024 - before >> 20)  # ru_maxrss would begin with the parent's memory
         """,
         devices=1,
     )

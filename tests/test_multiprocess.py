@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_four_save_two_restore_one_reads(run_processes: RunProcesses, run_python
         + """
 import json
 info = jaxckpt.save(args, make(mesh_of(2, 4)))
-print(json.dumps({"total": info.total_bytes, "each": info.process_bytes}))
+print(json.dumps({"total": info.total_bytes, "each": info.process_bytes, "sha256": info.manifest_sha256}))
 """,
         processes=4,
         devices_per_process=2,
@@ -70,6 +71,7 @@ print(json.dumps({"total": info.total_bytes, "each": info.process_bytes}))
     assert len({done.stdout.splitlines()[-1] for done in saved}) == 1
     info = printed(saved[0])
     each = info["each"]
+    assert info["sha256"] == hashlib.sha256(Path(path, "manifest.json").read_bytes()).hexdigest()
     assert isinstance(each, list)
     unique = sum(leaf.nbytes for leaf in jaxckpt.open(path).leaves.values())
     assert info["total"] == sum(each) == unique, "every byte is written once"

@@ -1,0 +1,312 @@
+"""Stored bytes that are not what was saved: flipped, lost, swapped, edited."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import hashlib
+import itertools
+import json
+import operator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import damage
+import pytest
+from damage import KINDS, OrbaxReader, Subject
+from reliability import Fault
+
+import jaxckpt
+
+COMPRESSIONS = (None, "zstd")
+
+
+@pytest.mark.fault(
+    7, "a bit flipped in a byte of any kind", "reads raise; verify names leaf and box", quick=28, full=2800
+)
+def test_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:
+    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+    kinds = [collections.defaultdict[str, list[damage.Area]](list) for _ in subjects]
+    for subject, found in zip(subjects, kinds, strict=True):
+        for area in subject.areas:
+            found[area.kind].append(area)
+        assert set(found) == set(KINDS)
+        assert sum(area.stop - area.start for area in subject.areas) == sum(
+            file.stat().st_size for file in subject.path.rglob("*") if file.is_file()
+        ), "every byte is of a kind"
+    for number in fault.rounds():
+        kind = KINDS[number // 2 % len(KINDS)]
+        subject = subjects[number % 2]
+        area = fault.random.choice(kinds[number % 2][kind])
+        place, bit = fault.random.randrange(area.start, area.stop), fault.random.randrange(8)
+        content = bytearray((subject.path / area.file).read_bytes())
+        content[place] ^= 1 << bit
+        with subject.content({area.file: bytes(content)}):
+            small = kind in ("zarr.json", "manifest", "process state")
+            what = f"{kind}, {area.file} byte {place} bit {bit}"
+            subject.judge(fault, what, {area.file: area.hit(place)}, quick=small)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.fault(7, "a bit flipped in any file", "", system="orbax", quick=1, full=1200)
+def test_orbax_with_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:
+    if not fault.campaign:
+        pytest.skip("counted in the campaign")
+    with contextlib.ExitStack() as entered:
+        reader = entered.enter_context(OrbaxReader(tmp_path / "ckpt"))
+        files = sorted(file for file in (tmp_path / "ckpt").rglob("*") if file.is_file() and file.stat().st_size)
+        for number in fault.rounds():
+            file = files[number % len(files)]
+            whole = file.read_bytes()
+            flipped = bytearray(whole)
+            place, bit = fault.random.randrange(len(whole)), fault.random.randrange(8)
+            flipped[place] ^= 1 << bit
+            file.write_bytes(flipped)
+            end = reader.read()
+            file.write_bytes(whole)
+            if end == "other values":
+                fault.silent(f"{file.relative_to(tmp_path)} byte {place} bit {bit}")
+            else:
+                fault.saw(end)
+            if reader.ended:
+                reader = entered.enter_context(OrbaxReader(tmp_path / "ckpt"))
+
+
+@pytest.mark.fault(8, "any file or folder deleted", "error that names it; never zeros", quick=12, full=None)
+def test_what_is_deleted(fault: Fault, tmp_path: Path) -> None:
+    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+    folders = [folder for folder in sorted(subjects[0].path.rglob("*")) if folder.is_dir()]
+    cases = [
+        *((subject, file) for subject in subjects for file in subject.files),
+        *((subjects[0], str(folder.relative_to(subjects[0].path))) for folder in folders),
+    ]
+    for subject, file in fault.rounds(cases):
+        with subject.aside(file):
+            subject.judge(fault, f"{file} deleted", subject.held(file))
+            if any(subject.held(file).values()):  # of a zero-size array nothing is read
+                with pytest.raises(jaxckpt.DataError) as caught:
+                    jaxckpt.load_numpy(subject.path)
+                said = str(caught.value)
+                assert any(f"{name} is missing" in said for name in subject.held(file))
+                # Of a stack's folder, its zarr.json may be told first, which holds no leaf.
+                assert any(f"'{leaf}'" in said for hit in subject.held(file).values() for leaf in hit)
+
+
+CHANGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut by a byte": lambda content: content[:-1],
+    "cut by half": lambda content: content[: len(content) // 2],
+    "emptied": lambda content: b"",
+    "a byte longer": lambda content: content + b"\0",
+    "a page longer": lambda content: content + bytes(4096),
+}
+
+
+@pytest.mark.fault(9, "any file cut, emptied, appended to, or replaced by a folder or a link", "error", quick=28)
+def test_what_is_of_another_length_or_kind(fault: Fault, tmp_path: Path) -> None:
+    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+    hows = (*CHANGES, "a folder", "a link to its content")
+    cases = [(subject, how, file) for subject in subjects for how in hows for file in subject.files]
+    for subject, how, file in fault.rounds(cases):
+        with subject.aside(file) as kept:
+            match how:
+                case "a folder":
+                    (subject.path / file).mkdir()
+                case "a link to its content":
+                    (subject.path / file).symlink_to(kept)
+                case _:
+                    (subject.path / file).write_bytes(CHANGES[how](kept.read_bytes()))
+            subject.judge(fault, f"{file}: {how}", subject.held(file))
+
+
+@pytest.mark.fault(
+    10,
+    "objects swapped: within a stack, between stacks, between two checkpoints",
+    "verify: error; restore: error where the whole object is read",
+    quick=24,
+    full=None,
+)
+def test_what_is_swapped(fault: Fault, tmp_path: Path) -> None:
+    cases: list[tuple[Subject, dict[str, bytes]]] = []
+    for compression in COMPRESSIONS:
+        older, newer = (Subject(tmp_path / f"{compression}-{version}", compression, version) for version in (0, 1))
+        for subject, other in ((newer, older), (older, newer)):
+            cases += [(subject, contents) for contents in (*_swaps(subject), *_taken(subject, other))]
+    for subject, contents in fault.rounds(cases):
+        with subject.content(contents):
+            hits = {file: hit for changed in contents for file, hit in subject.held(changed).items()}
+            subject.judge(fault, f"swapped {', '.join(contents)}", hits, swapped=True, quick=False)
+
+
+def _swaps(subject: Subject) -> Iterator[dict[str, bytes]]:
+    """Two files of one checkpoint that change places: objects of a stack, of two stacks, any two others."""
+    content = {file: (subject.path / file).read_bytes() for file in subject.files if file != "manifest.json"}
+    for one, other in itertools.combinations(content, 2):
+        (stack, _, place), (other_stack, _, other_place) = one.partition("/c/"), other.partition("/c/")
+        alike = place == other_place or (place and other_place and stack == other_stack)
+        if alike and content[one] != content[other]:
+            yield {one: content[other], other: content[one]}
+
+
+def _taken(subject: Subject, other: Subject) -> Iterator[dict[str, bytes]]:
+    """What another checkpoint of the same tree has: single files, whole stacks, the whole data folder."""
+    found: dict[str, bytes] = {}
+    for file, other_file in zip(subject.files, other.files, strict=True):
+        content = (other.path / other_file).read_bytes()
+        if file != "manifest.json" and content != (subject.path / file).read_bytes():
+            found[file] = content
+    yield from ({file: content} for file, content in found.items())
+    for stack in sorted({file.partition("/c/")[0] for file in found if "/c/" in file}):
+        yield {file: content for file, content in found.items() if file.startswith(f"{stack}/")}
+    yield found
+
+
+@pytest.mark.fault(10, "the manifest of another step put beside the data", "error", quick=2, full=None)
+def test_a_manifest_of_another_step(fault: Fault, tmp_path: Path) -> None:
+    cases: list[tuple[Subject, Subject]] = []
+    for compression in COMPRESSIONS:
+        one, other = (Subject(tmp_path / f"{compression}-{version}", compression, version) for version in (0, 1))
+        cases += [(one, other), (other, one)]
+    for subject, other in fault.rounds(cases):
+        with subject.content({"manifest.json": (other.path / "manifest.json").read_bytes()}):
+            for way, read in subject.ways.items():
+                try:
+                    read()
+                    fault.silent(way)
+                except jaxckpt.DataError:
+                    fault.saw("error")
+            for quick in (False, True):
+                report = jaxckpt.verify(subject.path, quick=quick)
+                assert {problem.object for problem in report.problems} == {*other.files} - {"manifest.json"}
+                fault.saw("verify names every file")
+
+
+# Metadata ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(11, "each field of each zarr.json edited", "error", quick=20, full=1500)
+def test_an_edited_zarr_json(fault: Fault, tmp_path: Path) -> None:
+    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+    cases = [
+        (subject, file, what, text)
+        for subject in subjects
+        for file in subject.files
+        if file.endswith("zarr.json")
+        for what, text in _edits((subject.path / file).read_bytes(), ZARR_VALUES)
+    ]
+    for subject, file, what, text in fault.rounds(cases):
+        with subject.content({file: text}):
+            subject.judge(fault, f"{file}: {what}", {file: {}})
+
+
+@pytest.mark.fault(11, "each member of the manifest edited", "error", quick=40, full=2000)
+def test_an_edited_manifest(fault: Fault, tmp_path: Path) -> None:
+    subject = Subject(tmp_path / "one")
+    for what, text in fault.rounds(list(_edits((subject.path / "manifest.json").read_bytes(), MANIFEST_VALUES))):
+        with subject.content({"manifest.json": text}):
+            subject.judge(fault, what, {"manifest.json": {}})
+
+
+@pytest.mark.fault(
+    11,
+    "each member of the manifest edited and sealed anew",
+    "an error, or the same data; always an error with Options.manifest_sha256",
+    quick=40,
+    full=2000,
+)
+def test_an_edited_manifest_that_is_sealed_anew(fault: Fault, tmp_path: Path) -> None:
+    subject = Subject(tmp_path / "one")
+    options = jaxckpt.Options(manifest_sha256=subject.info.manifest_sha256)
+    content = (subject.path / "manifest.json").read_bytes()
+    body = content.rpartition(b',"sha256":')[0]
+    for what, text in fault.rounds(list(_edits(body + b"}", MANIFEST_VALUES))):
+        with subject.content({"manifest.json": _sealed(text)}):
+            for read in (jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.open):
+                with pytest.raises(jaxckpt.ManifestError, match="somebody changed it"):
+                    read(subject.path, options=options)
+            assert not jaxckpt.verify(subject.path, options=options).ok
+            fault.saw(_meaning(fault, subject, what))
+    assert jaxckpt.verify(subject.path, options=options).ok
+
+
+def _meaning(fault: Fault, subject: Subject, what: str) -> str:
+    """How a checkpoint reads of which the manifest was edited by one who sealed it anew."""
+    wrong = set[str]()
+    for read in (jaxckpt.load_numpy, jaxckpt.restore):
+        try:
+            found = damage.bits_of(read(subject.path))
+        except jaxckpt.JaxckptError:
+            return "error"
+        wrong |= {leaf for leaf in {*subject.wanted, *found} if found.get(leaf) != subject.wanted.get(leaf)}
+    if wrong - IN_MANIFEST:
+        fault.silent(f"{what}: {wrong}")
+    return "another value of a leaf that lies in the manifest" if wrong else "the same data"
+
+
+IN_MANIFEST = {"number", "text"}
+"""The leaves of which the manifest is the only place: edits of their values cannot be told from those."""
+
+ZARR_VALUES = ["int32", "float32", "big", ".", "start", "gzip", "transpose", "v2", "NaN", 1]
+MANIFEST_VALUES = ["int32", "float64", "numpy", "jax", "tuple", "zstd", "../x", "", 2]
+
+
+def _edits(text: bytes, values: list[Any]) -> Iterator[tuple[str, bytes]]:
+    """(what, text) of JSON with one member changed, left out, added, or another order."""
+    whole = json.loads(text)
+
+    def edited(path: tuple[Any, ...], edit: Callable[[Any, Any], Any], what: str) -> Iterator[tuple[str, bytes]]:
+        changed = copy.deepcopy(whole)
+        holder = changed
+        for part in path[:-1]:
+            holder = holder[part]
+        edit(holder, path[-1])
+        made = json.dumps(changed, separators=(",", ":")).encode()
+        if changed != whole or list(_order(changed)) != list(_order(whole)):
+            yield f"{'/'.join(map(str, path))} {what}", made
+
+    def put(value: Any) -> Callable[[Any, Any], Any]:
+        return lambda holder, name: operator.setitem(holder, name, value)
+
+    def walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, bytes]]:
+        if path:
+            yield from edited(path, operator.delitem, "left out")
+            for other in _others(value, values):
+                yield from edited(path, put(other), f"= {json.dumps(other)[:60]}")
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, inner in parts:
+            yield from walk(inner, (*path, name))
+
+    yield from walk(whole, ())
+
+
+def _others(value: Any, values: list[Any]) -> list[Any]:
+    """Values that one by mistake could write for another."""
+    match value:
+        case bool():
+            return [not value, None]
+        case int() | float():
+            return [value + 1, max(0, value - 1), -1, 2 * value, str(value), 1 << 40]
+        case str():
+            return [*values, value + "x", value.upper(), None]
+        case list():
+            return [[], value[::-1], value + value[-1:], None]
+        case dict():
+            return [{}, value | {"extra": 1}, dict(reversed(value.items())), None]
+        case _:
+            return [1, "x"]
+
+
+def _order(value: Any) -> Iterator[str]:
+    """The members' names, in order."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _order(inner)
+
+
+def _sealed(text: bytes) -> bytes:
+    """A manifest with the seal that docs/format.md asks for."""
+    body = text[:-1]
+    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
