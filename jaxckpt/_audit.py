@@ -31,7 +31,8 @@ from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
-from jaxckpt._restore import kept, on_host, read_box
+from jaxckpt._reading import read_box
+from jaxckpt._restore import kept, on_host
 from jaxckpt._store import Array, Store
 from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve
 from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten

@@ -16,7 +16,8 @@ from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._progress import reporting
-from jaxckpt._restore import fetch, read_box
+from jaxckpt._reading import read_box
+from jaxckpt._restore import fetch
 from jaxckpt._store import Array, Store
 from jaxckpt._target import numpy_goal
 from jaxckpt._tree import DTYPES, Select, decode_value, selector, show

@@ -20,7 +20,7 @@ from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._plan import Stack
 from jaxckpt._progress import reporting, show_bytes
-from jaxckpt._restore import fate
+from jaxckpt._reading import fate
 from jaxckpt._store import MANIFEST, Store
 from jaxckpt._tree import show
 

@@ -27,7 +27,7 @@ ROWS = [
     ["_target"],
     ["_draft"],
     ["_exchange"],
-    ["_staging"],
+    ["_staging", "_reading"],
     ["_save", "_restore"],
     ["_audit", "_verify", "_diff"],
     ["_foreign"],

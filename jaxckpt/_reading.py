@@ -1,0 +1,436 @@
+"""Reading what a plan says, within the memory that it may take: objects are checked, chunks read into buffers, buffers
+handed over.
+
+read ─▶ each step: buffers ─▶ each read of it: tensorstore into them ─▶ the last one has landed ─▶ delivery
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hashlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxckpt import _manifest as manifests
+from jaxckpt import _zarr as zarr
+from jaxckpt._bucket import Bucket, Held
+from jaxckpt._errors import DataError, NotACheckpointError, listing
+from jaxckpt._grid import Box, extent, intersection, volume, within
+from jaxckpt._manifest import Manifest
+from jaxckpt._options import Options
+from jaxckpt._plan import Read, ReadStep, Region, Run, Stack, Want, indexed_objects_of, plan_read, read_bytes
+from jaxckpt._progress import Report
+from jaxckpt._store import Array, Pending, Store, aligned_empty, storage_errors
+from jaxckpt._tree import DTYPES, show
+
+
+@contextlib.contextmanager
+def undisturbed(store: Store, manifest: Manifest) -> Generator[None]:
+    """Where data is missing or another because the checkpoint is, say that instead of calling it corrupt."""
+    try:
+        yield
+    except DataError as error:
+        became = fate(store, manifest)
+        if became is None:
+            raise
+        raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being read") from error
+
+
+def fate(store: Store, manifest: Manifest) -> str | None:
+    """What became of a checkpoint since its manifest was read; None where it is still the same."""
+    try:
+        now, _ = manifests.load(store)
+    except NotACheckpointError:
+        return "deleted"
+    if now == manifest:
+        return None
+    return "replaced by another" if now.save_id != manifest.save_id else "relieved of some of its leaves"
+
+
+# What is read ---------------------------------------------------------------------------------------------
+
+
+Buffers = list[list[Array]]
+"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. None of a streamed run."""
+
+
+class Delivery(Protocol):
+    """What becomes of what is read."""
+
+    def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        """Take the filled buffers of a step; returns the device arrays that are made of them."""
+        ...
+
+    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+        """Take a part of a box that has no buffer, (run, box); returns the device arrays that it goes into."""
+        ...
+
+
+def read(
+    store: Store,
+    manifest: Manifest,
+    stacks: Sequence[Stack],
+    steps: Sequence[ReadStep],
+    options: Options,
+    delivery: Delivery,
+    report: Report,
+) -> None:
+    """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
+    objects = _Objects(manifest, stacks, steps)
+    objects.check(store)
+    window = _Window(options.host_bytes)
+    with contextlib.ExitStack() as ended:
+        fetched = None
+        if isinstance(store, Bucket):
+            fetched = _Fetched(store, manifest, stacks, steps, objects, options)
+            ended.callback(fetched.close)
+        for step in steps:
+            stack = stacks[step.stack]
+            window.take(step.held_bytes)
+            filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
+            array = store.open_array(manifest.data, stack, options)
+            for read in step.reads:
+                window.take(read.held_bytes)
+                leaves = functools.partial(_leaves_at, manifest, step.stack)
+                reading = _Reading(read, filling, report, leaves)
+                if fetched is None:
+                    reading.begin(store, array)
+                    window.later(reading.land)
+                else:
+                    fetched.begin(step.stack, read, reading, window)
+        window.drain()
+
+
+class _Fetched:
+    """Objects of an object store that are wanted whole: each is fetched in one request, checked, and read in memory."""
+
+    def __init__(
+        self,
+        store: Bucket,
+        manifest: Manifest,
+        stacks: Sequence[Stack],
+        steps: Sequence[ReadStep],
+        objects: _Objects,
+        options: Options,
+    ) -> None:
+        self._store = store
+        self._stacks = stacks
+        self._objects = objects
+        self._held = Held(store, manifest.data)
+        self._most_bytes = read_bytes(options.host_bytes)
+        self._uses = collections.Counter(
+            (step.stack, one.index) for step in steps for read in step.reads for one in self._of(step.stack, read)
+        )
+
+    def _of(self, number: int, read: Read) -> list[_Touched]:
+        """The objects that a read wants something of, and that are fetched whole."""
+        found = self._objects.touched[number]
+        indices = {
+            index for region in read.regions for index, _, _ in indexed_objects_of(self._stacks[number], region.box)
+        }
+        return [
+            found[index] for index in sorted(indices) if found[index].whole and found[index].length <= self._most_bytes
+        ]
+
+    def begin(self, number: int, read: Read, reading: _Reading, window: _Window) -> None:
+        """Ask for what a read wants, once there is room for it."""
+        wanted = self._of(number, read)
+        window.take(sum(one.length for one in wanted))
+        for one in wanted:
+            self._held.fetch(one.key)
+        window.later(functools.partial(self._land, number, wanted, reading, window))
+
+    def _land(self, number: int, wanted: list[_Touched], reading: _Reading, window: _Window) -> None:
+        """Wait for the objects of a read, then for the read itself."""
+        stack = self._stacks[number]
+        for one in wanted:
+            problem = self._held.problem(one.key, stack, one.length, one.digest)
+            if problem:
+                raise DataError(self._objects.told(self._store, number, one, problem))
+        reading.begin(self._store, self._held.open_array(stack, [one.key for one in wanted]))
+        reading.land()
+        for one in wanted:
+            self._uses[number, one.index] -= 1
+            if not self._uses[number, one.index]:
+                self._held.drop(one.key)
+        window.release(sum(one.length for one in wanted), None)
+
+    def close(self) -> None:
+        self._held.close()
+
+
+class _Window:
+    """Memory of the host in use beside the arrays, at most so many bytes of it: who takes more lets the oldest go."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held_bytes = 0
+        self._turns: deque[Callable[[], None]] = deque()
+        self._free: list[Array] = []
+
+    def take(self, n_bytes: int) -> None:
+        while self._turns and self._held_bytes + n_bytes > self._most_bytes:
+            self._turns.popleft()()
+        self._held_bytes += n_bytes
+
+    def release(self, n_bytes: int, block: Array | None) -> None:
+        """Bytes are in use no more; nor is a block, which may be used again."""
+        self._held_bytes -= n_bytes
+        if block is not None and block.nbytes:
+            self._free.append(block)
+
+    def later(self, turn: Callable[[], None]) -> None:
+        """Something that will release bytes, to be called in its turn."""
+        self._turns.append(turn)
+
+    def next(self, turn: Callable[[], None]) -> None:
+        """As `later`, but before all others."""
+        self._turns.appendleft(turn)
+
+    def drain(self) -> None:
+        while self._turns:
+            self._turns.popleft()()
+
+    def arrays(self, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[Array, list[Array]]:
+        """A block of memory, used before if there is one of about the size, and arrays cut from it."""
+        sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
+        total = sum(sizes)
+        block = next((found for found in self._free if total <= found.nbytes <= 2 * total), None)
+        if block is None:
+            if total:
+                self._free.clear()  # so that what lies idle does not add to what is in use
+            block = aligned_empty((total,), np.dtype(np.uint8))
+        else:
+            self._free = [found for found in self._free if found is not block]
+        cut = [
+            block[stop - size : stop][: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            for (shape, dtype), size, stop in zip(wanted, sizes, itertools.accumulate(sizes), strict=True)
+        ]
+        return block, cut
+
+
+class _Filling:
+    """The buffers of a step that is being read."""
+
+    def __init__(self, step: ReadStep, dtype: np.dtype[Any], window: _Window, delivery: Delivery) -> None:
+        self.step = step
+        self.dtype = dtype
+        self.window = window
+        self._delivery = delivery
+        self._to_come = len(step.reads)
+        self._block, cut = window.arrays([wanted for run in step.runs if run.passing for wanted in self._shapes(run)])
+        rest = iter(cut)
+        self._buffers: Buffers = [
+            [] if run.streamed else [next(rest) if run.passing else _own(*found) for found in self._shapes(run)]
+            for run in step.runs
+        ]
+
+    def _shapes(self, run: Run) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        dtype = self.dtype if run.dtype is None else run.dtype
+        return [(extent(run.held(box)), dtype) for box in range(len(run.boxes))]
+
+    def place(self, region: Region) -> Array:
+        """The part of the one buffer that a region serves."""
+        ((run, box),) = region.serves
+        return self._buffers[run][box][within(region.box, self.step.runs[run].held(box))]
+
+    def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
+        """Copy a staged region to what it serves; returns the device arrays that have it once they are ready."""
+        sent: dict[Any, Any] = {}
+        for at in region.serves:
+            run, box = at
+            held = self.step.runs[run].held(box)
+            common = intersection(region.box, held)
+            if common is None:
+                continue
+            data = staged[within(common, region.box)]
+            if self.step.runs[run].streamed:
+                sent.update(self._delivery.stream(self.step, at, common, data))
+            else:
+                target = self._buffers[run][box]
+                assign(target[within(common, held)], data)
+        return sent
+
+    def landed(self) -> None:
+        """One of the step's reads is complete; with the last of them the step is delivered."""
+        self._to_come -= 1
+        if not self._to_come:
+            arrays = self._delivery.deliver(self.step, self._buffers)
+            if self.step.held_bytes:
+                self.window.next(lambda: _settle(arrays, self.window, self.step.held_bytes, self._block))
+            self._buffers = []
+
+
+class _Reading:
+    """A read that is in flight."""
+
+    def __init__(self, read: Read, filling: _Filling, report: Report, leaves: Callable[[tuple[int, int]], str]) -> None:
+        self._pending: list[Pending] = []
+        self._read = read
+        self._filling = filling
+        self._report = report
+        self._leaves = leaves
+        self._block, staged = filling.window.arrays(
+            [(extent(region.box), filling.dtype) for region in read.regions if region.staged]
+        )
+        rest = iter(staged)
+        self._targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
+
+    def begin(self, store: Store, array: Any) -> None:
+        """Start reading all of it."""
+        with store.batch() as batch:
+            for region, target in zip(self._read.regions, self._targets, strict=True):
+                self._pending.append(store.read_into(array, region.box, target, batch))
+
+    def land(self) -> None:
+        """Wait for it and pass on what is staged."""
+        sent: dict[Any, Any] = {}
+        for region, target, pending in zip(self._read.regions, self._targets, self._pending, strict=True):
+            with storage_errors(lambda rows=region.box[0]: f"cannot read leaf {self._leaves(rows)}", reading=True):
+                pending.result()
+            if region.staged:
+                sent.update(self._filling.scatter(region, target))
+        self._report(self._read.n_bytes)
+        if sent:
+            self._filling.window.next(lambda: self._end(list(sent.values())))
+        else:
+            self._end([])
+
+    def _end(self, arrays: list[Any]) -> None:
+        _settle(arrays, self._filling.window, self._read.held_bytes, self._block)
+        self._filling.landed()
+
+
+def _settle(arrays: list[Any], window: _Window, n_bytes: int, block: Array) -> None:
+    """Release memory once the arrays that are made of it are on their devices."""
+    if arrays:
+        jax.block_until_ready(arrays)
+    taken_over = any(device.platform == "cpu" for array in jax.tree.leaves(arrays)[:1] for device in array.devices())
+    window.release(n_bytes, None if taken_over else block)
+
+
+def _own(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Memory that becomes the caller's; objects lie in memory of NumPy's own making."""
+    return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
+
+
+def assign(target: Array, source: Array) -> None:
+    # What an unsafe cast loses was asked for: NumPy need not warn of it again.
+    with np.errstate(all="ignore"):
+        target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
+
+
+@dataclass(slots=True)
+class _Touched:
+    """An object that will be read from."""
+
+    index: tuple[int, ...]
+    key: str
+    length: int
+    digest: str
+    wanted: int = 0
+    held: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is wanted: then its digest can be checked too."""
+        return self.wanted == self.held
+
+
+class _Objects:
+    """The objects that steps will read from."""
+
+    def __init__(self, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> None:
+        self._manifest = manifest
+        self._stacks = stacks
+        self.touched: dict[int, dict[tuple[int, ...], _Touched]] = {}
+        for step in steps:
+            found = self.touched.setdefault(step.stack, {})
+            objects = manifest.stacks[step.stack].objects
+            for region in step.regions:
+                for index, part, obj in indexed_objects_of(stacks[step.stack], region.box):
+                    if index not in found:
+                        key = zarr.object_key(stacks[step.stack], index)
+                        length, digest = objects["/".join(map(str, index))]
+                        found[index] = _Touched(index, key, length, digest, 0, volume(obj))
+                    found[index].wanted += volume(part)
+
+    def check(self, store: Store) -> None:
+        """Before reading: every zarr.json is as it was, and where that can be told without reading them, every object
+        is of its length and every one that is wanted whole has its digest.
+
+        A chunk's checksum tells that it is undamaged; the digest, that the chunks are those saved here.
+        """
+        data = self._manifest.data
+        problems: list[str] = []
+        texts = store.read_all(f"{data}/{self._stacks[number].name}/zarr.json" for number in self.touched)
+        for number, text in zip(self.touched, texts, strict=True):
+            stack = self._stacks[number]
+            if text is None or hashlib.sha256(text).hexdigest() != self._manifest.stacks[number].sha256:
+                state = "is missing" if text is None else "is not the one that was saved"
+                problems.append(f"{store.url}/{data}/{stack.name}/zarr.json {state}")
+            if isinstance(store, Bucket):
+                continue  # each is checked when it comes; asking beforehand would cost as many requests again
+            touched = self.touched[number].values()
+            misfits = store.misfits({f"{data}/{one.key}": one.length for one in touched})
+            for one in touched:
+                problem = misfits.get(f"{data}/{one.key}")
+                if not problem and one.whole and store.digest(f"{data}/{one.key}", stack)[1] != one.digest:
+                    problem = "holds other data than was saved there"
+                if problem and len(problems) < 20:  # to name the leaves of each of 100,000 objects would take hours
+                    problem = self.told(store, number, one, problem)
+                if problem:
+                    problems.append(problem)
+        if problems:
+            raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
+
+    def told(self, store: Store, number: int, one: _Touched, problem: str) -> str:
+        """A problem of an object, with the leaves that it holds."""
+        rows = self._stacks[number].object[0]
+        leaves = _leaves_at(self._manifest, number, (one.index[0] * rows, (one.index[0] + 1) * rows))
+        return f"{store.url}/{self._manifest.data}/{one.key} {problem}; it holds {leaves}"
+
+
+def _leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
+    """The leaves in a range of rows of a stack, for an error message."""
+    found = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
+    return ", ".join(map(show, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+# One box --------------------------------------------------------------------------------------------------
+
+
+class _OneBox:
+    """Delivers to its caller."""
+
+    array: Array
+
+    def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        self.array = buffers[0][0][0]
+        return []
+
+    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+        raise NotImplementedError  # what the host wants is kept
+
+
+def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: Options) -> Array:
+    """One box of one leaf, as a NumPy array of the stored dtype."""
+    stack, row = manifest.place(manifest.leaves[number])
+    stacks = [found.stack() for found in manifest.stacks]
+    if not volume(box):
+        return np.empty(extent(box), DTYPES[stacks[stack].dtype])
+    # One step however large: the buffer is the result.
+    steps = plan_read(stacks, [Want(stack, row, (box,))], options.host_bytes)
+    delivery = _OneBox()
+    with undisturbed(store, manifest):
+        read(store, manifest, stacks, steps, options, delivery, lambda moved: None)
+    return delivery.array
