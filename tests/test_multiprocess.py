@@ -235,7 +235,7 @@ if process_id == 1:
 attempt(other)
 
 write = Folder.write
-def refuse(self, array, box, source):
+def refuse(self, array, stack, key, box, source):
     raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
 if process_id == 1:
     Folder.write = refuse
