@@ -124,15 +124,12 @@ class Bucket(Store):
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """All of them at once."""
-        begun = [(key, self._begin(key)) for key in keys]
+        begun = [(key, self.get(key)) for key in keys]
         return [self._landed(key, pending)[0] for key, pending in begun]
 
     def _get(self, key: str) -> tuple[bytes | None, bytes]:
         """(what a key holds, the generation that a conditional write wants)."""
-        return self._landed(key, self._begin(key))
-
-    def _begin(self, key: str) -> Pending:
-        return self._keys.read(key)
+        return self._landed(key, self.get(key))
 
     def _landed(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
         with self._refused("read", key):
