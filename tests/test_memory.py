@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _plan, _restore
+from jaxckpt import _plan, _reading, _restore
 
 HOST_BYTES = 32 << 20
 SLACK = 24 << 20
@@ -221,17 +221,22 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
 ) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.arange(100)})
-    name = "plan_read" if moment.startswith("before") else "_read"
-    then = getattr(_restore, name)
+    check = _reading._Objects.check
 
-    def meanwhile(*args: Any) -> Any:
+    def meanwhile() -> None:
         if fate == "deleted":
             shutil.rmtree(path)
         else:
             jaxckpt.save(path, {"w": np.zeros(100)}, overwrite=True)
-        return then(*args)
 
-    monkeypatch.setattr(_restore, name, meanwhile)
+    def checked(*args: Any) -> None:
+        if moment.startswith("before"):
+            meanwhile()
+        check(*args)
+        if moment == "after":
+            meanwhile()
+
+    monkeypatch.setattr(_reading._Objects, "check", checked)
     with pytest.raises(jaxckpt.NotACheckpointError, match=f"was {fate} while it was being read"):
         jaxckpt.load_numpy(path)
 

@@ -317,7 +317,7 @@ def test_what_exists_is_not_overwritten(path: Path, tree: Any, tmp_path: Path) -
 def test_what_is_no_checkpoint_says_why(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "data-0").mkdir()
+    (tmp_path / "torn" / f"data-{0:032x}").mkdir()
     for read in (jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.open):
         with pytest.raises(jaxckpt.NotACheckpointError, match="there is nothing there"):
             read(tmp_path / "none")
