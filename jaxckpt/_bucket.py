@@ -43,6 +43,7 @@ from jaxckpt._store import (
     Store,
     Writer,
     is_data,
+    may_name,
     names_data,
     open_spec,
     storage_errors,
@@ -223,6 +224,8 @@ class Bucket(Store):
         key = f"{data}/{WRITER}"
         content, generation = self._get(key)
         note = _note(content)
+        if content is not None and not note:
+            raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is no writer's note")
         if note.get("state") not in before:
             return note.get("state") == after
         return self._exchange(key, generation, json.dumps({**note, "state": after}).encode())
@@ -237,17 +240,26 @@ class Bucket(Store):
             raise self.overtaken()
         if not self._exchange(MANIFEST, generation, manifest):
             raise self.overtaken()
-        if by_writer and not self._turn(data, ["publishing"], "published"):
-            # Another save took this one's place, swept its data, and was deleted since.
-            self._take_back(manifest)
-            raise self.overtaken()
+        if by_writer:
+            self._require_unswept(data, manifest, previous)
 
-    def _take_back(self, manifest: bytes) -> None:
-        """Unpublish a manifest, unless another is there by now."""
+    def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
+        """Take back what was just published where its data was swept meanwhile.
+
+        It was if another save took this one's place, and was itself deleted since: so only where this one found nothing
+        there to replace. A note that cannot be read says nothing, and what is published stays.
+        """
+        with contextlib.suppress(StorageError):
+            if self._turn(data, ["publishing"], "published"):
+                return
+        content = self.read(f"{data}/{WRITER}")
+        if previous is not None or (content is not None and _note(content).get("state") != "swept"):
+            return
         found, generation = self._get(MANIFEST)
         if found == manifest:
             with self._refused("delete", MANIFEST):
                 self._keys.write(MANIFEST, None, if_equal=generation).result()
+        raise self.overtaken()
 
     def unpublish(self, *, sync: bool) -> None:
         self.remove(MANIFEST)
@@ -273,9 +285,12 @@ class Bucket(Store):
             content = self.read(f"{name}/{WRITER}")
             # Asked last: it may have been published since we listed it.
             manifest = self.read(MANIFEST)
-            if names_data(manifest, name):
+            if may_name(manifest, name):
                 continue
             note = _note(content)
+            if content is not None and not note:
+                left = True  # it may be anybody's, and say anything
+                continue
             no_writer = content is None or note.get("state") in ("published", "swept")
             told = all_writers or note.get("replaces") != _identity(manifest)
             if no_writer or (told and self._turn(name, ["writing", "publishing"], "swept")):

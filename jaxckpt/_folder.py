@@ -40,6 +40,7 @@ from jaxckpt._store import (
     Store,
     Writer,
     is_data,
+    may_name,
     names_data,
     open_spec,
 )
@@ -276,7 +277,7 @@ class Folder(Store):
                         continue
                     path = os.path.join(self.folder, name)
                     # Named by the manifest is asked last: it may have been published since we listed it.
-                    if _abandoned(path) and not self.names_data(name):
+                    if _abandoned(path) and not may_name(self.read(MANIFEST), name):
                         shutil.rmtree(path, ignore_errors=True)
                     else:
                         left = True

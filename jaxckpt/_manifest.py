@@ -22,7 +22,7 @@ from jaxckpt import _zarr as zarr
 from jaxckpt._errors import DataError, InputError, ManifestError, NotACheckpointError, StorageError, listing
 from jaxckpt._grid import Spec, spec_problem
 from jaxckpt._plan import Stack
-from jaxckpt._store import MANIFEST, Store, is_data
+from jaxckpt._store import MANIFEST, SEAL, Store, is_data, is_sealed
 from jaxckpt._tree import (
     DTYPES,
     MAX_RANK,
@@ -37,7 +37,6 @@ from jaxckpt._tree import (
 
 FORMAT = "jaxckpt"
 VERSION = 1
-_SEAL = b',"sha256":"'
 
 LARGEST_BYTES = 64 << 20
 """Of a manifest that is written or read. 16,000 leaves in 500,000 objects (32 TB at 64 MiB each) make 16 MB; decoding
@@ -231,7 +230,7 @@ def encode(manifest: Manifest) -> bytes:
     problem = _unreadable(body)
     if problem:
         raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")
-    return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
+    return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
 def decode(content: bytes, where: str) -> Manifest:
@@ -239,15 +238,14 @@ def decode(content: bytes, where: str) -> Manifest:
     problem = _unreadable(content)
     if problem:
         raise ManifestError(f"{where}/{MANIFEST} {problem}")
-    body, seal, digest = content.rpartition(_SEAL)
     version = _version_of(content)
     if version is not None and version > VERSION:
         raise ManifestError(
             f"{where}/{MANIFEST} is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
         )
-    if not seal or digest != hashlib.sha256(body).hexdigest().encode() + b'"}':
+    if not is_sealed(content):
         raise ManifestError(f"{where}/{MANIFEST} is damaged: it does not match the SHA-256 at its own end")
-    body += b"}"
+    body = content.rpartition(SEAL)[0] + b"}"
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
         # What encodes to the same bytes repeats no member; msgspec would have kept the last of them without a word.

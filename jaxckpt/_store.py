@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from jaxckpt._options import Options
 from jaxckpt._plan import Stack
 
 MANIFEST = "manifest.json"
+SEAL = b',"sha256":"'
 WRITER = "writer.json"
 MANIFEST_LIMIT_BYTES = 1 << 30
 
@@ -137,10 +139,6 @@ class Store(abc.ABC):
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         """Make durable each zarr.json, the data folder, and every folder above it. Process 0."""
 
-    def names_data(self, data: str) -> bool:
-        """Whether the manifest that is published now names a data folder."""
-        return names_data(self.read(MANIFEST), data)
-
     def overtaken(self) -> CheckpointExistsError:
         return CheckpointExistsError(
             f"another save published a checkpoint at {self.url} while this one was writing; this one was given up"
@@ -201,7 +199,7 @@ class Writer:
     def release(self, *, keep: bool) -> None:
         """Drop the claim, and the data too unless it is published."""
         try:
-            if keep or self.store.names_data(self.data):
+            if keep or may_name(self.store.read(MANIFEST), self.data):
                 self.store.remove(f"{self.data}/{WRITER}")
             else:
                 self.store.give_up(self.data)
@@ -218,6 +216,17 @@ def is_data(name: str) -> bool:
 def names_data(manifest: bytes | None, data: str) -> bool:
     """Whether a manifest, which may be damaged, names a data folder."""
     return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
+
+
+def may_name(manifest: bytes | None, data: str) -> bool:
+    """Whether a manifest names a data folder, or is damaged, perhaps only on its way here, and so could."""
+    return names_data(manifest, data) or not (manifest is None or is_sealed(manifest))
+
+
+def is_sealed(manifest: bytes) -> bool:
+    """Whether a manifest ends in the SHA-256 of the bytes before that."""
+    body, seal, digest = manifest.rpartition(SEAL)
+    return bool(seal) and digest == hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
 def open_spec(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStore:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import http.server
 import threading
 import uuid
@@ -11,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
-from servers import Bucket, Exchange, status
+from servers import Bucket, Exchange, flipped, status
 
 import jaxckpt
 from jaxckpt import _bucket
 from jaxckpt._place import store_at
-from jaxckpt._store import ROOT_CONTEXT, Store
+from jaxckpt._store import ROOT_CONTEXT, SEAL, Store
 
 TREE = {"x": np.arange(1000)}
 
@@ -28,7 +30,8 @@ def store() -> Store:
 
 
 def manifest_of(save_id: str) -> bytes:
-    return f'{{"save_id":"{save_id}"}}'.encode()
+    body = f'{{"save_id":"{save_id}"'.encode()
+    return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
 def begun(store: Store, previous: bytes | None = None) -> tuple[str, bytes]:
@@ -157,3 +160,21 @@ def test_why_a_save_failed_is_told_where_nothing_can_be_tidied_up(bucket: Bucket
     bucket.proxy.on("PUT object", refused)
     with pytest.raises(jaxckpt.StorageError, match=r"cannot write .*/c/"):
         jaxckpt.save(bucket.url, TREE, options=jaxckpt.Options(retry_seconds=0.5))
+
+
+@pytest.mark.parametrize("place", [0.0, 0.4, 0.6, 1.0])
+def test_a_flipped_answer_never_deletes_what_is_there(bucket: Bucket, place: float) -> None:
+    """Every GET of a save that replaces a checkpoint, spoiled in its turn: the old one or the new one is there."""
+    options = jaxckpt.Options(retry_seconds=1)
+    jaxckpt.save(bucket.url, {"x": np.arange(9)}, options=options)
+    for number in range(100):
+        bucket.proxy.clear()
+        bucket.proxy.on("GET .*", flipped(place), skip=number, times=1)
+        with contextlib.suppress(jaxckpt.JaxckptError):
+            jaxckpt.save(bucket.url, {"x": np.arange(9)}, overwrite=True, options=options)
+        spoiled = bucket.proxy.spoiled
+        bucket.proxy.clear()
+        assert jaxckpt.load_numpy(bucket.url)["x"].tolist() == list(range(9)), number
+        if not spoiled:
+            break
+    assert number > 5, "it takes some"

@@ -103,7 +103,9 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
         else:
             found = version_at(path) or 0
             assert found in (acknowledged, acknowledged + 1)
-            assert killed if how == "no handler" else child.returncode == 143, (child.returncode, err)
+            # What a handler raises within a wait of Python's own threading may end there as another error.
+            told = child.returncode == 143 or "RuntimeError: release unlocked lock" in err
+            assert killed if how == "no handler" else told, (child.returncode, err)
             assert killed or len(victims.data_folders(path)) == (found > 0), "it leaves nothing half written"
         fault.saw("abandoned" if found == last[how] else f"committed, {how}")
         last[how] = found
