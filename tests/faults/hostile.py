@@ -107,6 +107,9 @@ def mend(path: Path, manifest: dict[str, Any]) -> None:
     manifest["save_id"] = _MENDED
     for record in manifest["stacks"]:
         with contextlib.suppress(Exception):
+            sides = [record["rows"], *record["shape"], *record["chunk"], *record["object"]]
+            if not all(type(side) is int for side in sides):
+                continue  # a product of numbers with a text or a list is a bomb of Python's own
             stack = Stack(
                 record["name"],
                 record["dtype"],
