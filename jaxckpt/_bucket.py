@@ -46,6 +46,7 @@ from jaxckpt._store import (
     may_name,
     names_data,
     open_spec,
+    readable,
     storage_errors,
 )
 
@@ -57,13 +58,14 @@ _PROBE = "probe"
 _RACERS = 4
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
 _STALLED_SECONDS = 30
+_MOST_RETRIES = 100_000
 
 
 @cache
 def _context(retry_seconds: float) -> ts.Context:
     # Delays double up to the longest: as many tries as fill the time.
     delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
-    while waited < retry_seconds:
+    while waited < retry_seconds and retries < _MOST_RETRIES:
         waited += delay
         delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
         retries += 1
@@ -452,7 +454,7 @@ class Held:
         if key not in self._coming and key not in self._here:
             self._coming[key] = self._store.get(f"{self._data}/{key}")
 
-    def problem(self, key: str, stack: Stack, length: int, digest: str) -> str | None:
+    def problem(self, key: str, stack: Stack, index: tuple[int, ...], length: int, digest: str) -> str | None:
         """Wait for an object; what is wrong with it, or None where it is as expected, and ready to be read."""
         if key in self._here:
             return None
@@ -462,8 +464,9 @@ class Held:
             return "is missing"
         if len(found.value) != length:
             return f"is {len(found.value)} bytes long, expected {length}"
-        if zarr.digest(np.frombuffer(found.value, np.uint8), stack) != digest:
-            return "holds other data than was saved there"
+        content = np.frombuffer(found.value, np.uint8)
+        for _, reason in zarr.problems(lambda start, stop: content[start:stop], stack, index, length, digest):
+            return reason
         self._memory.write(key, found.value).result()
         self._here.add(key)
         return None
@@ -509,6 +512,12 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; without these two, credentials come from wherever
     tensorstore finds them (profile, instance).
     """
+    scheme, _, rest = url.partition("://")
+    if "@" in rest.partition("/")[0]:
+        raise InputError(
+            f"path {scheme}://…@{rest.rpartition('@')[2]} has a user's name or password: credentials belong into the"
+            " environment, or into Options.storage"
+        )
     plain = url.partition("?")[0].partition("#")[0]
     if plain != url:
         raise InputError(f"path {plain!r} has a query or a fragment: what they say belongs into Options.storage")
@@ -526,4 +535,11 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
             spec["aws_region"] = region or "us-east-1"
         if environment("AWS_ACCESS_KEY_ID"):
             spec["aws_credentials"] = {"type": "environment"}
+    for name in ("driver", "bucket", "path"):
+        if name in storage:
+            raise InputError(f"Options.storage must not have {name!r}: the path {url!r} says that")
+    try:
+        ts.KvStore.Spec({**spec, **storage})
+    except (ValueError, TypeError) as error:
+        raise InputError(f"Options.storage does not fit {url!r}: {readable(str(error))}") from None
     return {**spec, **storage}

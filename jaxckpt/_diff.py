@@ -20,7 +20,7 @@ from jaxckpt._reading import read_box
 from jaxckpt._restore import fetch
 from jaxckpt._store import Array, Store
 from jaxckpt._target import numpy_goal
-from jaxckpt._tree import DTYPES, Select, decode_value, selector, show
+from jaxckpt._tree import DTYPES, Select, Structure, decode_value, prune, selector, show
 
 _TOGETHER = 1 << 18
 """Elements that are compared at once."""
@@ -33,21 +33,25 @@ class LeafDelta:
     path: str
 
     a: str
-    """Kind, dtype and shape in a, such as "jax float32[8, 4]"; empty where a lacks it."""
+    """Kind, dtype and shape in a, such as "jax float32[8, 4]"; for a PRNG key "threefry2x32 uint32[2]", its raw data;
+    for a value of Python's its kind, such as "int"; empty where a lacks it."""
 
     b: str
+    """The same in b."""
 
     size: int = 0
-    """Elements that were compared; 0 where the shapes differ, or one is missing."""
+    """Elements that were compared; 0 where the shapes differ, one is a value of Python's and the other an array, or one
+    is missing."""
 
     differing: int = 0
     """Elements that differ: in any bit where the dtypes are equal, else in value."""
 
     max_abs: float = 0.0
-    """The greatest |a − b|, in float64; inf where only one of two is NaN, or they are infinities of two signs."""
+    """The greatest |a − b|, in float64; inf where only one of two is NaN, or they are infinities of two signs, or it is
+    beyond float64. 0 for texts."""
 
     max_rel: float = 0.0
-    """The greatest |a − b| / max(|a|, |b|), between 0 and 2; inf as above."""
+    """The greatest |a − b| / max(|a|, |b|), between 0 and 2; inf as above. 0 for texts."""
 
     @property
     def identical(self) -> bool:
@@ -61,6 +65,8 @@ class LeafDelta:
         if not self.differing:
             return f"{show(self.path)}: {what}" + (", equal values" if self.size else "")
         share = f"{self.differing:,} of {self.size:,} elements differ"
+        if not self.max_abs:  # texts, or bits that mean one number, such as 0.0 and -0.0
+            return f"{show(self.path)}: {what}, {share}"
         return f"{show(self.path)}: {what}, {share}, by {self.max_abs:.6g} at most, relatively {self.max_rel:.3g}"
 
 
@@ -69,13 +75,16 @@ class Delta:
     """What `diff` found."""
 
     path_a: str
+    """Where a is."""
+
     path_b: str
+    """Where b is."""
 
     leaves: tuple[LeafDelta, ...]
     """Every leaf of either, in order of path."""
 
     same_structure: bool
-    """Whether the containers are the same: their types, keys and order."""
+    """Whether the containers of these leaves are the same: their types, keys and order."""
 
     @property
     def differing(self) -> tuple[LeafDelta, ...]:
@@ -86,6 +95,9 @@ class Delta:
     def identical(self) -> bool:
         """Whether structure, kinds, dtypes, shapes and every bit of every leaf are the same."""
         return self.same_structure and not self.differing
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Delta is neither true nor false: ask .identical or .differing")
 
     def __str__(self) -> str:
         head = f"a = {self.path_a}\nb = {self.path_b}\n"
@@ -117,7 +129,8 @@ def diff(
         Structure, and for each leaf kinds, dtypes and shapes, how many elements differ and how far.
 
     Raises:
-        NotACheckpointError, CorruptError: As `restore`, of either.
+        NotACheckpointError, CorruptError, StorageError: As `restore`, of either.
+        TreeError: `select` matches nothing.
 
     Example:
         >>> import numpy as np, jaxckpt
@@ -145,7 +158,7 @@ def diff(
             leaves[path] = _with(leaves[path], part_a, part_b)
             if a.shape(path) is not None:
                 report(part_a.nbytes + part_b.nbytes)
-    return Delta(a.store.url, b.store.url, tuple(leaves.values()), a.manifest.tree == b.manifest.tree)
+    return Delta(a.store.url, b.store.url, tuple(leaves.values()), a.structure(chosen) == b.structure(chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +177,12 @@ class _Side:
         store = store_at(path, options)
         manifest, _ = manifests.load(store)
         return cls(store, manifest, {leaf.path: number for number, leaf in enumerate(manifest.leaves)}, options)
+
+    def structure(self, chosen: set[str]) -> Structure:
+        """The containers, as far as they hold the chosen leaves."""
+        if chosen >= self.numbers.keys():
+            return self.manifest.tree
+        return prune(self.manifest.tree, lambda number: self.manifest.leaves[number].path in chosen)
 
     def describe(self, path: str) -> str:
         if path not in self.numbers:
@@ -246,9 +265,13 @@ def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
     else:
         differ = ~_equal(a, b)
     count = int(np.count_nonzero(differ))
-    if not count or not (_is_number(a) and _is_number(b)):
+    if count and "O" in (a.dtype.kind, b.dtype.kind) and all(isinstance(n, int | np.integer) for n in (a[0], b[0])):
+        x, y = int(a[0]), int(b[0])  # at least one is of Python's own, beyond 64 bits
+        distance, scale = np.array([_float(abs(x - y))]), np.array([_float(max(abs(x), abs(y)))])
+    elif not count or not (_is_number(a) and _is_number(b)):
         return replace(leaf, size=found, differing=leaf.differing + count)
-    distance, scale = _distance(a[differ], b[differ])
+    else:
+        distance, scale = _distance(a[differ], b[differ])
     relative = np.divide(
         distance, scale, out=np.where(np.isinf(distance), np.inf, 0.0), where=(scale > 0) & np.isfinite(scale)
     )
@@ -285,9 +308,19 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _distance(a: Array, b: Array) -> tuple[Array, Array]:
     """(|a − b|, max(|a|, |b|)) of each element, in float64."""
+    if a.dtype == b.dtype and a.dtype.kind in "iu":  # exact, where two of 64 bits may round to one float64
+        gap = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+        return gap.astype(np.float64), np.maximum(np.abs(_wide(a)), np.abs(_wide(b)))
     a, b = _wide(a), _wide(b)
     with np.errstate(all="ignore"):
         distance = np.abs(a - b)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
     distance = np.where(same, 0.0, np.where(np.isnan(distance), np.inf, distance))
     return distance, np.maximum(np.abs(a), np.abs(b))
+
+
+def _float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import errno
 import hashlib
 import itertools
 import json
@@ -244,7 +245,9 @@ def decode(content: bytes, where: str) -> Manifest:
             f"{where}/{MANIFEST} is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
         )
     if not is_sealed(content):
-        raise ManifestError(f"{where}/{MANIFEST} is damaged: it does not match the SHA-256 at its own end")
+        raise ManifestError(
+            f"{where}/{MANIFEST} is damaged or was edited: it does not match the SHA-256 at its own end"
+        )
     body = content.rpartition(SEAL)[0] + b"}"
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -433,6 +436,8 @@ def _why_not(store: Store) -> str:
     try:
         names = store.names()
     except StorageError as error:
+        if error.errno not in (errno.ENOTSUP, errno.EACCES):
+            raise
         return f"it holds no manifest.json ({error})"  # it may be read all the same: over HTTP, or without that right
     if any(map(is_data, names)):
         return "a save to it never finished, so it has data but no manifest.json"

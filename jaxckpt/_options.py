@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxckpt._errors import InputError
@@ -62,16 +63,17 @@ class Options:
     100 s after one has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): to get the error also
     where it stopped before its call, set less than that."""
 
-    storage: Mapping[str, Any] | None = None
+    storage: Mapping[str, Any] | None = field(default=None, repr=False)  # it may name secrets
     """Members of tensorstore's kvstore spec for an object store, beside those that the URL and the environment give:
     `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile", "profile": "…"}}`."""
 
     retry_seconds: float = 60.0
-    """How long, about, a request to an object store is tried again before a `StorageError`."""
+    """How long, about, each request to an object store is tried again before a `StorageError`."""
 
     manifest_sha256: str | None = None
-    """What the SHA-256 of manifest.json must be (`SaveInfo.manifest_sha256`), as hexadecimal digits: a checkpoint that
-    anybody changed is then an error, whoever can write to it."""
+    """For reading: what the SHA-256 of manifest.json must be, as hexadecimal digits (see `SaveInfo.manifest_sha256`).
+    It vouches for structure, shapes, Python values and metadata, and for arrays by the crc32c digests they were saved
+    with: enough against any damage, not against someone who forges arrays to match (docs/security.md)."""
 
     progress: bool | Callable[[Progress], None] | None = None
     """True draws a bar on a terminal and elsewhere logs a line every 10 s (logger "jaxckpt", level INFO; stderr if that
@@ -79,8 +81,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "timeout_seconds", "retry_seconds"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"Options.{name} must be above zero, found {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) or not float(value) > 0:
+                raise InputError(f"Options.{name} must be above zero, found {value!r}")
         if self.staging_bytes is not None and not self.staging_bytes > 0:
             raise InputError(f"Options.staging_bytes must be above zero or None, found {self.staging_bytes!r}")
         for name, allowed in (

@@ -14,7 +14,7 @@ _log = logging.getLogger("jaxckpt")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a save or a restore stands in this process."""
+    """Where a save, a restore, a `verify` or a `diff` stands in this process."""
 
     verb: str
     """"save", "restore", "verify" or "diff"."""

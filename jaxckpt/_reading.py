@@ -153,7 +153,7 @@ class _Fetched:
         """Wait for the objects of a read, then for the read itself."""
         stack = self._stacks[number]
         for one in wanted:
-            problem = self._held.problem(one.key, stack, one.length, one.digest)
+            problem = self._held.problem(one.key, stack, one.index, one.length, one.digest)
             if problem:
                 raise DataError(self._objects.told(self._store, number, one, problem))
         reading.begin(self._store, self._held.open_array(stack, [one.key for one in wanted]))

@@ -270,8 +270,8 @@ def storage_error(error: Exception, what: str, *, reading: bool = False) -> Stor
     status = text.partition(":")[0]
     told = re.search(r"\[os_error_code='(\d+)'\]", str(error))
     code = int(told[1]) if told else _CODES.get(status, errno.EIO)
-    if isinstance(error, NotImplementedError):  # such as to write or to list over HTTP
-        code = errno.ENOTSUP
+    if isinstance(error, NotImplementedError) or "ignored by server" in text:  # to write or to list over HTTP; ranges
+        return StorageError(errno.ENOTSUP, f"{what}: {text}")
     damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else status in _DAMAGED
     return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
 

@@ -36,16 +36,22 @@ class Problem:
     """Path of the leaf that is hit; None for a file that holds no leaf's data."""
 
     box: Box | None
-    """(start, stop) along each dimension of the leaf that cannot be read; of a PRNG key's raw data."""
+    """(start, stop) along each dimension of the leaf that is hit; of a PRNG key's raw data; () of a 0-d leaf. None
+    where `leaf` is."""
 
     object: str
     """The file, below the checkpoint's path."""
 
     reason: str
+    """What is wrong with the file, in words that follow its name."""
+
+    @property
+    def sides(self) -> str:
+        """The box as people write it: "[0:4, 8:16]"; empty where there is none."""
+        return "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
 
     def __str__(self) -> str:
-        box = "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
-        where = "" if self.leaf is None else f"{show(self.leaf)}{box}: "
+        where = "" if self.leaf is None else f"{show(self.leaf)}{self.sides}: "
         return f"{where}{self.object} {self.reason}"
 
 
@@ -56,13 +62,16 @@ class VerifyReport:
     path: str
 
     quick: bool
-    """Whether only existence and lengths of objects were looked at."""
+    """Whether objects were not read, only looked for and measured. Small files are read all the same."""
 
     problems: tuple[Problem, ...]
     """One for each leaf and box that is hit, in order of the leaves."""
 
     leaves: int
+    """Leaves of the checkpoint."""
+
     objects: int
+    """Objects that it should have."""
 
     checked_bytes: int
     """Bytes of the objects that were read and checked; 0 if quick."""
@@ -72,12 +81,28 @@ class VerifyReport:
         """Whether all is as it was saved."""
         return not self.problems
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __str__(self) -> str:
-        extent = "existence and lengths" if self.quick else f"{show_bytes(self.checked_bytes)}, every checksum"
-        head = f"{self.path}: {self.leaves} leaves in {self.objects} objects ({extent})"
+        extent = "existence and lengths only" if self.quick else f"{show_bytes(self.checked_bytes)} read"
+        head = f"{self.path}: {self.leaves} leaves in {self.objects} objects, {extent}"
         if self.ok:
             return f"{head}: ok"
-        return f"{head}: {len(self.problems)} problems\n{listing(map(str, self.problems))}"
+        # One line for each file and reason: a damaged object may hold thousands of leaves.
+        files: dict[tuple[str, str], list[Problem]] = {}
+        for problem in self.problems:
+            files.setdefault((problem.object, problem.reason), []).append(problem)
+        lines = [f"{file} {reason}{_hit(found)}" for (file, reason), found in files.items()]
+        return f"{head}; problems: {len(self.problems)}\n{listing(lines)}"
+
+
+def _hit(problems: list[Problem]) -> str:
+    """The leaves that problems of one file hit, for a line about it."""
+    hit = [f"{show(problem.leaf)}{problem.sides}" for problem in problems if problem.leaf is not None]
+    if not hit:
+        return ""
+    return f": {', '.join(hit[:3])}" + (f" and {len(hit) - 3} more" if len(hit) > 3 else "")
 
 
 def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Options | None = None) -> VerifyReport:
@@ -89,14 +114,16 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Option
         path: Where `save` wrote.
         quick: Only whether every object is there and of its length, and the small files as they were: one look at
             each file, or on an object store one request for each object's last byte.
-        options: `progress` and those of the storage; see `Options`.
+        options: `progress`, `manifest_sha256` and those of the storage; see `Options`.
 
     Returns:
-        A report: `report.ok`, and `report.problems`, each with leaf, box, object and reason. A damaged manifest is a
-        problem too, and the only one, for nothing else can be trusted then.
+        A report, which is true if all is well: `report.ok`, and `report.problems`, each with leaf, box, object and
+        reason. What cannot be read is a problem. So is a damaged manifest, and then the only one: nothing else can be
+        trusted. `quick` sees neither flipped bits nor swapped objects of one length.
 
     Raises:
         NotACheckpointError: No manifest at `path`, or it was deleted or replaced meanwhile.
+        StorageError: The manifest cannot be read, or the object store does not answer.
 
     Example:
         >>> import numpy as np, jaxckpt

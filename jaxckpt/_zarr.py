@@ -121,23 +121,27 @@ def problems(
     if not _inside(entries[present], data_bytes):
         yield None, "has an index that points outside of it"
         return
+    whole = True
     for number in set(range(len(entries))).difference(present.tolist()):
         box = chunk_box(stack, index, number)
         if box is not None:
+            whole = False
             yield box, "lacks a chunk"
     sums = dict[int, bytes]()
     places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
     for together in _windows(sorted(places)):
         for (_, size, number), computed, stored in _checksums(read, together):
             sums[number] = stored
+            reason = None
             if stack.compression is None and size != stack.chunk_stored_bytes:
-                yield (
-                    chunk_box(stack, index, number),
-                    f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}",
-                )
+                reason = f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}"
             elif computed != int.from_bytes(stored, "little"):
-                yield chunk_box(stack, index, number), "has a damaged chunk: its crc32c does not match"
-    if f"{google_crc32c.value(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
+                reason = "has a damaged chunk: its crc32c does not match"
+            if reason:
+                whole = False
+                yield chunk_box(stack, index, number), reason
+    # Of a damaged object the digest says nothing more.
+    if whole and f"{google_crc32c.value(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
         yield None, "holds other data than was saved there"
 
 

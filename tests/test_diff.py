@@ -171,3 +171,28 @@ def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
         devices=1,
     )
     assert int(printed) < 200, "MiB of memory, for twice 512 MiB of data"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "max_abs"),
+    [
+        (2**60, 2**60 + 1, 1.0),
+        (10**30, 10**30 + 1, 1.0),
+        (2**2000, 1, np.inf),
+        (np.int64([2**62, -(2**63)]), np.int64([2**62 + 3, 2**63 - 1]), float(2**64 - 1)),
+        (np.uint64([2**63]), np.uint64([2**63 + 2]), 2.0),
+    ],
+)
+def test_differences_of_integers_are_exact(tmp_path: Path, a: Any, b: Any, max_abs: float) -> None:
+    (leaf,) = jaxckpt.diff(saved(tmp_path / "a", {"x": a}), saved(tmp_path / "b", {"x": b})).leaves
+    assert leaf.differing == np.size(a)
+    assert leaf.max_abs == max_abs
+
+
+def test_containers_beside_the_selected_leaves_do_not_count(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", {"x": {"y": 1}, "z": [1]})
+    b = saved(tmp_path / "b", {"x": {"y": 1}, "z": (1, 2)})
+    assert jaxckpt.diff(a, b, select="x").identical
+    assert not jaxckpt.diff(a, b, select="z").same_structure
+    with pytest.raises(TypeError, match="neither true nor false"):
+        bool(jaxckpt.diff(a, b))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -47,6 +48,7 @@ def one(path: Path, pattern: str) -> Path:
 def test_an_undamaged_checkpoint_is_ok(path: Path) -> None:
     report = jaxckpt.verify(path)
     assert report.ok, report
+    assert report
     assert report.leaves == 9
     assert report.objects == len(list(path.glob("data-*/*/c/**/*"))) - len(
         [folder for folder in path.glob("data-*/*/c/**/*") if folder.is_dir()]
@@ -292,3 +294,12 @@ def test_on_a_pipe_it_does_not_hang(path: Path) -> None:
     assert "a pipe, a socket or a device" in first.reason
     with pytest.raises(jaxckpt.DataError, match="a pipe"):
         jaxckpt.load_numpy(path)
+
+
+def test_the_printed_report_has_a_line_for_a_file(path: Path) -> None:
+    one(path, "*float32-64/c/0/0").unlink()
+    report = jaxckpt.verify(path)
+    assert not report
+    lines = str(report).splitlines()
+    assert len(lines) == 2
+    assert re.search(r"is missing: 'layers/0'\[0:64\], 'layers/1'\[0:64\], .* and \d more$", lines[1]), lines[1]
