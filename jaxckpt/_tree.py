@@ -125,7 +125,9 @@ def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     except ValueError as error:
-        raise TreeError(f"JAX cannot flatten {show(path)} ({type(node).__name__}): {error}") from error
+        raise TreeError(
+            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {error} Are the keys of one type?"
+        ) from error
     if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
         return None
     return [(plain_key(entry[0], path), child) for entry, child in level]

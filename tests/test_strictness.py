@@ -502,3 +502,12 @@ def test_an_expected_manifest_is_required(tmp_path: Path) -> None:
     assert [problem.object for problem in jaxckpt.verify(path, options=expected).problems] == ["manifest.json"]
     with pytest.raises(jaxckpt.InputError, match="manifest_sha256"):
         jaxckpt.Options(manifest_sha256="abc")
+
+
+def test_a_tree_that_contains_itself_or_mixes_keys_is_told(tmp_path: Path) -> None:
+    loop: list[Any] = [jnp.ones(3)]
+    loop.append(loop)
+    with pytest.raises(jaxckpt.TreeError, match="nested deeper than"):
+        jaxckpt.save(tmp_path / "loop", loop)
+    with pytest.raises(jaxckpt.TreeError, match="keys of one type"):
+        jaxckpt.save(tmp_path / "mixed", {1: 1, "1": 2})
