@@ -8,7 +8,6 @@ than journalling file systems promise. Each draw of these is put on disk, and re
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import random
 import re
@@ -83,7 +82,7 @@ class Disk:
         self.top = str(top)
         self.kept = kept
         self.root = Folder()
-        self._number = itertools.count()
+        self._number = 0
 
     def load(self, below: Path) -> None:
         """What is there before, and is on disk."""
@@ -92,7 +91,8 @@ class Disk:
             folder.names[name] = Folder() if path.is_dir() else File(self._keep(path))
 
     def _keep(self, path: Path) -> str:
-        kept = str(self.kept / str(next(self._number)))
+        self._number += 1
+        kept = str(self.kept / str(self._number))
         shutil.copyfile(path, kept)
         return kept
 
