@@ -143,7 +143,7 @@ def diff(
     """
     options = options or Options()
     # Two buffers of each box, and what reading takes besides.
-    options = replace(options, host_bytes=max(1, options.host_bytes // 4), manifest_sha256=None)
+    options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options), _Side.at(path_b, options)
     selected = selector(select)
     chosen = {path for path in (a.numbers | b.numbers) if selected(path)}

@@ -146,6 +146,10 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             stack.compression,
         )
 
+    def stored(self, index: tuple[int, ...]) -> tuple[int, str]:
+        """Length and digest of the object at a place in the grid."""
+        return self.objects["/".join(map(str, index))]
+
     def stack(self) -> Stack:
         return Stack(
             self.name,

@@ -97,7 +97,7 @@ def read(
             stack = stacks[step.stack]
             window.take(step.held_bytes)
             filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
-            array = store.open_array(manifest.data, stack, options)
+            array = store.open_array(manifest.data, stack, options) if fetched is None else None
             for read in step.reads:
                 window.take(read.held_bytes)
                 leaves = functools.partial(_leaves_at, manifest, step.stack)
@@ -355,12 +355,12 @@ class _Objects:
         self.touched: dict[int, dict[tuple[int, ...], _Touched]] = {}
         for step in steps:
             found = self.touched.setdefault(step.stack, {})
-            objects = manifest.stacks[step.stack].objects
+            record = manifest.stacks[step.stack]
             for region in step.regions:
                 for index, part, obj in indexed_objects_of(stacks[step.stack], region.box):
                     if index not in found:
                         key = zarr.object_key(stacks[step.stack], index)
-                        length, digest = objects["/".join(map(str, index))]
+                        length, digest = record.stored(index)
                         found[index] = _Touched(index, key, length, digest, 0, volume(obj))
                     found[index].wanted += volume(part)
 

@@ -50,7 +50,7 @@ from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StackRecord, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
-from jaxckpt._plan import WRITE_COPIES, SavePlan, plan_save
+from jaxckpt._plan import WRITE_COPIES, Object, SavePlan, plan_save
 from jaxckpt._progress import Progress, Report, reporting
 from jaxckpt._staging import Staged, stage
 from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, is_data, storage_errors
@@ -666,14 +666,16 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
     indices: dict[int, list[tuple[int, ...]]] = {}
     array: Any = None
 
+    def key_of(obj: Object) -> str:
+        return f"{data}/{zarr.object_key(stacks[obj.stack], obj.index)}"
+
     def land(done: Iterable[Staged]) -> None:
         for one in done:
             obj = one.obj
             if isinstance(staged, _Handover):
                 staged.landed(one)
             report(obj.n_bytes)
-            stack = stacks[obj.stack]
-            length, digest = store.digest(f"{data}/{zarr.object_key(stack, obj.index)}", stack)
+            length, digest = store.digest(key_of(obj), stacks[obj.stack])
             written.append((obj.stack, "/".join(map(str, obj.index)), length, digest))
 
     try:
@@ -685,8 +687,7 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
             land(flights.make_room(obj.n_bytes))
             with clock.timed("device_to_host"):
                 source = one.data(flights.buffer)
-            key = f"{data}/{zarr.object_key(stack, obj.index)}"
-            flights.launch(one, store.write(array, stack, key, obj.box, source), source)
+            flights.launch(one, store.write(array, stack, key_of(obj), obj.box, source), source)
             if isinstance(staged, _Handover) and staged.starves():
                 land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
         land(flights.land_all())

@@ -188,7 +188,7 @@ def _files(manifest: Manifest) -> Iterator[_File]:
     for number, record in enumerate(manifest.stacks):
         stack = record.stack()
         for index, box in stack.objects():
-            length, digest = record.objects["/".join(map(str, index))]
+            length, digest = record.stored(index)
             key = f"{manifest.data}/{zarr.object_key(stack, index)}"
             yield _File(key, stack, index, box, length, digest, rows.get(number, {}))
 

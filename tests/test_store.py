@@ -34,12 +34,6 @@ def make(factor: float = 1.0) -> dict[str, Any]:
 SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=1024)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    jaxckpt.save(tmp_path / "ckpt", make(), options=SMALL)
-    return tmp_path / "ckpt"
-
-
 # Object stores' protocol ----------------------------------------------------------------------------------
 
 
