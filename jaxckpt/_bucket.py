@@ -20,7 +20,7 @@ import os
 import socket
 import uuid
 from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
@@ -29,19 +29,19 @@ import tensorstore as ts
 
 from jaxckpt import _zarr as zarr
 from jaxckpt._errors import DataError, InputError, StorageError
-from jaxckpt._grid import Box
 from jaxckpt._options import Options
+from jaxckpt._pieces import Pieces
 from jaxckpt._plan import Stack
 from jaxckpt._store import (
     MANIFEST,
     MANIFEST_LIMIT_BYTES,
     ROOT_CONTEXT,
     WRITER,
-    Array,
     Pending,
-    ReadRange,
     Store,
+    TensorReader,
     Writer,
+    begin_write,
     is_data,
     may_name,
     names_data,
@@ -108,9 +108,6 @@ class Bucket(Store):
 
     retry_seconds: float
 
-    written: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
-    """Length and digest of objects that this process has put."""
-
     @classmethod
     def at(cls, url: str, options: Options) -> Self:
         spec = _spec_of(url, options.storage or {})
@@ -146,10 +143,10 @@ class Bucket(Store):
         return self._keys.read(key)
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
-        self._put(key, content).result()
+        self.begin_put(key, content).result()
 
-    def _put(self, key: str, content: bytes) -> _Put:
-        return _Put(self, key, self._keys.write(key, content))
+    def begin_put(self, key: str, content: bytes, digest: str = "") -> _Put:
+        return _Put(self, key, self._keys.write(key, content), (len(content), digest))
 
     def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
         """Write a key if it still holds what was read with `generation`. Content must be the writer's own."""
@@ -314,25 +311,22 @@ class Bucket(Store):
 
     # Arrays -----------------------------------------------------------------------------------------------
 
-    def open_array(self, data: str, stack: Stack, options: Options, *, writing: bool = False) -> ts.TensorStore:
-        below = f"{data}/{stack.name}/"
-        if writing:
-            return open_spec({"driver": "memory", "path": f"{self._aside}{below}"}, stack, ROOT_CONTEXT)
-        return open_spec(self.below(below), stack, self.context)
+    def array_writer(self, data: str, stack: Stack, options: Options) -> _Encoder:
+        memory = {"driver": "memory", "path": f"{self._aside}{data}/{stack.name}/"}
+        return _Encoder(self, data, stack, open_spec(memory, stack, ROOT_CONTEXT))
 
-    def write(self, array: ts.TensorStore, stack: Stack, key: str, box: Box, source: Array) -> Pending:
-        """Encoded in memory, at once; what is left to wait for is one request."""
+    def array_reader(
+        self, data: str, stack: Stack, options: Options, expected: Mapping[str, tuple[int, str]]
+    ) -> TensorReader:
+        return TensorReader(open_spec(self.below(f"{data}/{stack.name}/"), stack, self.context))
+
+    def encoded(self, key: str) -> bytes:
+        """An object that was encoded in memory, which is let go."""
         memory = _in_memory(self._aside)
         with self._refused("encode", key):
-            view = array[tuple(slice(a, b) for a, b in box)]
-            view.write(source.view(array.dtype.numpy_dtype), can_reference_source_data_indefinitely=True).result()
             content = memory.read(key).result().value
             memory.write(key, None).result()
-        self.written[key] = len(content), zarr.digest(np.frombuffer(content, np.uint8), stack)
-        return self._put(key, content)
-
-    def digest(self, key: str, stack: Stack) -> tuple[int, str]:
-        return self.written.pop(key)
+        return content
 
     def misfits(self, expected: Mapping[str, int]) -> dict[str, str]:
         """One request for each, of its last byte."""
@@ -354,7 +348,7 @@ class Bucket(Store):
         return None if found == length else f"is {found} bytes long, expected {length}"
 
     @contextlib.contextmanager
-    def ranges(self, key: str) -> Generator[ReadRange]:
+    def ranges(self, key: str) -> Generator[zarr.ReadRange]:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             with self._refused("read", key, reading=True):
                 found = self._keys.read(key, byte_range=slice(start, stop)).result()
@@ -427,15 +421,38 @@ class _Put:
     key: str
     pending: Any
 
+    written: tuple[int, str]
+    """Length and digest of what is put."""
+
     def done(self) -> bool:
         return self.pending.done()
 
-    def result(self) -> None:
+    def result(self) -> tuple[int, str]:
         what = f"cannot write {self.store.url}/{self.key}"
         with storage_errors(what):
             stamp = self.pending.result()
         if not stamp.generation:  # so tensorstore tells of a condition that failed, though none was set
             raise StorageError(errno.EIO, f"{what}: the server refused it (HTTP 412)")
+        return self.written
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """Writes objects that are encoded in memory, at once; what is left to wait for is one request."""
+
+    store: Bucket
+    data: str
+    stack: Stack
+    memory: ts.TensorStore
+
+    def write(self, index: tuple[int, ...], pieces: Pieces) -> _Put:
+        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
+        with storage_errors(f"cannot encode {self.store.url}/{key}"):
+            begin_write(self.memory, pieces).result()
+        content = self.store.encoded(key)
+        view = np.frombuffer(content, np.uint8)
+        digest = zarr.digest(lambda start, stop: view[start:stop], self.stack, len(content))
+        return self.store.begin_put(key, content, digest)
 
 
 class Held:
@@ -471,14 +488,14 @@ class Held:
         self._here.add(key)
         return None
 
-    def open_array(self, stack: Stack, keys: Iterable[str]) -> ts.TensorStore:
+    def array_reader(self, stack: Stack, keys: Iterable[str]) -> TensorReader:
         """The stack, the objects `keys` of it in memory and all others where they are stored."""
         folder = f"{stack.name}/"
         layers: list[dict[str, Any]] = [{"base": self._store.below(f"{self._data}/{folder}")}]
         for key in keys:
             base = {"driver": "memory", "path": f"{self._path}{key}"}
             layers.append({"exact": key.removeprefix(folder), "base": base})
-        return open_spec({"driver": "kvstack", "layers": layers}, stack, self._store.context)
+        return TensorReader(open_spec({"driver": "kvstack", "layers": layers}, stack, self._store.context))
 
     def drop(self, key: str) -> None:
         """Nobody reads it any more."""

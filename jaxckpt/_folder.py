@@ -1,7 +1,7 @@
 """A checkpoint on a file system.
 
 Its control files go through the file system itself, where the order of writing, fsync and rename can be stated exactly;
-only arrays go through tensorstore. Nothing but plain files, in plain folders below the checkpoint's own, is read.
+arrays through `_files`, or where they are compressed through tensorstore. Nothing but plain files, in plain folders below the checkpoint's own, is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -26,23 +25,26 @@ import tensorstore as ts
 
 from jaxckpt import _zarr as zarr
 from jaxckpt._errors import CheckpointExistsError, DataError, StorageError
-from jaxckpt._grid import Box
+from jaxckpt._files import FileReader, FileWriter
 from jaxckpt._options import Options
+from jaxckpt._pieces import Pieces
 from jaxckpt._plan import Stack
 from jaxckpt._store import (
     MANIFEST,
     MANIFEST_LIMIT_BYTES,
     ROOT_CONTEXT,
     WRITER,
-    Array,
-    Pending,
-    ReadRange,
+    ArrayReader,
+    ArrayWriter,
     Store,
+    TensorReader,
     Writer,
+    begin_write,
     is_data,
     may_name,
     names_data,
     open_spec,
+    storage_errors,
 )
 
 _LOCK_SECONDS = 300.0
@@ -50,12 +52,9 @@ _LOCK_SECONDS = 300.0
 
 
 @cache
-def _context(*, sync: bool, mapped: bool) -> ts.Context:
+def _context(*, sync: bool) -> ts.Context:
     # No two processes write one object, so no lock is needed around it.
-    settings: dict[str, Any] = {"file_io_sync": sync, "file_io_locking": {"mode": "none"}}
-    if mapped:
-        settings["file_io_mode"] = {"mode": "memmap"}
-    return ts.Context(settings, parent=ROOT_CONTEXT)
+    return ts.Context({"file_io_sync": sync, "file_io_locking": {"mode": "none"}}, parent=ROOT_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,25 +305,26 @@ class Folder(Store):
 
     # Arrays -----------------------------------------------------------------------------------------------
 
-    def open_array(self, data: str, stack: Stack, options: Options, *, writing: bool = False) -> ts.TensorStore:
-        kvstore = {"driver": "file", "path": f"{self.folder}/{data}/{stack.name}/"}
-        return open_spec(kvstore, stack, _context(sync=writing and options.sync, mapped=options.mmap and not writing))
+    def array_writer(self, data: str, stack: Stack, options: Options) -> ArrayWriter:
+        if stack.compression is None:
+            return FileWriter(os.path.join(self.folder, data, stack.name), stack, options.sync)
+        return _CompressedWriter(self, data, stack, self._opened_array(data, stack, sync=options.sync))
 
-    def write(self, array: ts.TensorStore, stack: Stack, key: str, box: Box, source: Array) -> Pending:
-        view = array[tuple(slice(a, b) for a, b in box)]
-        return view.write(source.view(array.dtype.numpy_dtype), can_reference_source_data_indefinitely=True)
+    def array_reader(
+        self, data: str, stack: Stack, options: Options, expected: Mapping[str, tuple[int, str]]
+    ) -> ArrayReader:
+        if stack.compression is None:
+            return FileReader(os.path.join(self.folder, data, stack.name), stack, expected)
+        return TensorReader(self._opened_array(data, stack, sync=False))
+
+    def _opened_array(self, data: str, stack: Stack, *, sync: bool) -> ts.TensorStore:
+        return open_spec({"driver": "file", "path": f"{self.folder}/{data}/{stack.name}/"}, stack, _context(sync=sync))
 
     def digest(self, key: str, stack: Stack) -> tuple[int, str]:
+        """Length and digest of an object."""
         try:
-            with self._opened(key) as (handle, size):
-                if size < stack.index_bytes:
-                    raise DataError(f"{self.url}/{key} is {size} bytes long, shorter than its index")
-                with mmap.mmap(handle, size, prot=mmap.PROT_READ) as mapped:
-                    view = np.frombuffer(mapped, np.uint8)
-                    try:
-                        return size, zarr.digest(view, stack)
-                    finally:
-                        del view
+            with self._opened(key) as (_, size), self.ranges(key) as read:
+                return size, zarr.digest(read, stack, size)
         except FileNotFoundError as error:
             raise DataError(f"{self.url}/{key} is missing") from error
         except OSError as error:
@@ -345,7 +345,7 @@ class Folder(Store):
         return found
 
     @contextlib.contextmanager
-    def ranges(self, key: str) -> Generator[ReadRange]:
+    def ranges(self, key: str) -> Generator[zarr.ReadRange]:
         buffer = np.empty(0, np.uint8)
 
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -368,11 +368,10 @@ class Folder(Store):
     # Durability -------------------------------------------------------------------------------------------
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        """But the lowest: tensorstore fsyncs that one."""
         top = os.path.join(self.folder, data, stack.name)
         folders = {top}
         for index in indices:
-            folder = os.path.dirname(os.path.dirname(os.path.join(self.folder, data, zarr.object_key(stack, index))))
+            folder = os.path.dirname(os.path.join(self.folder, data, zarr.object_key(stack, index)))
             while len(folder) > len(top):
                 folders.add(folder)
                 folder = os.path.dirname(folder)
@@ -415,6 +414,38 @@ class Folder(Store):
 
     def _refused(self, verb: str, key: str, error: OSError) -> StorageError:
         return StorageError(error.errno or errno.EIO, f"cannot {verb} {self.url}/{key}: {error.strerror or error}")
+
+
+@dataclass(frozen=True, slots=True)
+class _CompressedWriter:
+    """Has tensorstore compress and write objects."""
+
+    store: Folder
+    data: str
+    stack: Stack
+    array: ts.TensorStore
+
+    def write(self, index: tuple[int, ...], pieces: Pieces) -> _Write:
+        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
+        return _Write(self.store, self.stack, key, begin_write(self.array, pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """An object that is being written."""
+
+    store: Folder
+    stack: Stack
+    key: str
+    pending: Any
+
+    def done(self) -> bool:
+        return self.pending.done()
+
+    def result(self) -> tuple[int, str]:
+        with storage_errors("cannot write the checkpoint"):
+            self.pending.result()
+        return self.store.digest(self.key, self.stack)
 
 
 def _kind(mode: int) -> str:

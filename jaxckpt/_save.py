@@ -30,11 +30,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import msgspec
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxckpt import _manifest as manifests
-from jaxckpt import _zarr as zarr
 from jaxckpt._coord import Group, Meeting
 from jaxckpt._draft import Draft, describe
 from jaxckpt._errors import (
@@ -49,11 +47,12 @@ from jaxckpt._errors import (
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StackRecord, StepRecord
 from jaxckpt._options import Options
+from jaxckpt._pieces import Pieces
 from jaxckpt._place import store_at
-from jaxckpt._plan import WRITE_COPIES, Object, SavePlan, plan_save
+from jaxckpt._plan import WRITE_COPIES, SavePlan, plan_save
 from jaxckpt._progress import Progress, Report, reporting
 from jaxckpt._staging import Staged, stage
-from jaxckpt._store import MANIFEST, WRITER, Array, Pending, Store, Writer, aligned_empty, is_data, storage_errors
+from jaxckpt._store import MANIFEST, WRITER, ArrayWriter, Pending, Store, Writer, is_data
 from jaxckpt._tree import Tree
 
 
@@ -664,30 +663,26 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
     flights = _Flights(job.options.host_bytes // WRITE_COPIES)
     written: list[tuple[int, str, int, str]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
-    array: Any = None
+    array: ArrayWriter | None = None
 
-    def key_of(obj: Object) -> str:
-        return f"{data}/{zarr.object_key(stacks[obj.stack], obj.index)}"
-
-    def land(done: Iterable[Staged]) -> None:
-        for one in done:
+    def land(done: Iterable[tuple[Staged, tuple[int, str]]]) -> None:
+        for one, (length, digest) in done:
             obj = one.obj
             if isinstance(staged, _Handover):
                 staged.landed(one)
             report(obj.n_bytes)
-            length, digest = store.digest(key_of(obj), stacks[obj.stack])
             written.append((obj.stack, "/".join(map(str, obj.index)), length, digest))
 
     try:
         for one in _timed(staged, clock):
             obj, stack = one.obj, stacks[one.obj.stack]
             if obj.stack not in indices:
-                array = store.open_array(data, stack, job.options, writing=True)
+                array = store.array_writer(data, stack, job.options)
             indices.setdefault(obj.stack, []).append(obj.index)
             land(flights.make_room(obj.n_bytes))
             with clock.timed("device_to_host"):
-                source = one.data(flights.buffer)
-            flights.launch(one, store.write(array, stack, key_of(obj), obj.box, source), source)
+                source = one.data()
+            flights.launch(one, array.write(obj.index, source), source)
             if isinstance(staged, _Handover) and staged.starves():
                 land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
         land(flights.land_all())
@@ -734,42 +729,31 @@ class _Clock:
             self._within.seconds = outer + seconds
 
 
-class _Flights:
-    """Writes under way, at most so many bytes at once, and the buffers that they are done with.
+Landed = tuple[Staged, tuple[int, str]]
+"""What was written, its length and its digest."""
 
-    The first touch of fresh memory is slower than the copy into it, so a buffer is used again where one fits.
-    """
+
+class _Flights:
+    """Writes under way, at most so many bytes at once."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._queue: deque[tuple[Staged, Pending, Array]] = deque()
-        self._lent: set[int] = set()
-        self._free: list[Array] = []
+        self._queue: deque[tuple[Staged, Pending, Pieces]] = deque()
 
-    def make_room(self, n_bytes: int) -> Iterator[Staged]:
+    def make_room(self, n_bytes: int) -> Iterator[Landed]:
         """Wait until `n_bytes` more may fly; yields those that are done."""
         while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
             yield self._land()
 
-    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Memory to copy rows together in, until the write that is launched with it has landed."""
-        fitting = [i for i, free in enumerate(self._free) if free.shape == shape and free.dtype == dtype]
-        if not fitting:
-            self._free.clear()  # of another stack: no longer of use
-        found = self._free.pop(fitting[0]) if fitting else aligned_empty(shape, dtype)
-        self._lent.add(id(found))
-        return found
-
-    def launch(self, one: Staged, pending: Pending, source: Array) -> None:
+    def launch(self, one: Staged, pending: Pending, source: Pieces) -> None:
         """Add a write whose data is `source`, which is kept until it has landed."""
         self._queue.append((one, pending, source))
         self._bytes += one.obj.n_bytes
 
-    def land_all(self) -> Iterator[Staged]:
+    def land_all(self) -> Iterator[Landed]:
         while self._queue:
             yield self._land()
-        self._free.clear()
 
     def abandon(self) -> None:
         """Wait until nothing is under way any more, however it ends."""
@@ -777,15 +761,11 @@ class _Flights:
             with contextlib.suppress(Exception):
                 pending.result()
 
-    def _land(self) -> Staged:
-        one, pending, source = self._queue.popleft()
-        with storage_errors("cannot write the checkpoint"):
-            pending.result()
+    def _land(self) -> Landed:
+        one, pending, _ = self._queue.popleft()
+        written = pending.result()
         self._bytes -= one.obj.n_bytes
-        if id(source) in self._lent:
-            self._lent.remove(id(source))
-            self._free.append(source)
-        return one
+        return one, written
 
 
 def _put_state(job: _Job, data: str) -> tuple[int, str] | None:

@@ -14,9 +14,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import tensorstore as ts
@@ -25,6 +25,7 @@ from jaxckpt import _zarr as zarr
 from jaxckpt._errors import CheckpointExistsError, DataError, InputError, StorageError
 from jaxckpt._grid import Box
 from jaxckpt._options import Options
+from jaxckpt._pieces import Array, Pieces
 from jaxckpt._plan import Stack
 
 MANIFEST = "manifest.json"
@@ -32,9 +33,8 @@ SEAL = b',"sha256":"'
 WRITER = "writer.json"
 MANIFEST_LIMIT_BYTES = 1 << 30
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Pending = Any
-"""tensorstore's future: `.result()` waits and raises, `.done()` asks."""
+"""What is under way: `.result()` waits and raises, `.done()` asks."""
 
 # One parent context, so that memory:// paths name the same memory in every call.
 ROOT_CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
@@ -147,25 +147,17 @@ class Store(abc.ABC):
     # Arrays -----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def open_array(self, data: str, stack: Stack, options: Options, *, writing: bool = False) -> ts.TensorStore:
-        """The stack as a tensorstore array. Nothing is read: its metadata is built from the plan or the manifest."""
+    def array_writer(self, data: str, stack: Stack, options: Options) -> ArrayWriter:
+        """For the objects of a stack."""
 
     @abc.abstractmethod
-    def write(self, array: ts.TensorStore, stack: Stack, key: str, box: Box, source: Array) -> Pending:
-        """Start writing the object `key`, which holds `box`; `source` must stay unchanged until the result is there."""
+    def array_reader(
+        self, data: str, stack: Stack, options: Options, expected: Mapping[str, tuple[int, str]]
+    ) -> ArrayReader:
+        """Of a stack whose objects have these lengths and digests, by place in the grid.
 
-    @abc.abstractmethod
-    def digest(self, key: str, stack: Stack) -> tuple[int, str]:
-        """(length, digest) of an object just written; see `_zarr.digest`."""
-
-    def read_into(self, array: ts.TensorStore, box: Box, target: Array, batch: Any) -> Pending:
-        """Start reading `box` into `target`, an array of its shape."""
-        view = array[tuple(slice(a, b) for a, b in box)][ts.d[:].translate_to[0]]
-        return ts.array(target.view(array.dtype.numpy_dtype)).write(view, batch=batch)
-
-    def batch(self) -> Any:
-        """Reads that are submitted together, so that tensorstore can merge their requests."""
-        return ts.Batch()
+        Nothing is read: its metadata is built from the manifest.
+        """
 
     def create_array(self, data: str, stack: Stack) -> None:
         """Write the `zarr.json` of a stack. Process 0."""
@@ -178,12 +170,25 @@ class Store(abc.ABC):
         """What is wrong with objects of which the lengths are given, as far as can be told without reading them."""
 
     @abc.abstractmethod
-    def ranges(self, key: str) -> contextlib.AbstractContextManager[ReadRange]:
+    def ranges(self, key: str) -> contextlib.AbstractContextManager[zarr.ReadRange]:
         """Reads ranges of an object. Raises DataError where it ends before."""
 
 
-ReadRange = Callable[[int, int], "np.ndarray[Any, np.dtype[np.uint8]]"]
-"""(start, stop) → these bytes, valid until the next call."""
+class ArrayWriter(Protocol):
+    """Writes objects of a stack."""
+
+    def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
+        """Start writing the object at a place in the grid; the pieces must stay unchanged until the result is there:
+        (length, digest) of what was written."""
+        ...
+
+
+class ArrayReader(Protocol):
+    """Reads boxes of a stack."""
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        """Start reading boxes, each into an array of its shape; what lies together is read together."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,28 @@ def is_sealed(manifest: bytes) -> bool:
     """Whether a manifest ends in the SHA-256 of the bytes before that."""
     body, seal, digest = manifest.rpartition(SEAL)
     return bool(seal) and digest == hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReader:
+    """Through tensorstore's zarr3 driver."""
+
+    array: ts.TensorStore
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        pending: list[Pending] = []
+        with ts.Batch() as batch:
+            for box, target in wanted:
+                view = self.array[tuple(slice(a, b) for a, b in box)][ts.d[:].translate_to[0]]
+                pending.append(ts.array(target.view(self.array.dtype.numpy_dtype)).write(view, batch=batch))
+        return pending
+
+
+def begin_write(array: ts.TensorStore, pieces: Pieces) -> Any:
+    """Start writing an object through tensorstore's zarr3 driver."""
+    view = array[tuple(slice(a, b) for a, b in pieces.box)]
+    source = pieces.array().view(array.dtype.numpy_dtype)
+    return view.write(source, can_reference_source_data_indefinitely=True)
 
 
 def open_spec(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStore:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
+import crc32c
 import numpy as np
 
-from jaxckpt._grid import Box
+from jaxckpt._grid import Box, touched
 from jaxckpt._plan import Stack
 from jaxckpt._tree import DTYPES, stored_dtype
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+ReadRange = Callable[[int, int], Bytes]
+"""(start, stop) → these bytes of an object, valid until the next call."""
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of chunks that are gathered, checksummed and written, or read, together: they stay in a core's cache."""
+
 WINDOW_BYTES = 4 << 20
 """Bytes of an object that are looked at together."""
 
-_ABSENT = 0xFFFFFFFFFFFFFFFF  # the offset and length of a chunk that is not stored
+ABSENT = 0xFFFFFFFFFFFFFFFF  # the offset and length of a chunk that is not stored
 
 
 def metadata(stack: Stack) -> bytes:
@@ -62,25 +71,29 @@ def object_key(stack: Stack, index: tuple[int, ...]) -> str:
     return f"{stack.name}/c/{'/'.join(map(str, index))}"
 
 
-def digest(content: Bytes, stack: Stack) -> str:
-    """Digest of an object's bytes; "" where its index points outside of it.
+def digest(read: ReadRange, stack: Stack, length: int) -> str:
+    """Digest of an object of `length` bytes; "" where its index points outside of it.
 
     It is the crc32c of the checksums that end the object's chunks, in the order of its index: it tells one object's
     content from another's at the cost of reading 4 bytes a chunk.
     """
-    data_bytes = len(content) - stack.index_bytes
+    data_bytes = length - stack.index_bytes
     if data_bytes < 0:
         return ""
-    index = content[data_bytes : data_bytes + 16 * stack.chunks_per_object].view("<u8").reshape(-1, 2)
-    present = index[index[:, 0] != _ABSENT]
-    if not _inside(present, data_bytes):
+    entries = read(data_bytes, length)[:-4].view("<u8").reshape(-1, 2).astype("<u8")
+    present = entries[entries[:, 0] != ABSENT]
+    if not inside(present, data_bytes):
         return ""
-    ends = present.sum(axis=1).astype(np.int64)
-    sums = content[ends[:, None] + np.arange(-4, 0)] if len(ends) else np.empty((0, 4), np.uint8)
-    return f"{google_crc32c.value(sums.tobytes()):08x}"
+    ends = present.sum(axis=1).astype(np.int64).tolist()
+    return digest_of(np.frombuffer(b"".join(read(end - 4, end).tobytes() for end in ends), "<u4"))
 
 
-def _inside(present: np.ndarray[Any, np.dtype[np.uint64]], data_bytes: int) -> bool:
+def digest_of(sums: np.ndarray[Any, Any]) -> str:
+    """Digest of an object whose chunks have these checksums."""
+    return f"{crc32c.crc32c(sums.tobytes()):08x}"
+
+
+def inside(present: np.ndarray[Any, np.dtype[np.uint64]], data_bytes: int) -> bool:
     """Whether the entries of an index point to chunks within so many bytes."""
     starts, lengths = present[:, 0], present[:, 1]
     return not len(present) or bool(
@@ -100,8 +113,42 @@ def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
     return box if all(start < stop for start, stop in box) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Chunks that follow each other in an object, and in C order make up one box."""
+
+    first: int
+    """Number of the first of them in the object."""
+
+    chunks: int
+
+    box: Box
+    """What they hold of the stack, were it not to end before."""
+
+
+def blocks(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Block]:
+    """The chunks of an object that `part`, a box of the stack in it, touches, in order; no block is much larger than
+    `BLOCK_BYTES` unless a chunk is."""
+    counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
+    # Chunks are neighbours along one dimension: those after it have one chunk, in those before it a chunk is 1 long.
+    along = max((dim for dim, count in enumerate(counts) if count > 1), default=0)
+    most = max(1, BLOCK_BYTES // stack.chunk_stored_bytes) if all(c == 1 for c in stack.chunk[:along]) else 1
+    strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
+    for lead in itertools.product(*(range(*bounds) for bounds in ranges[:along])):
+        begun, end = ranges[along]
+        for at in range(begun, end, most):
+            places = ((*((i, i + 1) for i in lead), (at, min(at + most, end)), *((0, 1) for _ in counts[along + 1 :])))
+            box = tuple(
+                ((f + a) * c, (f + b) * c) for (a, b), f, c in zip(places, first_chunks, stack.chunk, strict=True)
+            )
+            first = sum(a * stride for (a, _), stride in zip(places, strides, strict=True))
+            yield Block(first, min(at + most, end) - at, box)
+
+
 def problems(
-    read: Callable[[int, int], Bytes], stack: Stack, index: tuple[int, ...], length: int, wanted: str
+    read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, wanted: str
 ) -> Iterator[tuple[Box | None, str]]:
     """What is wrong with an object of `length` bytes and the digest `wanted`; `read(start, stop)` gives a range of it.
 
@@ -113,12 +160,12 @@ def problems(
         yield None, f"is {length} bytes long, shorter than its index"
         return
     tail = read(data_bytes, length)
-    if google_crc32c.value(tail[:-4]) != int(tail[-4:].view("<u4")[0]):
+    if crc32c.crc32c(tail[:-4]) != int(tail[-4:].view("<u4")[0]):
         yield None, "has a damaged index: its crc32c does not match"
         return
     entries = tail[:-4].view("<u8").reshape(-1, 2)
-    present = np.flatnonzero(entries[:, 0] != _ABSENT)
-    if not _inside(entries[present], data_bytes):
+    present = np.flatnonzero(entries[:, 0] != ABSENT)
+    if not inside(entries[present], data_bytes):
         yield None, "has an index that points outside of it"
         return
     whole = True
@@ -141,26 +188,26 @@ def problems(
                 whole = False
                 yield chunk_box(stack, index, number), reason
     # Of a damaged object the digest says nothing more.
-    if whole and f"{google_crc32c.value(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
+    if whole and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
         yield None, "holds other data than was saved there"
 
 
 _Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and its number
 
 
-def _checksums(read: Callable[[int, int], Bytes], together: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
+def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
     """(chunk, its crc32c, the one that is stored with it) of neighbouring chunks, or of one that is larger."""
     begun, stop = together[0][0], max(start + size for start, size, _ in together)
     if stop - begun > WINDOW_BYTES and len(together) == 1:
         computed = 0
         for start in range(begun, stop - 4, WINDOW_BYTES):
-            computed = google_crc32c.extend(computed, read(start, min(start + WINDOW_BYTES, stop - 4)).tobytes())
+            computed = crc32c.crc32c(read(start, min(start + WINDOW_BYTES, stop - 4)).tobytes(), computed)
         yield together[0], computed, read(stop - 4, stop).tobytes()
         return
     content = read(begun, stop)
     for start, size, number in together:
         chunk = content[start - begun : start - begun + size]
-        yield (start, size, number), google_crc32c.value(chunk[:-4]), chunk[-4:].tobytes()
+        yield (start, size, number), crc32c.crc32c(chunk[:-4]), chunk[-4:].tobytes()
 
 
 def _windows(entries: list[_Entry]) -> Iterator[list[_Entry]]:
