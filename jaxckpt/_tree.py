@@ -11,18 +11,18 @@ import collections
 import difflib
 import fnmatch
 import functools
-import itertools
 import keyword
 import math
 import re
 import struct
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxckpt._errors import TreeError, listing
@@ -36,10 +36,25 @@ INLINE_BYTES = 4096
 Tree = Any
 """A pytree: whatever JAX flattens."""
 
-Structure = Any
-"""A tree's structure as JSON: a leaf's number, null for None, or {"type": …, "keys": […], "children": […]}."""
-
 Key = str | int | float | bool | bytes | tuple["Key", ...]
+
+
+class Container(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A container of a tree as it is recorded."""
+
+    type: Literal["list", "tuple", "dict", "ordered_dict", "namedtuple", "custom"]
+
+    name: str | None = None
+    """Of the class of a "namedtuple" or "custom"."""
+
+    keys: tuple[str | int | dict[str, Any], ...] | None = None
+    """One for each child but of a "list" or "tuple": str and int as they are, others tagged with their type."""
+
+    children: tuple[int | Container | None, ...]
+
+
+Structure = int | Container | None
+"""A tree's structure: a leaf's number, None for an empty place, or a container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +71,6 @@ class Leaf:
 def component(key: object) -> str:
     """A key as one component of a path."""
     return str(key).replace("~", "~0").replace("/", "~1") or "~2"
-
-
-def join(parent: str, key: object, *, root: bool) -> str:
-    return component(key) if root else f"{parent}/{component(key)}"
 
 
 def show(path: str) -> str:
@@ -83,27 +94,31 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     """
     leaves: list[Leaf] = []
     structure = _flatten(tree, "", True, 0, leaves)
-    paths = collections.Counter(leaf.path for leaf in leaves)
-    twice = [path for path, count in paths.items() if count > 1]
-    if twice:
+    if len({leaf.path for leaf in leaves}) != len(leaves):
+        paths = collections.Counter(leaf.path for leaf in leaves)
+        twice = [path for path, count in paths.items() if count > 1]
         raise TreeError(f"several leaves share a path; rename a key:\n{listing(map(show, twice))}")
     return leaves, structure
 
 
 def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
-    if depth > MAX_DEPTH:
-        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
     if node is None:
         return None
     children = _children(node, path)
     if children is None:
         leaves.append(Leaf(path, node))
         return len(leaves) - 1
-    record = _container(node, children, path)
-    record["children"] = [
-        _flatten(child, join(path, key, root=root), False, depth + 1, leaves) for key, child in children
-    ]
-    return record
+    if depth >= MAX_DEPTH:
+        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
+    head = "" if root else f"{path}/"
+    below: list[Structure] = []
+    for key, child in children:
+        if type(child) in _LEAF_TYPES:  # most are: the call that would find it out again is spared
+            below.append(len(leaves))
+            leaves.append(Leaf(head + component(key), child))
+        else:
+            below.append(_flatten(child, head + component(key), False, depth + 1, leaves))
+    return _container(node, [key for key, _ in children], tuple(below))
 
 
 _LEAF_TYPES = set[type]()
@@ -161,21 +176,20 @@ def _checked_key(key: object, path: str) -> Key:
     )
 
 
-def _container(node: Tree, children: list[tuple[Key, Tree]], path: str) -> dict[str, Any]:
-    """The record of a container, but for its children."""
+def _container(node: Tree, keys: list[Key], children: tuple[Structure, ...]) -> Container:
     kind = type(cast("object", node))
     if kind is list:
-        return {"type": "list"}
+        return Container(type="list", children=children)
     if kind is tuple:
-        return {"type": "tuple"}
-    keys = [_encode_key(key) for key, _ in children]
+        return Container(type="tuple", children=children)
+    encoded = tuple(map(_encode_key, keys))
     if kind is dict:
-        return {"type": "dict", "keys": keys}
+        return Container(type="dict", keys=encoded, children=children)
     if kind is collections.OrderedDict:
-        return {"type": "ordered_dict", "keys": keys}
+        return Container(type="ordered_dict", keys=encoded, children=children)
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
-        return {"type": "namedtuple", "name": kind.__name__, "keys": list(cast("Any", kind)._fields)}
-    return {"type": "custom", "name": f"{kind.__module__}.{kind.__qualname__}", "keys": keys}
+        return Container(type="namedtuple", name=kind.__name__, keys=cast("Any", kind)._fields, children=children)
+    return Container(type="custom", name=f"{kind.__module__}.{kind.__qualname__}", keys=encoded, children=children)
 
 
 def _encode_key(key: Key) -> Any:
@@ -214,84 +228,103 @@ def _decode_key(record: Any) -> Key:
 
 # Structure: checking, walking, rebuilding -----------------------------------------------------------------
 
-_CONTAINERS = ("list", "tuple", "dict", "ordered_dict", "namedtuple", "custom")
 
+def paths_of(structure: Structure, most_characters: int) -> tuple[list[str], list[int]]:
+    """Path and number of every leaf in order.
 
-def walk(structure: Structure) -> Iterator[tuple[str, int]]:
-    """(path, leaf number) of every leaf in order. Raises ValueError where the structure is malformed.
-
-    A path is put together only at its leaf: long keys above many empty containers cost nothing.
+    Raises ValueError where the structure is malformed, or the paths together are longer than `most_characters`: they
+    can be longer by far than what they are made of.
     """
-    if structure is None:
-        return
-    if _is_number(structure):
-        yield "", structure
-        return
-    levels = [_named(structure)]
-    heads: list[str] = []
-    while levels:
-        for part, child in levels[-1]:
-            if len(levels) > MAX_DEPTH:
-                raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
-            heads[len(levels) - 1 :] = [part]
-            if _is_number(child):
-                yield "/".join(heads), child
+    walked = _Walk(most_characters)
+    if isinstance(structure, Container):
+        walked.below(structure)
+    elif structure is not None:
+        walked.leaves((), ("",), (structure,))
+    return walked.paths, walked.numbers
+
+
+class _Walk:
+    """Gathers the leaves of a structure. Most containers of a model share their keys: equal ones are looked at once."""
+
+    def __init__(self, most_characters: int) -> None:
+        self.paths: list[str] = []
+        self.numbers: list[int] = []
+        self._left = most_characters
+        self._known: dict[tuple[Any, ...], Sequence[str]] = {}
+
+    def below(self, node: Container, heads: tuple[str, ...] = ()) -> None:
+        """All leaves below a container that stands at `heads`."""
+        if len(heads) >= MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
+        parts, children = self._components(node), node.children
+        if {*map(type, children)} == {int}:
+            self.leaves(heads, parts, cast("tuple[int, ...]", children))
+            return
+        for part, child in zip(parts, children, strict=True):
+            if isinstance(child, Container):
+                self.below(child, (*heads, part))
             elif child is not None:
-                levels.append(_named(child))
-                break
-        else:
-            levels.pop()
+                self.leaves(heads, (part,), (child,))
+
+    def leaves(self, heads: tuple[str, ...], parts: Sequence[str], numbers: Sequence[int]) -> None:
+        """Leaves in one container. Only here paths are put together: long keys above no leaf cost nothing."""
+        self._left -= (sum(map(len, heads)) + len(heads)) * len(parts) + sum(map(len, parts))
+        if self._left < 0:
+            raise ValueError("its paths are not those of the leaves")
+        head = "/".join((*heads, ""))
+        self.paths.extend(map(head.__add__, parts))
+        self.numbers.extend(numbers)
+
+    def _components(self, node: Container) -> Sequence[str]:
+        """The children's components of the path."""
+        # Texts alone: Python's hashes of numbers are no secret, and equal ones would make this dict slow.
+        key = (node.type, node.name, node.keys, len(node.children)) if _are_texts(node.keys or ()) else None
+        found = None if key is None else self._known.get(key)
+        if found is None:
+            found = _components(keys_of(node))
+            if key is not None:
+                self._known[key] = found
+        return found
 
 
-def _is_number(node: Structure) -> bool:
-    return isinstance(node, int) and not isinstance(node, bool)
+def _are_texts(keys: Iterable[object]) -> bool:
+    return {*map(type, keys)} <= {str}
 
 
-def _named(node: Structure) -> Iterator[tuple[str, Structure]]:
-    """The children of a container's record, each with its component of the path."""
-    keys, children = _parts(node)
-    return zip(map(component, keys), children, strict=True)
+def _components(keys: Sequence[Key]) -> Sequence[str]:
+    if _are_texts(keys):
+        texts = cast("Sequence[str]", keys)
+        together = "".join(texts)
+        if "~" not in together and "/" not in together and "" not in texts:
+            return texts
+    return list(map(component, keys))
 
 
-def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
-    """Keys and children of a container's record, checked."""
+def keys_of(node: Container) -> Sequence[Key]:
+    """Keys of a container's children. Raises ValueError where its record is malformed."""
+    count = len(node.children)
     match node:
-        case {"type": "list" | "tuple", "children": list(children), **rest} if not rest:
-            children = cast("list[Structure]", children)
-            return range(len(children)), children
-        case {
-            "type": "namedtuple",
-            "name": str(name),
-            "keys": list(keys),
-            "children": list(children),
-            **rest,
-        }:
-            fields = cast("list[object]", keys)
-            named = [name, *fields]
-            names_ok = all(isinstance(field, str) and field.isidentifier() for field in named)
-            if (
-                not rest
-                and names_ok
-                and not keyword.iskeyword(name)
-                and _are_fields(cast("list[str]", fields))
-                and len(fields) == len(cast("list[Any]", children))
-            ):
-                return cast("list[str]", fields), cast("list[Structure]", children)
-        case {
-            "type": "dict" | "ordered_dict" | "custom",
-            "keys": list(keys),
-            "children": list(children),
-            **rest,
-        }:
-            decoded = [_decode_key(key) for key in cast("list[Any]", keys)]
-            children = cast("list[Structure]", children)
-            named = isinstance(node.get("name"), str) if node["type"] == "custom" else True
-            others = {"name"} if node["type"] == "custom" else set[str]()
-            if set(rest) == others and named and len(decoded) == len(children) and _are_distinct(decoded):
-                return decoded, children
+        case Container(type="list" | "tuple", name=None, keys=None):
+            return range(count)
+        case Container(type="namedtuple", name=str(name), keys=tuple(fields)) if len(fields) == count:
+            names = cast("tuple[str, ...]", fields)
+            are_names = _are_texts(fields) and all(text.isidentifier() for text in (name, *names))
+            if are_names and not keyword.iskeyword(name) and _are_fields(names):
+                return names
+        case (
+            Container(type="dict" | "ordered_dict", name=None, keys=tuple(keys))
+            | Container(type="custom", name=str(), keys=tuple(keys))
+        ) if len(keys) == count:
+            decoded = _decoded(keys)
+            if _are_distinct(decoded):
+                return decoded
         case _:
             pass
-    raise ValueError(f"{str(node)[:200]} is no container record of type {', '.join(_CONTAINERS)}")
+    raise ValueError(f"{str(node)[:200]} is no record of a container")
+
+
+def _decoded(keys: tuple[Any, ...]) -> Sequence[Key]:
+    return cast("Sequence[str]", keys) if _are_texts(keys) else [_decode_key(key) for key in keys]
 
 
 def _are_fields(names: Sequence[str]) -> bool:
@@ -310,26 +343,18 @@ def _are_distinct(keys: Sequence[Key]) -> bool:
     Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
     hours to build.
     """
-    if not all(type(key) is str for key in keys):
+    if not _are_texts(keys):
         hashes = collections.Counter(map(hash, keys))
         if max(hashes.values(), default=0) > _MOST_COLLISIONS:
             return False
     return len(set(keys)) == len(keys)
 
 
-ABSENT = object()
-"""Stands for a leaf that was not selected."""
-
-
 def structure_of(tree: Tree) -> Structure:
     """Nested dicts with leaf numbers for leaves, as `nested` makes them, as a structure."""
     if isinstance(tree, dict):
         made = cast("dict[str, Tree]", tree)
-        return {
-            "type": "dict",
-            "keys": list(made),
-            "children": [structure_of(child) for child in made.values()],
-        }
+        return Container(type="dict", keys=tuple(made), children=tuple(map(structure_of, made.values())))
     return tree
 
 
@@ -338,66 +363,66 @@ def subtree(structure: Structure, path: str) -> Structure:
     if not path:
         return structure
     for part in path.split("/"):
-        if structure is None or isinstance(structure, int):
+        if not isinstance(structure, Container):
             raise KeyError(path)
-        keys, children = _parts(structure)
-        structure = dict(zip(map(component, keys), children, strict=True))[part]
+        structure = dict(zip(map(component, keys_of(structure)), structure.children, strict=True))[part]
     return structure
 
 
-def unflatten(structure: Structure, values: Sequence[Any]) -> Tree:
-    """The tree with `values` for its leaves, containers as they were saved.
+def unflatten(structure: Structure, values: Mapping[int, Any] | Sequence[Any]) -> Tree:
+    """The tree with `values`, by number, for its leaves, containers as they were saved.
 
-    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. An ABSENT value
-    leaves its dict without the key, and a list or tuple with None in its place; containers left empty by that vanish.
+    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. Where leaves have
+    no value, `prune` first.
     """
-    tree = _unflatten(structure, values)
-    return None if tree is ABSENT else tree
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return values[structure]
+    children = [
+        values[child] if type(child) is int else None if child is None else unflatten(child, values)
+        for child in structure.children
+    ]
+    match structure.type:
+        case "list":
+            return children
+        case "tuple":
+            return tuple(children)
+        case "namedtuple":
+            return _namedtuple(structure.name, structure.keys)(*children)
+        case "ordered_dict":
+            return collections.OrderedDict(zip(_decoded(structure.keys or ()), children, strict=True))
+        case _:
+            return dict(zip(_decoded(structure.keys or ()), children, strict=True))
 
 
-def _unflatten(node: Structure, values: Sequence[Any]) -> Tree:
+_ABSENT: Any = object()
+
+
+def prune(structure: Structure, numbers: Mapping[int, int]) -> Structure:
+    """The structure with those leaves alone that `numbers` has, and with the numbers that it gives them.
+
+    The others leave their dict without the key, and a list or tuple with None in their place; containers left empty by
+    that vanish.
+    """
+    pruned = _prune(structure, numbers)
+    return None if pruned is _ABSENT else pruned
+
+
+def _prune(node: Structure, numbers: Mapping[int, int]) -> Any:
     if node is None:
         return None
     if isinstance(node, int):
-        return values[node]
-    keys, records = _parts(node)
-    children = [_unflatten(record, values) for record in records]
-    if children and all(child is ABSENT for child in children):
-        return ABSENT
-    kind = node["type"]
-    if kind in ("dict", "ordered_dict", "custom"):
-        made = collections.OrderedDict[Any, Any]() if kind == "ordered_dict" else dict[Any, Any]()
-        made.update((key, child) for key, child in zip(keys, children, strict=True) if child is not ABSENT)
-        return made
-    children = [None if child is ABSENT else child for child in children]
-    if kind == "list":
-        return children
-    if kind == "tuple":
-        return tuple(children)
-    return _namedtuple(node["name"], tuple(cast("Sequence[str]", keys)))(*children)
-
-
-def prune(structure: Structure, keep: Callable[[int], bool]) -> Structure:
-    """The structure without the leaves that `keep` does not keep, the others numbered anew, in order.
-
-    Containers lose them as `unflatten` tells of ABSENT values.
-    """
-    pruned = _prune(structure, keep, itertools.count())
-    return None if pruned is ABSENT else pruned
-
-
-def _prune(node: Structure, keep: Callable[[int], bool], numbers: Iterator[int]) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, int):
-        return next(numbers) if keep(node) else ABSENT
-    children = [_prune(child, keep, numbers) for child in node["children"]]
-    if children and all(child is ABSENT for child in children):
-        return ABSENT
-    if node["type"] in ("dict", "ordered_dict", "custom"):
-        kept = [(key, child) for key, child in zip(node["keys"], children, strict=True) if child is not ABSENT]
-        return {**node, "keys": [key for key, _ in kept], "children": [child for _, child in kept]}
-    return {**node, "children": [None if child is ABSENT else child for child in children]}
+        return numbers.get(node, _ABSENT)
+    children = [_prune(child, numbers) for child in node.children]
+    if children and all(child is _ABSENT for child in children):
+        return _ABSENT
+    if node.type in ("dict", "ordered_dict", "custom"):
+        pairs = zip(node.keys or (), children, strict=True)
+        kept = [(key, child) for key, child in pairs if child is not _ABSENT]
+        keys, below = tuple(key for key, _ in kept), tuple(child for _, child in kept)
+        return msgspec.structs.replace(node, keys=keys, children=below)
+    return msgspec.structs.replace(node, children=tuple(None if child is _ABSENT else child for child in children))
 
 
 @functools.lru_cache(maxsize=1024)
