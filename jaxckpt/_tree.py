@@ -17,8 +17,7 @@ import re
 import struct
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import ml_dtypes
@@ -57,8 +56,7 @@ Structure = int | Container | None
 """A tree's structure: a leaf's number, None for an empty place, or a container."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A value of the tree and where it stands."""
 
     path: str
@@ -104,29 +102,30 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
 def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
     if node is None:
         return None
-    children = _children(node, path)
-    if children is None:
+    found = _children(node, path)
+    if found is None:
         leaves.append(Leaf(path, node))
         return len(leaves) - 1
     if depth >= MAX_DEPTH:
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
+    keys, below = found
     head = "" if root else f"{path}/"
-    below: list[Structure] = []
-    for key, child in children:
-        if type(child) in _LEAF_TYPES:  # most are: the call that would find it out again is spared
-            below.append(len(leaves))
-            leaves.append(Leaf(head + component(key), child))
+    children: list[Structure] = []
+    for part, child in zip(_components(keys), below, strict=True):
+        if type(child) in _LEAF_TYPES:  # most are, and a call for each is spared
+            children.append(len(leaves))
+            leaves.append(Leaf(head + part, child))
         else:
-            below.append(_flatten(child, head + component(key), False, depth + 1, leaves))
-    return _container(node, [key for key, _ in children], tuple(below))
+            children.append(_flatten(child, head + part, False, depth + 1, leaves))
+    return _container(node, keys, tuple(children))
 
 
 _LEAF_TYPES = set[type]()
 """Types known to be leaves: asking jax.Array takes a Python call for each leaf."""
 
 
-def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
-    """One level of the tree in JAX's own order; None for a leaf."""
+def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | None:
+    """Keys and children of one level of the tree in JAX's own order; None for a leaf."""
     kind = type(cast("object", node))
     if kind in _LEAF_TYPES:
         return None
@@ -134,9 +133,10 @@ def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
         _LEAF_TYPES.add(kind)
         return None
     if kind is list:
-        return list(enumerate(cast("list[Tree]", node)))
-    if kind is dict and all(type(key) is str for key in node):
-        return [(_checked_key(key, path), node[key]) for key in sorted(node)]
+        return range(len(node)), node
+    if kind is dict and {*map(type, node)} <= {str} and _is_utf8("".join(node)):
+        keys = sorted(node)
+        return keys, list(map(node.__getitem__, keys))
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     except ValueError as error:
@@ -145,7 +145,7 @@ def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
         ) from error
     if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
         return None
-    return [(plain_key(entry[0], path), child) for entry, child in level]
+    return [plain_key(entry[0], path) for entry, _ in level], [child for _, child in level]
 
 
 def plain_key(entry: Any, path: str) -> Key:
@@ -162,12 +162,12 @@ def _checked_key(key: object, path: str) -> Key:
     if isinstance(key, np.generic):
         key = key.item()
     match key:
-        case float() | bytes():
+        case float() | bytes() | bool():
             return key
         case int() if abs(key) < 1 << 63:
-            return key
+            return int(key)  # an enumeration's member by its value: its name would not come back
         case str() if _is_utf8(key):
-            return key
+            return str.__str__(key)
         case _:
             pass
     raise TreeError(
@@ -176,13 +176,13 @@ def _checked_key(key: object, path: str) -> Key:
     )
 
 
-def _container(node: Tree, keys: list[Key], children: tuple[Structure, ...]) -> Container:
+def _container(node: Tree, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
     kind = type(cast("object", node))
     if kind is list:
         return Container(type="list", children=children)
     if kind is tuple:
         return Container(type="tuple", children=children)
-    encoded = tuple(map(_encode_key, keys))
+    encoded = cast("tuple[str, ...]", tuple(keys)) if _are_texts(keys) else tuple(map(_encode_key, keys))
     if kind is dict:
         return Container(type="dict", keys=encoded, children=children)
     if kind is collections.OrderedDict:
@@ -232,66 +232,61 @@ def _decode_key(record: Any) -> Key:
 def paths_of(structure: Structure, most_characters: int) -> tuple[list[str], list[int]]:
     """Path and number of every leaf in order.
 
-    Raises ValueError where the structure is malformed, or the paths together are longer than `most_characters`: they
-    can be longer by far than what they are made of.
+    Raises ValueError where the structure is malformed, or where all that stands in paths before their last "/" has more
+    than `most_characters`: of a long key above many leaves, paths could be made that no memory holds.
     """
-    walked = _Walk(most_characters)
-    if isinstance(structure, Container):
-        walked.below(structure)
-    elif structure is not None:
-        walked.leaves((), ("",), (structure,))
-    return walked.paths, walked.numbers
+    if structure is None:
+        return [], []
+    if isinstance(structure, int):
+        return [""], [structure]
+    paths: list[str] = []
+    numbers: list[int] = []
+    known: dict[tuple[Any, ...], Sequence[str]] = {}  # most containers of a model have keys like others'
 
-
-class _Walk:
-    """Gathers the leaves of a structure. Most containers of a model share their keys: equal ones are looked at once."""
-
-    def __init__(self, most_characters: int) -> None:
-        self.paths: list[str] = []
-        self.numbers: list[int] = []
-        self._left = most_characters
-        self._known: dict[tuple[Any, ...], Sequence[str]] = {}
-
-    def below(self, node: Container, heads: tuple[str, ...] = ()) -> None:
-        """All leaves below a container that stands at `heads`."""
+    def below(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
+        nonlocal most_characters
         if len(heads) >= MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
-        parts, children = self._components(node), node.children
-        if {*map(type, children)} == {int}:
-            self.leaves(heads, parts, cast("tuple[int, ...]", children))
+        children = node.children
+        # Texts alone: Python's hashes of numbers are no secret, and a dict of equal ones is slow.
+        form = (node.keys, node.type, node.name, len(children)) if _are_texts(node.keys or ()) else None
+        parts = known.get(form) if form else None
+        if parts is None:
+            parts = _components(keys_of(node))
+            if form:
+                known[form] = parts
+        leaves = [child for child in children if type(child) is int]
+        head = ""
+        if leaves:  # only then it is put together: long keys above no leaf cost nothing
+            most_characters -= n_characters * len(leaves)
+            if most_characters < 0:
+                raise ValueError("its paths are not those of the leaves")
+            head = "/".join((*heads, ""))
+        if len(leaves) == len(children):
+            paths.extend(map(head.__add__, parts))
+            numbers.extend(leaves)
             return
         for part, child in zip(parts, children, strict=True):
-            if isinstance(child, Container):
-                self.below(child, (*heads, part))
+            if type(child) is int:
+                paths.append(head + part)
+                numbers.append(child)
             elif child is not None:
-                self.leaves(heads, (part,), (child,))
+                below(cast("Container", child), (*heads, part), n_characters + len(part) + 1)
 
-    def leaves(self, heads: tuple[str, ...], parts: Sequence[str], numbers: Sequence[int]) -> None:
-        """Leaves in one container. Only here paths are put together: long keys above no leaf cost nothing."""
-        self._left -= (sum(map(len, heads)) + len(heads)) * len(parts) + sum(map(len, parts))
-        if self._left < 0:
-            raise ValueError("its paths are not those of the leaves")
-        head = "/".join((*heads, ""))
-        self.paths.extend(map(head.__add__, parts))
-        self.numbers.extend(numbers)
-
-    def _components(self, node: Container) -> Sequence[str]:
-        """The children's components of the path."""
-        # Texts alone: Python's hashes of numbers are no secret, and equal ones would make this dict slow.
-        key = (node.type, node.name, node.keys, len(node.children)) if _are_texts(node.keys or ()) else None
-        found = None if key is None else self._known.get(key)
-        if found is None:
-            found = _components(keys_of(node))
-            if key is not None:
-                self._known[key] = found
-        return found
+    below(structure, (), 0)
+    return paths, numbers
 
 
-def _are_texts(keys: Iterable[object]) -> bool:
-    return {*map(type, keys)} <= {str}
+def _are_texts(keys: Iterable[Any]) -> bool:
+    try:
+        "".join(keys)  # the quickest way to ask
+    except TypeError:
+        return False
+    return True
 
 
 def _components(keys: Sequence[Key]) -> Sequence[str]:
+    """Each key as `component` writes it: as it is where there is nothing to escape."""
     if _are_texts(keys):
         texts = cast("Sequence[str]", keys)
         together = "".join(texts)
@@ -384,16 +379,16 @@ def unflatten(structure: Structure, values: Mapping[int, Any] | Sequence[Any]) -
         for child in structure.children
     ]
     match structure.type:
+        case "dict" | "custom":
+            return dict(zip(_decoded(structure.keys or ()), children, strict=True))
         case "list":
             return children
         case "tuple":
             return tuple(children)
-        case "namedtuple":
-            return _namedtuple(structure.name, structure.keys)(*children)
         case "ordered_dict":
             return collections.OrderedDict(zip(_decoded(structure.keys or ()), children, strict=True))
-        case _:
-            return dict(zip(_decoded(structure.keys or ()), children, strict=True))
+        case "namedtuple":
+            return _namedtuple(structure.name, structure.keys)(*children)
 
 
 _ABSENT: Any = object()
