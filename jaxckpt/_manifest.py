@@ -207,7 +207,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
         """Number of each leaf by its path."""
-        return {leaf.path: number for number, leaf in enumerate(self.leaves)}
+        return dict(zip([leaf.path for leaf in self.leaves], range(len(self.leaves)), strict=True))
 
     @functools.cached_property
     def arrays(self) -> list[Stack]:
@@ -234,16 +234,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, its last member the SHA-256 of all the bytes before that member.
 
-    Raises InputError where `decode` would refuse it for its size.
+    Raises InputError where `decode` would refuse it for its size. How deep it nests was looked at when its tree and the
+    user's values were taken.
     """
     body = msgspec.json.encode(manifest)[:-1]
-    for stack in manifest.stacks:
-        if stack.stack().index_bytes > MAX_INDEX_BYTES:
+    for stack in manifest.arrays:
+        if stack.index_bytes > MAX_INDEX_BYTES:
             raise InputError(
-                f"an object of stack {stack.name} would have {stack.stack().chunks_per_object} chunks: give larger"
+                f"an object of stack {stack.name} would have {stack.chunks_per_object} chunks: give larger"
                 " Options.chunk_bytes or smaller object_bytes"
             )
-    problem = _unreadable(body)
+    problem = _too_long(body)
     if problem:
         raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")
     return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
@@ -251,9 +252,11 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(content: bytes, where: str) -> Manifest:
     """The manifest, checked. Raises ManifestError."""
-    problem = _unreadable(content)
+    problem = _too_long(content)
     if problem:
         raise ManifestError(f"{where}/{MANIFEST} {problem}")
+    if nesting(content) > MAX_NESTING:
+        raise ManifestError(f"{where}/{MANIFEST} is nested deeper than {MAX_NESTING}")
     if not is_sealed(content):
         raise _refusal(content, where, "is damaged or was edited: it does not match the SHA-256 at its own end")
     body = content.rpartition(SEAL)[0] + b"}"
@@ -394,13 +397,8 @@ def _version_of(content: bytes) -> int | None:
         return None
 
 
-def _unreadable(content: bytes) -> str | None:
-    """Why a manifest must not be parsed; None where it may be."""
-    if len(content) > LARGEST_BYTES:
-        return f"is {len(content)} bytes long, over {LARGEST_BYTES}"
-    if nesting(content) > MAX_NESTING:
-        return f"is nested deeper than {MAX_NESTING}"
-    return None
+def _too_long(content: bytes) -> str | None:
+    return f"is {len(content)} bytes long, over {LARGEST_BYTES}" if len(content) > LARGEST_BYTES else None
 
 
 _STEPS = np.zeros(256, np.int8)
@@ -415,7 +413,8 @@ def nesting(text: bytes) -> int:
     """
     if b"\\" in text:  # pairs first: a quote after one more backslash ends no string
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    found = np.frombuffer(text.translate(None, _PLAIN), np.uint8)
+    # Two quotes without a bracket between them are nothing.
+    found = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
     outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0
     return int(np.cumsum(_STEPS[found[outside]], dtype=np.int32).max(initial=0))
 
@@ -523,12 +522,13 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
 
 def _leaves_fit(manifest: Manifest) -> bool:
     """Whether no leaf has a problem, told by the stack: there leaves of one kind and layout are looked at once."""
-    members: list[list[LeafRecord]] = [[] for _ in manifest.stacks]
+    count = len(manifest.stacks)
+    members: list[list[LeafRecord]] = [[] for _ in range(count)]
     for leaf in manifest.leaves:
         if leaf.value is not None:
             if _value_problem(leaf):
                 return False
-        elif leaf.stack is None or leaf.stack >= len(members):
+        elif leaf.stack is None or leaf.stack >= count:
             return False
         else:
             members[leaf.stack].append(leaf)

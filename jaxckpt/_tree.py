@@ -120,6 +120,19 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
     return _container(node, keys, tuple(children))
 
 
+_LEAVES = (
+    jax.Array,
+    np.ndarray,
+    np.generic,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    jax.ShapeDtypeStruct,
+    jax.sharding.Sharding,
+)
+
 _LEAF_TYPES = set[type]()
 """Types known to be leaves: asking jax.Array takes a Python call for each leaf."""
 
@@ -129,14 +142,14 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     kind = type(cast("object", node))
     if kind in _LEAF_TYPES:
         return None
-    if isinstance(node, (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes)):
-        _LEAF_TYPES.add(kind)
-        return None
-    if kind is list:
-        return range(len(node)), node
     if kind is dict and {*map(type, node)} <= {str} and _is_utf8("".join(node)):
         keys = sorted(node)
-        return keys, list(map(node.__getitem__, keys))
+        return keys, [node[key] for key in keys]
+    if kind is list:
+        return range(len(node)), node
+    if isinstance(node, _LEAVES):
+        _LEAF_TYPES.add(kind)
+        return None
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     except ValueError as error:
@@ -267,11 +280,11 @@ def paths_of(structure: Structure, most_characters: int) -> tuple[list[str], lis
             numbers.extend(leaves)
             return
         for part, child in zip(parts, children, strict=True):
-            if type(child) is int:
+            if isinstance(child, Container):
+                below(child, (*heads, part), n_characters + len(part) + 1)
+            elif child is not None:
                 paths.append(head + part)
                 numbers.append(child)
-            elif child is not None:
-                below(cast("Container", child), (*heads, part), n_characters + len(part) + 1)
 
     below(structure, (), 0)
     return paths, numbers
