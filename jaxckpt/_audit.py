@@ -6,7 +6,7 @@ import collections
 import math
 import os
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ class LazyLeaf:
         if self._record.value is not None:
             return decode_value(self._record.kind, self._record.value)
         if self._record.kind in ("str", "bytes"):
-            return on_host(self[...], numpy_goal(self._manifest, self._number), self.path)
+            return on_host(self[...], numpy_goal(self.kind), self.path)
         return self[...]
 
     def __getitem__(self, index: Any) -> Any:
@@ -212,7 +212,7 @@ class Checkpoint:
         self._store = store
         self._manifest = manifest
         self._options = options
-        self._numbers = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+        self._numbers = manifest.numbers
 
     @property
     def path(self) -> str:
@@ -326,7 +326,7 @@ class Checkpoint:
             None if isinstance(mesh, Mesh) else devices_per_process,
         )
         goals, _ = resolve(self._manifest, asked, options)
-        return _restore_plan(self._manifest, list(goals.values()), options)
+        return _restore_plan(self._manifest, goals, options)
 
 
 # Plans ----------------------------------------------------------------------------------------------------
@@ -425,16 +425,16 @@ class RestorePlan:
         return "\n".join(lines)
 
 
-def _restore_plan(manifest: Manifest, goals: Sequence[Goal], options: Options) -> RestorePlan:
-    stacks = [record.stack() for record in manifest.stacks]
+def _restore_plan(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
+    stacks = manifest.arrays
     placements: dict[tuple[Any, tuple[int, ...]], Placement] = {}
     wants: dict[int, list[Want]] = {}
     device_bytes: dict[int, dict[Any, int]] = {}
     boxes_of: dict[int, dict[int, tuple[Box, ...]]] = {}
     everywhere: list[Want] = []
     leaves: list[LeafPlan] = []
-    for goal in goals:
-        record = manifest.leaves[goal.leaf]
+    for number, goal in goals.items():
+        record = manifest.leaves[number]
         if record.stack is None or record.row is None:
             continue
         stack = stacks[record.stack]

@@ -19,7 +19,7 @@ from jaxckpt._progress import reporting
 from jaxckpt._reading import read_box
 from jaxckpt._restore import fetch
 from jaxckpt._store import Array, Store
-from jaxckpt._target import numpy_goal
+from jaxckpt._target import Goal
 from jaxckpt._tree import DTYPES, Select, Structure, decode_value, prune, selector, show
 
 _TOGETHER = 1 << 18
@@ -176,13 +176,14 @@ class _Side:
     def at(cls, path: str | os.PathLike[str], options: Options) -> _Side:
         store = store_at(path, options)
         manifest, _ = manifests.load(store)
-        return cls(store, manifest, {leaf.path: number for number, leaf in enumerate(manifest.leaves)}, options)
+        return cls(store, manifest, manifest.numbers, options)
 
     def structure(self, chosen: set[str]) -> Structure:
         """The containers, as far as they hold the chosen leaves."""
         if chosen >= self.numbers.keys():
             return self.manifest.tree
-        return prune(self.manifest.tree, lambda number: self.manifest.leaves[number].path in chosen)
+        kept = [number for path, number in self.numbers.items() if path in chosen]
+        return prune(self.manifest.tree, {old: new for new, old in enumerate(kept)})
 
     def describe(self, path: str) -> str:
         if path not in self.numbers:
@@ -215,9 +216,7 @@ class _Side:
         return read_box(self.store, self.manifest, self.numbers[path], box, self.options)
 
     def fetch(self, paths: list[str]) -> list[Array]:
-        goals = {
-            self.numbers[path]: replace(numpy_goal(self.manifest, self.numbers[path]), kind="numpy") for path in paths
-        }
+        goals = dict.fromkeys((self.numbers[path] for path in paths), Goal("numpy"))
         values = fetch(self.store, self.manifest, goals, replace(self.options, progress=None))
         return [values[self.numbers[path]] for path in paths]
 

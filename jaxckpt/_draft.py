@@ -30,7 +30,19 @@ from jaxckpt._manifest import LeafRecord
 from jaxckpt._options import Options
 from jaxckpt._plan import ArrayLeaf
 from jaxckpt._store import Array
-from jaxckpt._tree import DTYPES, MAX_RANK, Leaf, Structure, Tree, dtype_name, encode_value, flatten, selector, show
+from jaxckpt._tree import (
+    DTYPES,
+    MAX_RANK,
+    Container,
+    Leaf,
+    Structure,
+    Tree,
+    dtype_name,
+    encode_value,
+    flatten,
+    selector,
+    show,
+)
 
 Value = Any
 """A leaf's jax.Array or NumPy array."""
@@ -94,9 +106,9 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Ar
 
 def _has_str_keys(structure: Structure) -> bool:
     """Whether equal trees have equal paths: 1, 1.0 and True are equal keys too."""
-    if not isinstance(structure, dict):
+    if not isinstance(structure, Container):
         return True
-    return all(type(key) is str for key in structure.get("keys", ())) and all(map(_has_str_keys, structure["children"]))
+    return {*map(type, structure.keys or ())} <= {str} and all(map(_has_str_keys, structure.children))
 
 
 def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...]) -> Draft:

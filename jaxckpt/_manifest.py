@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import collections
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -30,10 +31,10 @@ from jaxckpt._tree import (
     Structure,
     decode_value,
     encode_value,
+    paths_of,
     prune,
     selector,
     show,
-    walk,
 )
 
 FORMAT = "jaxckpt"
@@ -92,7 +93,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Whether it was a sharding of several devices that is no NamedSharding, and so cannot be written down."""
 
 
-class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A leaf: an array in a row of a stack, or a small value here."""
 
     path: str
@@ -173,7 +174,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Paths of the subtrees that were dropped since it was saved."""
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """All that is known of a checkpoint without reading its arrays."""
 
     format: str
@@ -203,6 +204,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Name of the folder that holds the arrays."""
         return f"data-{self.save_id}"
 
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Number of each leaf by its path."""
+        return dict(zip([leaf.path for leaf in self.leaves], range(len(self.leaves)), strict=True))
+
+    @functools.cached_property
+    def arrays(self) -> list[Stack]:
+        """The stacks as plans take them."""
+        return [record.stack() for record in self.stacks]
+
     def place(self, leaf: LeafRecord) -> tuple[int, int]:
         """(stack, row) of a leaf that lies in a stack."""
         assert leaf.stack is not None, leaf
@@ -223,16 +234,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, its last member the SHA-256 of all the bytes before that member.
 
-    Raises InputError where `decode` would refuse it for its size.
+    Raises InputError where `decode` would refuse it for its size. How deep it nests was looked at when its tree and the
+    user's values were taken.
     """
     body = msgspec.json.encode(manifest)[:-1]
-    for stack in manifest.stacks:
-        if stack.stack().index_bytes > MAX_INDEX_BYTES:
+    for stack in manifest.arrays:
+        if stack.index_bytes > MAX_INDEX_BYTES:
             raise InputError(
-                f"an object of stack {stack.name} would have {stack.stack().chunks_per_object} chunks: give larger"
+                f"an object of stack {stack.name} would have {stack.chunks_per_object} chunks: give larger"
                 " Options.chunk_bytes or smaller object_bytes"
             )
-    problem = _unreadable(body)
+    problem = _too_long(body)
     if problem:
         raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")
     return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
@@ -240,18 +252,13 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(content: bytes, where: str) -> Manifest:
     """The manifest, checked. Raises ManifestError."""
-    problem = _unreadable(content)
+    problem = _too_long(content)
     if problem:
         raise ManifestError(f"{where}/{MANIFEST} {problem}")
-    version = _version_of(content)
-    if version is not None and version > VERSION:
-        raise ManifestError(
-            f"{where}/{MANIFEST} is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
-        )
+    if nesting(content) > MAX_NESTING:
+        raise ManifestError(f"{where}/{MANIFEST} is nested deeper than {MAX_NESTING}")
     if not is_sealed(content):
-        raise ManifestError(
-            f"{where}/{MANIFEST} is damaged or was edited: it does not match the SHA-256 at its own end"
-        )
+        raise _refusal(content, where, "is damaged or was edited: it does not match the SHA-256 at its own end")
     body = content.rpartition(SEAL)[0] + b"}"
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -259,15 +266,23 @@ def decode(content: bytes, where: str) -> Manifest:
         if msgspec.json.encode(manifest) != body:
             json.loads(body, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"{where}/{MANIFEST} is malformed: {str(error)[:_SHOWN]}") from error
+        raise _refusal(content, where, f"is malformed: {str(error)[:_SHOWN]}") from error
     # Each check trusts what the ones before it have looked at.
     found = (
         list(itertools.islice(check(manifest), 20)) for check in (_head_problems, _layout_problems, _tree_problems)
     )
     problems = [problem[:_SHOWN] for problem in next(filter(None, found), [])]
     if problems:
-        raise ManifestError(f"{where}/{MANIFEST} contradicts itself:\n{listing(problems)}")
+        raise _refusal(content, where, f"contradicts itself:\n{listing(problems)}")
     return manifest
+
+
+def _refusal(content: bytes, where: str, reason: str) -> ManifestError:
+    """Why a manifest cannot be read; first of all its version, since a newer one may be sealed and made otherwise."""
+    version = _version_of(content)
+    if version is not None and version > VERSION:
+        reason = f"is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
+    return ManifestError(f"{where}/{MANIFEST} {reason}")
 
 
 def state_name(process: int) -> str:
@@ -343,21 +358,21 @@ def without(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
     What it names no more can be deleted once it is published.
     """
     dropped = selector(paths)
-    gone = {number for number, leaf in enumerate(manifest.leaves) if dropped(leaf.path)}
-    mixed = {leaf.stack for number, leaf in enumerate(manifest.leaves) if number not in gone}
+    kept = [number for number, leaf in enumerate(manifest.leaves) if not dropped(leaf.path)]
+    mixed = {manifest.leaves[number].stack for number in kept}
+    gone = set(range(len(manifest.leaves))).difference(kept)
     if not gone or any(manifest.leaves[number].stack in mixed - {None} for number in gone):
         return None
     stacks = [number for number in range(len(manifest.stacks)) if number in mixed]
     numbers = {old: new for new, old in enumerate(stacks)}
     leaves = [
         leaf if leaf.stack is None else msgspec.structs.replace(leaf, stack=numbers[leaf.stack])
-        for number, leaf in enumerate(manifest.leaves)
-        if number not in gone
+        for leaf in map(manifest.leaves.__getitem__, kept)
     ]
     step = manifest.step or StepRecord(0)
     return msgspec.structs.replace(
         manifest,
-        tree=prune(manifest.tree, lambda number: number not in gone),
+        tree=prune(manifest.tree, {old: new for new, old in enumerate(kept)}),
         leaves=leaves,
         stacks=[manifest.stacks[number] for number in stacks],
         step=msgspec.structs.replace(step, dropped=sorted({*step.dropped, *paths})),
@@ -382,17 +397,13 @@ def _version_of(content: bytes) -> int | None:
         return None
 
 
-def _unreadable(content: bytes) -> str | None:
-    """Why a manifest must not be parsed; None where it may be."""
-    if len(content) > LARGEST_BYTES:
-        return f"is {len(content)} bytes long, over {LARGEST_BYTES}"
-    if nesting(content) > MAX_NESTING:
-        return f"is nested deeper than {MAX_NESTING}"
-    return None
+def _too_long(content: bytes) -> str | None:
+    return f"is {len(content)} bytes long, over {LARGEST_BYTES}" if len(content) > LARGEST_BYTES else None
 
 
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_PLAIN = bytes(set(range(256)) - set(b'"[]{}'))
 
 
 def nesting(text: bytes) -> int:
@@ -402,10 +413,10 @@ def nesting(text: bytes) -> int:
     """
     if b"\\" in text:  # pairs first: a quote after one more backslash ends no string
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    found = np.frombuffer(text, np.uint8)
+    # Two quotes without a bracket between them are nothing.
+    found = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
     outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0
-    steps = _STEPS[found][outside]
-    return int(np.cumsum(steps[steps != 0], dtype=np.int32).max(initial=0))
+    return int(np.cumsum(_STEPS[found[outside]], dtype=np.int32).max(initial=0))
 
 
 def _distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -425,8 +436,7 @@ def load(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
     content = store.read(MANIFEST)
     if content is None:
         raise NotACheckpointError(f"{store.url} is not a checkpoint: {_why_not(store)}")
-    found = hashlib.sha256(content).hexdigest()
-    if sha256 is not None and found != sha256.lower():
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
             f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by Options.manifest_sha256:"
             " it is another checkpoint, or somebody changed it"
@@ -487,57 +497,93 @@ def _few(items: Collection[Any]) -> str:
 
 
 def _tree_problems(manifest: Manifest) -> Iterator[str]:
-    rows: dict[tuple[int, int], str] = {}
-    fitting: set[tuple[int, int]] = set()
-    seen = 0
+    leaves = manifest.leaves
+    paths = [leaf.path for leaf in leaves]
     try:
-        for path, number in walk(manifest.tree):
-            if number != seen or number >= len(manifest.leaves):
-                yield f"tree names leaf {number} where leaf {seen} of {len(manifest.leaves)} would come"
-                return
-            leaf = manifest.leaves[number]
-            if path != leaf.path:
-                yield f"leaf {show(leaf.path[:200])} stands at {show(path[:200])} in the tree"
-                return
-            problem = _leaf_problem(manifest, leaf, rows, fitting)
-            if problem:
-                yield f"leaf {show(path[:200])} {problem}"
-            seen += 1
+        # A little more than they are, so that the leaf at fault can be named.
+        found, numbers = paths_of(manifest.tree, sum(map(len, paths)) + (1 << 20))
     except ValueError as error:
         yield f"tree: {error}"
         return
-    if seen != len(manifest.leaves):
-        yield f"tree names {seen} of the {len(manifest.leaves)} leaves"
-    if len({leaf.path for leaf in manifest.leaves}) != len(manifest.leaves):
+    if numbers != list(range(len(leaves))):
+        seen = next((seen for seen, number in enumerate(numbers) if number != seen), len(numbers))
+        named = f"leaf {numbers[seen]}" if seen < len(numbers) else "no more"
+        yield f"tree names {named} where leaf {seen} of {len(leaves)} would come"
+        return
+    if found != paths:
+        at, path = next((at, path) for at, path in zip(found, paths, strict=True) if at != path)
+        yield f"leaf {show(path[:200])} stands at {show(at[:200])} in the tree"
+        return
+    if len(manifest.numbers) != len(leaves):
         yield "several leaves share a path"
-    if len(rows) != sum(stack.rows for stack in manifest.stacks):
-        yield f"{len(rows)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
+    if not _leaves_fit(manifest):
+        yield from _leaf_problems(manifest)
 
 
-def _leaf_problem(
-    manifest: Manifest, leaf: LeafRecord, rows: dict[tuple[int, int], str], fitting: set[tuple[int, int]]
-) -> str | None:
-    """What is wrong with a leaf; `rows` and `fitting` gather the rows taken and the layouts known to fit a stack."""
-    if leaf.value is not None:
-        try:
-            canonical = encode_value(decode_value(leaf.kind, leaf.value)) == (leaf.kind, leaf.value)
-        except ValueError as error:
-            return f"has no value of kind {leaf.kind[:40]!r}: {str(error)[:200]}"
-        if not canonical:
-            return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
-        if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4:
-            return "has a value, and so no stack, row, layout or impl"
-        return None
+def _leaves_fit(manifest: Manifest) -> bool:
+    """Whether no leaf has a problem, told by the stack: there leaves of one kind and layout are looked at once."""
+    count = len(manifest.stacks)
+    members: list[list[LeafRecord]] = [[] for _ in range(count)]
+    for leaf in manifest.leaves:
+        if leaf.value is not None:
+            if _value_problem(leaf):
+                return False
+        elif leaf.stack is None or leaf.stack >= count:
+            return False
+        else:
+            members[leaf.stack].append(leaf)
+    return all(_fill(manifest, stack, found) for stack, found in zip(manifest.stacks, members, strict=True))
+
+
+def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
+    """Whether these are the leaves of a stack, one for each row."""
+    rows = [leaf.row for leaf in leaves if leaf.row is not None]
+    if len(rows) != stack.rows or len(leaves) != stack.rows or sorted(rows) != list(range(stack.rows)):
+        return False
+    alike = {(leaf.kind, leaf.layout, leaf.impl): leaf for leaf in leaves}
+    return not any(_array_problem(manifest, leaf) for leaf in alike.values())
+
+
+def _leaf_problems(manifest: Manifest) -> Iterator[str]:
+    """What is wrong, leaf by leaf."""
+    holders: dict[tuple[int | None, int], str] = {}
+    for leaf in manifest.leaves:
+        problem = _array_problem(manifest, leaf) if leaf.value is None else _value_problem(leaf)
+        if not problem and leaf.value is None:
+            stack = manifest.stacks[leaf.stack or 0]
+            if leaf.row is None or leaf.row >= stack.rows:
+                problem = f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
+            elif (leaf.stack, leaf.row) in holders:
+                problem = f"shares its row with {show(holders[leaf.stack, leaf.row][:200])}"
+            else:
+                holders[leaf.stack, leaf.row] = leaf.path
+        if problem:
+            yield f"leaf {show(leaf.path[:200])} {problem}"
+    if len(holders) != sum(stack.rows for stack in manifest.stacks):
+        yield f"{len(holders)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
+
+
+def _value_problem(leaf: LeafRecord) -> str | None:
+    """What is wrong with a leaf that has a value."""
+    assert leaf.value is not None, leaf
+    try:
+        canonical = encode_value(decode_value(leaf.kind, leaf.value)) == (leaf.kind, leaf.value)
+    except ValueError as error:
+        return f"has no value of kind {leaf.kind[:40]!r}: {str(error)[:200]}"
+    if not canonical:
+        return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
+    if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4:
+        return "has a value, and so no stack, row, layout or impl"
+    return None
+
+
+def _array_problem(manifest: Manifest, leaf: LeafRecord) -> str | None:
+    """What is wrong with a leaf that has none, whatever its path and row."""
     if leaf.kind not in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
         return f"is of unknown kind {leaf.kind[:40]!r}"
     if leaf.stack is None or leaf.stack >= len(manifest.stacks):
         return f"is in stack {leaf.stack}, of {len(manifest.stacks)}"
     stack = manifest.stacks[leaf.stack]
-    if leaf.row is None or leaf.row >= stack.rows:
-        return f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
-    if (leaf.stack, leaf.row) in rows:
-        return f"shares its row with {show(rows[leaf.stack, leaf.row][:200])}"
-    rows[leaf.stack, leaf.row] = leaf.path
     if leaf.layout is not None and leaf.layout >= len(manifest.layouts):
         return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
     if leaf.layout is not None and leaf.kind not in ("jax", "key"):
@@ -548,13 +594,12 @@ def _leaf_problem(
         return f"is a key but is stored as {stack.dtype} of shape {stack.shape}"
     if leaf.kind == "numpy_scalar" and stack.shape:
         return f"is a scalar but is stored with shape {stack.shape}"
-    if leaf.layout is not None and (leaf.layout, leaf.stack) not in fitting:
+    if leaf.layout is not None:
         mesh, spec, _ = manifest.leaf_layout(leaf)
         shape = stack.shape[:-1] if leaf.kind == "key" else stack.shape
         problem = spec_problem(mesh.axes if mesh else {}, spec, shape)
         if problem:
             return f"has an impossible layout: {problem}"
-        fitting.add((leaf.layout, leaf.stack))
     if leaf.kind in ("str", "bytes") and (stack.dtype != "uint8" or len(stack.shape) != 1):
         return f"is {leaf.kind} but is stored as {stack.dtype} of shape {stack.shape}"
     return None

@@ -434,7 +434,7 @@ class _OneBox:
 def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: Options) -> Array:
     """One box of one leaf, as a NumPy array of the stored dtype."""
     stack, row = manifest.place(manifest.leaves[number])
-    stacks = [found.stack() for found in manifest.stacks]
+    stacks = manifest.arrays
     if not volume(box):
         return np.empty(extent(box), DTYPES[stacks[stack].dtype])
     # One step however large: the buffer is the result.

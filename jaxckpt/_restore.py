@@ -26,8 +26,8 @@ from jaxckpt._plan import ReadStep, Stack, Want, plan_read, read_bytes
 from jaxckpt._progress import reporting
 from jaxckpt._reading import Buffers, assign, read, undisturbed
 from jaxckpt._store import Array, Store
-from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve, selected_leaves
-from jaxckpt._tree import ABSENT, DTYPES, Select, Tree, decode_value, show, unflatten
+from jaxckpt._target import Goal, Rename, Request, numpy_goals, resolve
+from jaxckpt._tree import DTYPES, Select, Tree, decode_value, show
 
 WHOLE_BYTES = 1 << 20
 """Leaves below this are read whole and cut by JAX, which costs 30 µs each on 8 devices where placing piece by piece
@@ -128,9 +128,8 @@ def load_numpy(path: str | os.PathLike[str], *, select: Select | None = None, op
     options = options or Options()
     store = store_at(path, options)
     manifest, _ = manifests.load(store, options.manifest_sha256)
-    goals = {number: numpy_goal(manifest, number) for number in selected_leaves(manifest, select)}
-    values = fetch(store, manifest, goals, options)
-    return unflatten(manifest.tree, [values.get(number, ABSENT) for number in range(len(manifest.leaves))])
+    goals, build = numpy_goals(manifest, select)
+    return build(fetch(store, manifest, goals, options))
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -195,17 +194,17 @@ def kept(goal: Goal) -> bool:
 
 def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
     """The value of every goal by leaf number."""
-    stacks = [record.stack() for record in manifest.stacks]
+    stacks = manifest.arrays
     homes = _Homes(stacks, options)
     values: dict[int, Any] = {}
-    by_row: dict[tuple[int, int], Goal] = {}
+    by_row: dict[tuple[int, int], tuple[int, Goal]] = {}
     for number, goal in goals.items():
         record = manifest.leaves[number]
         if record.value is not None:
             values[number] = _from_text(record, goal)
         else:
-            by_row[manifest.place(record)] = goal
-    steps = plan_read(stacks, [homes.want(goal, *place) for place, goal in by_row.items()], options.host_bytes)
+            by_row[manifest.place(record)] = number, goal
+    steps = plan_read(stacks, [homes.want(goal, *place) for place, (_, goal) in by_row.items()], options.host_bytes)
     leaves = _Leaves(manifest, stacks, by_row, homes, values)
     total = sum(step.n_bytes for step in steps)
     with undisturbed(store, manifest), reporting("restore", total, options.progress) as report:
@@ -232,7 +231,7 @@ class _Leaves:
         self,
         manifest: Manifest,
         stacks: Sequence[Stack],
-        by_row: Mapping[tuple[int, int], Goal],
+        by_row: Mapping[tuple[int, int], tuple[int, Goal]],
         homes: _Homes,
         values: dict[int, Any],
     ) -> None:
@@ -248,19 +247,19 @@ class _Leaves:
         """Rows become arrays of the host, or go to the devices in one batched call."""
         hosts: list[Array] = []
         targets: list[Any] = []
-        pieces: list[tuple[Goal, int]] = []
+        pieces: list[tuple[int, Goal, int]] = []
         for run, found in zip(step.runs, buffers, strict=True):
             for offset, row in enumerate(range(*run.rows)):
-                goal = self._by_row[step.stack, row]
+                leaf, goal = self._by_row[step.stack, row]
                 home = self._homes.of(goal, step.stack)
                 if run.streamed:
                     parts = [part for box in range(len(run.boxes)) for part in self._parts.pop((step.stack, row, box))]
                     dtype = _wanted_dtype(self._stacks[step.stack], goal)
-                    self._finish(goal, step.stack, [_as_dtype(part, dtype) for part in parts])
+                    self._finish(leaf, goal, step.stack, [_as_dtype(part, dtype) for part in parts])
                     continue
                 views = [buffer[offset] for buffer in found]
                 if goal.kind not in ("jax", "key"):
-                    self._values[goal.leaf] = on_host(views[0], goal, self._manifest.leaves[goal.leaf].path)
+                    self._values[leaf] = on_host(views[0], goal, self._manifest.leaves[leaf].path)
                     continue
                 begun = len(hosts)
                 if home.whole:
@@ -270,11 +269,11 @@ class _Leaves:
                     for view, devices in zip(views, home.devices, strict=True):
                         hosts.extend([view] * len(devices))
                         targets.extend(devices)
-                pieces.append((goal, len(hosts) - begun))
+                pieces.append((leaf, goal, len(hosts) - begun))
         placed = jax.device_put(hosts, targets) if hosts else []
         rest = iter(placed)
-        for goal, count in pieces:
-            self._finish(goal, step.stack, list(itertools.islice(rest, count)))
+        for leaf, goal, count in pieces:
+            self._finish(leaf, goal, step.stack, list(itertools.islice(rest, count)))
         return placed
 
     def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
@@ -283,7 +282,7 @@ class _Leaves:
         box = step.runs[run].boxes[number]
         touched: dict[Any, Any] = {}
         for offset, row in enumerate(range(*part[0])):
-            goal = self._by_row[step.stack, row]
+            _, goal = self._by_row[step.stack, row]
             devices = self._homes.of(goal, step.stack).devices[number]
             piece = _cast(data[offset], goal)
             key = (step.stack, row, number)
@@ -301,24 +300,22 @@ class _Leaves:
 
     def empty_leaves(self) -> None:
         """Leaves of no bytes: nothing was read for them."""
-        for (number, _), goal in self._by_row.items():
-            if goal.leaf in self._values:
+        for (number, _), (leaf, goal) in self._by_row.items():
+            if leaf in self._values:
                 continue
             stack = self._stacks[number]
             dtype = _wanted_dtype(stack, goal)
             home = self._homes.of(goal, number)
             if goal.kind not in ("jax", "key"):
-                self._values[goal.leaf] = on_host(
-                    np.empty(stack.shape, dtype), goal, self._manifest.leaves[goal.leaf].path
-                )
+                self._values[leaf] = on_host(np.empty(stack.shape, dtype), goal, self._manifest.leaves[leaf].path)
             elif home.whole:
-                self._finish(goal, number, [jax.device_put(np.empty(stack.shape, dtype), goal.sharding)])  # pyright: ignore
+                self._finish(leaf, goal, number, [jax.device_put(np.empty(stack.shape, dtype), goal.sharding)])  # pyright: ignore
             else:
                 placed = zip(home.boxes, home.devices, strict=True)
                 parts = [jax.device_put(np.empty(extent(box), dtype), d) for box, devices in placed for d in devices]
-                self._finish(goal, number, parts)
+                self._finish(leaf, goal, number, parts)
 
-    def _finish(self, goal: Goal, number: int, parts: list[Any]) -> None:
+    def _finish(self, leaf: int, goal: Goal, number: int, parts: list[Any]) -> None:
         """A leaf of the arrays of this process's devices, or of the one that is it."""
         stack = self._stacks[number]
         sharding: Any = goal.sharding
@@ -329,14 +326,14 @@ class _Leaves:
                 stack.shape, sharding, parts, dtype=_wanted_dtype(stack, goal)
             )
         if goal.kind == "key":
-            record = self._manifest.leaves[goal.leaf]
+            record = self._manifest.leaves[leaf]
             try:
                 array = jax.random.wrap_key_data(array, impl=record.impl)
             except (TypeError, ValueError) as error:
                 raise ManifestError(
                     f"leaf {show(record.path)} cannot be PRNG keys of implementation {record.impl!r}: {error}"
                 ) from error
-        self._values[goal.leaf] = array
+        self._values[leaf] = array
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +32,6 @@ from jaxckpt._layout import (
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._tree import (
-    ABSENT,
     DTYPES,
     Select,
     Structure,
@@ -41,6 +41,7 @@ from jaxckpt._tree import (
     flatten,
     lossless,
     nested,
+    prune,
     renamer,
     selector,
     show,
@@ -72,10 +73,7 @@ class Uncommitted(jax.ShapeDtypeStruct):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What one saved leaf is to become."""
-
-    leaf: int
-    """Its number in the manifest."""
+    """What saved leaves are to become; a `resolve` makes one for all that are to become the same."""
 
     kind: Literal["jax", "key", "numpy", "numpy_scalar", "str", "bytes", "python"]
 
@@ -95,10 +93,23 @@ Build = Callable[[Mapping[int, Any]], Tree]
 """Makes the tree from the leaves' values by leaf number."""
 
 
-def numpy_goal(manifest: Manifest, number: int) -> Goal:
-    """A leaf as it is without devices."""
-    kind = manifest.leaves[number].kind
-    return Goal(number, "numpy" if kind in ("jax", "key") else kind)  # pyright: ignore[reportArgumentType]
+@functools.cache
+def numpy_goal(kind: str) -> Goal:
+    """What a leaf of a kind is without devices."""
+    return Goal("numpy" if kind in ("jax", "key") else kind)  # pyright: ignore[reportArgumentType]
+
+
+def numpy_goals(manifest: Manifest, select: Select | None) -> tuple[dict[int, Goal], Build]:
+    """The saved tree without devices, or what is selected of it."""
+    numbers = _selected(manifest, select)
+    goals = {number: numpy_goal(manifest.leaves[number].kind) for number in numbers}
+    return goals, _builder(manifest.tree, manifest, goals)
+
+
+def _builder(structure: Structure, manifest: Manifest, goals: Mapping[int, Goal]) -> Build:
+    """Makes the tree of the leaves that have a goal."""
+    some = len(goals) < len(manifest.leaves)
+    return functools.partial(unflatten, prune(structure, {number: number for number in goals}) if some else structure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +121,12 @@ class _SavedLeaf:
     spec: Spec
 
 
-def selected_leaves(manifest: Manifest, select: Select | None) -> set[int]:
+def _selected(manifest: Manifest, select: Select | None) -> Sequence[int]:
     """Numbers of the leaves that `select` selects by their saved paths. Raises TreeError if there is none."""
+    if select is None:
+        return range(len(manifest.leaves))
     selected = selector(select)
-    chosen = {number for number, leaf in enumerate(manifest.leaves) if selected(leaf.path)}
+    chosen = [number for number, leaf in enumerate(manifest.leaves) if selected(leaf.path)]
     if not chosen and manifest.leaves:
         raise TreeError(f"select={select!r} matches none of the {len(manifest.leaves)} leaves")
     return chosen
@@ -126,25 +139,24 @@ def resolve(manifest: Manifest, asked: Request, options: Options) -> tuple[dict[
     """
     if asked.specs is not None and asked.mesh is None:
         raise InputError("specs= needs mesh=: the mesh that the specs are of")
-    chosen = selected_leaves(manifest, asked.select)
+    chosen = _selected(manifest, asked.select)
     structure, found = _renamed(manifest, asked.rename)
-    wanted = {path: number for path, number in found.items() if number in chosen}
+    wanted = found
+    if len(chosen) < len(found):
+        among = set(chosen)
+        wanted = {path: number for path, number in found.items() if number in among}
     layouts = _Layouts(manifest, asked, options, wanted)
     if asked.target is None:
         goals = {number: layouts.saved_goal(path, number) for path, number in wanted.items()}
         layouts.raise_problems()
-
-        def build(values: Mapping[int, Any]) -> Tree:
-            return unflatten(structure, [values.get(n, ABSENT) for n in range(len(manifest.leaves))])
-
-        return goals, build
+        return goals, _builder(structure, manifest, goals)
     return _match(manifest, asked, layouts, structure, found, wanted)
 
 
 def _renamed(manifest: Manifest, rename: Rename | None) -> tuple[Structure, dict[str, int]]:
     """The structure as it is wanted, and the wanted path of each leaf."""
     if rename is None:
-        return manifest.tree, {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+        return manifest.tree, manifest.numbers
     renamed = renamer(rename)
     numbers: dict[str, int] = {}
     for number, leaf in enumerate(manifest.leaves):
@@ -170,40 +182,35 @@ def _match(
     selected = selector(asked.select)
     goals: dict[int, Goal] = {}
     missing: list[str] = []
-    makers: list[Callable[[Mapping[int, Any]], Any]] = []
+    parts: list[int | Build] = []
+    """Number of each leaf of the target, or what makes it, or the tree that stands for it."""
     for leaf in leaves:
         number = wanted.get(leaf.path)
         if number is not None:
             goals[number] = layouts.target_goal(leaf.path, number, leaf.value)
-            makers.append(functools.partial(_value_of, number))
+            parts.append(number)
             continue
         below = _below(leaf.path, wanted) if isinstance(leaf.value, Sharding) else []
         if below:
             for path in below:
                 goals[wanted[path]] = layouts.target_goal(path, wanted[path], leaf.value)
-            makers.append(functools.partial(_subtree_of, subtree(structure, leaf.path), len(manifest.leaves)))
+            part = prune(subtree(structure, leaf.path), {wanted[path]: wanted[path] for path in below})
+            parts.append(functools.partial(unflatten, part))
             continue
         kept = leaf.path in found or (asked.select is not None and not selected(leaf.path))
         abstract = isinstance(leaf.value, (jax.ShapeDtypeStruct, Sharding))
         if not kept and (asked.strict or abstract):
             hint = closest(leaf.path, wanted) if len(missing) < 3 else ""  # finding it takes a look at every path
             missing.append(f"{show(leaf.path)} is not in the checkpoint{hint}")
-        makers.append(functools.partial(_constant, leaf.value))
+        parts.append(functools.partial(_constant, leaf.value))
     extra = [path for path, number in wanted.items() if number not in goals] if asked.strict else []
     _raise_mismatch(manifest, missing, extra, layouts)
 
     def build(values: Mapping[int, Any]) -> Tree:
-        return jax.tree_util.tree_unflatten(treedef, [make(values) for make in makers])
+        leaves = [values[part] if isinstance(part, int) else part(values) for part in parts]
+        return jax.tree_util.tree_unflatten(treedef, leaves)
 
     return goals, build
-
-
-def _value_of(number: int, values: Mapping[int, Any]) -> Any:
-    return values[number]
-
-
-def _subtree_of(structure: Structure, count: int, values: Mapping[int, Any]) -> Tree:
-    return unflatten(structure, [values.get(number, ABSENT) for number in range(count)])
 
 
 def _constant(value: Any, values: Mapping[int, Any]) -> Any:
@@ -241,12 +248,12 @@ class _Layouts:
         self._asked = asked
         self._options = options
         self._axes = {} if asked.mesh is None else mesh_axes(asked.mesh)
-        arrays = [
-            (path, self._as_leaf(number))
-            for path, number in wanted.items()
-            if manifest.leaves[number].kind in ("jax", "key")
-        ]
-        self._specs = resolve_specs(asked.specs, arrays)
+        self._specs: dict[str, Spec] = {}
+        if asked.specs is not None:
+            leaves = ((path, number, manifest.leaves[number].kind) for path, number in wanted.items())
+            arrays = [(path, self._as_leaf(number)) for path, number, kind in leaves if kind in ("jax", "key")]
+            self._specs = resolve_specs(asked.specs, arrays)
+        self._goals: dict[Hashable, Goal] = {}
         self._saved: dict[int, Sharding | LayoutError | None] = {}
         self.mismatches: list[str] = []
         self._spec_problems: list[str] = []
@@ -256,8 +263,11 @@ class _Layouts:
 
     def _require_common_axis(self, wanted: Mapping[str, int]) -> None:
         """A mesh that shares no axis name with the saved specs would silently replicate everything."""
+        specs = {number: spec for number in range(len(self._manifest.layouts)) if (spec := self._layout_spec(number))}
         split = {
-            path: spec for path, number in wanted.items() if (spec := self._saved_spec(self._manifest.leaves[number]))
+            path: specs[layout]
+            for path, number in wanted.items()
+            if (layout := self._manifest.leaves[number].layout) in specs
         }
         named = {axis for spec in split.values() for entry in spec for axis in entry}
         if named and not named & set(self._axes):
@@ -272,7 +282,10 @@ class _Layouts:
         return _SavedLeaf(self._shape(record), self._dtype(record), self._saved_spec(record))
 
     def _saved_spec(self, record: LeafRecord) -> Spec:
-        return self._manifest.leaf_layout(record)[1]
+        return () if record.layout is None else self._layout_spec(record.layout)
+
+    def _layout_spec(self, number: int) -> Spec:
+        return tuple(tuple(axes) for axes in self._manifest.layouts[number].spec)
 
     def _shape(self, record: LeafRecord) -> tuple[int, ...]:
         """The shape as the user knows it: of the keys, not of their raw data."""
@@ -292,21 +305,40 @@ class _Layouts:
         """The leaf as it was saved."""
         record = self._manifest.leaves[number]
         if record.value is not None:
-            return Goal(number, "python")
+            return Goal("python")
+        form = (record.kind, record.stack, record.layout, self._specs.get(path))
+        return self._goals.get(form) or self._noted(form, self._saved_goal(path, record))
+
+    def _saved_goal(self, path: str, record: LeafRecord) -> Goal:
+        if record.value is not None:
+            return Goal("python")
         if record.kind not in ("jax", "key"):
-            return numpy_goal(self._manifest, number)
+            return numpy_goal(record.kind)
         self._check_x64(path, self._dtype(record))
-        return Goal(number, record.kind, None, self._sharding(path, number, None))  # pyright: ignore[reportArgumentType]
+        return Goal(record.kind, None, self._sharding(path, record, None))  # pyright: ignore[reportArgumentType]
 
     def target_goal(self, path: str, number: int, wanted: Any) -> Goal:
         """The leaf as a target leaf, or a sharding for it, asks."""
         record = self._manifest.leaves[number]
+        tell = _attributes(type(wanted))
+        if tell is None or record.value is not None:
+            return self._target_goal(path, record, wanted)
+        form = (record.kind, record.stack, record.layout, self._specs.get(path), type(wanted), tell(wanted))
+        return self._goals.get(form) or self._noted(form, self._target_goal(path, record, wanted))
+
+    def _noted(self, form: Hashable, goal: Goal) -> Goal:
+        """Remember the goal of a form of leaf; while there are problems not, so that each leaf tells its own."""
+        if not (self.mismatches or self._spec_problems or self._unavailable):
+            self._goals[form] = goal
+        return goal
+
+    def _target_goal(self, path: str, record: LeafRecord, wanted: Any) -> Goal:
         if isinstance(wanted, Sharding):
             if record.value is not None or record.kind in ("str", "bytes"):
-                return self.saved_goal(path, number)
+                return self._saved_goal(path, record)
             self._check_x64(path, self._dtype(record))
             kind = "key" if record.kind == "key" else "jax"
-            return Goal(number, kind, None, self._sharding(path, number, wanted))
+            return Goal(kind, None, self._sharding(path, record, wanted))
         if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct)):
             # What is not committed asks for no device of its own.
             uncommitted = isinstance(wanted, Uncommitted) or (isinstance(wanted, jax.Array) and not wanted.committed)
@@ -315,36 +347,35 @@ class _Layouts:
             self._check_x64(path, dtype)
             given = None if uncommitted else wanted.sharding
             here = uncommitted and self._asked.mesh is None
-            sharding = None if here else self._sharding(path, number, given)
-            return Goal(number, kind, dtype, sharding)
+            sharding = None if here else self._sharding(path, record, given)
+            return Goal(kind, dtype, sharding)
         if isinstance(wanted, (np.ndarray, np.generic)):
             dtype = self._check_array(path, record, wanted)
-            return Goal(number, "numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", dtype)
+            return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", dtype)
         if type(wanted) in (bool, int, float, complex, str, bytes):
-            return self._python_goal(path, number, type(wanted))
+            return self._python_goal(path, record, type(wanted))
         self.mismatches.append(
             f"{show(path)} is a {type(wanted).__qualname__} in the target, which is no leaf to restore"
         )
-        return Goal(number, "python")
+        return Goal("python")
 
-    def _python_goal(self, path: str, number: int, kind: type) -> Goal:
-        record = self._manifest.leaves[number]
+    def _python_goal(self, path: str, record: LeafRecord, kind: type) -> Goal:
         saved = record.kind if record.value is not None or record.kind in ("str", "bytes") else None
         if saved == kind.__name__:
-            return Goal(number, "python" if record.value is not None else kind.__name__)  # pyright: ignore[reportArgumentType]
+            return Goal("python" if record.value is not None else kind.__name__)  # pyright: ignore[reportArgumentType]
         rank = ["bool", "int", "float", "complex"]
         if kind.__name__ in rank and saved in rank and rank.index(saved) < rank.index(kind.__name__):
             value: Any = decode_value(saved, record.value or "")
             with contextlib.suppress(OverflowError):
                 if kind(value) == value or value != value:
-                    return Goal(number, "python", kind)
+                    return Goal("python", kind)
         if kind.__name__ in rank and saved is None and record.kind != "key" and self._shape(record) == ():
             dtype = self._dtype(record)
             if lossless(dtype, np.dtype(kind)):
-                return Goal(number, "python", kind)
+                return Goal("python", kind)
         shape = f"{self._dtype(record)}{list(self._shape(record))}" if saved is None else saved
         self.mismatches.append(f"{show(path)} is {shape} in the checkpoint, {kind.__name__} in the target")
-        return Goal(number, "python")
+        return Goal("python")
 
     def _check_array(self, path: str, record: LeafRecord, wanted: Any) -> Any:
         """The dtype to convert to, if it is another; notes a mismatch of shape or dtype."""
@@ -399,9 +430,8 @@ class _Layouts:
                 " cast: set jax_enable_x64, or ask for the smaller dtype in a target"
             )
 
-    def _sharding(self, path: str, number: int, given: Sharding | None) -> Sharding | PlannedSharding | None:
+    def _sharding(self, path: str, record: LeafRecord, given: Sharding | None) -> Sharding | PlannedSharding | None:
         """Where the leaf goes: as given, else by mesh= and specs=, else as saved."""
-        record = self._manifest.leaves[number]
         shape = self._shape(record)
         if given is not None:
             return self._checked(path, given, shape)
@@ -468,6 +498,20 @@ class _Layouts:
                 f"{len(self.mismatches)} leaves cannot be restored as saved:\n{listing(self.mismatches)}",
                 self.mismatches,
             )
+
+
+@functools.cache
+def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
+    """What the goal of a saved array depends on in a leaf of a target, by the leaf's type; None where it is no leaf."""
+    if issubclass(kind, Sharding):
+        return lambda wanted: wanted
+    if issubclass(kind, jax.ShapeDtypeStruct):
+        return operator.attrgetter("shape", "dtype", "sharding")
+    if issubclass(kind, jax.Array):
+        return operator.attrgetter("shape", "dtype", "sharding", "committed")
+    if issubclass(kind, (np.ndarray, np.generic)):
+        return operator.attrgetter("shape", "dtype")
+    return None
 
 
 @functools.cache

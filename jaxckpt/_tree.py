@@ -11,18 +11,17 @@ import collections
 import difflib
 import fnmatch
 import functools
-import itertools
 import keyword
 import math
 import re
 import struct
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxckpt._errors import TreeError, listing
@@ -36,14 +35,28 @@ INLINE_BYTES = 4096
 Tree = Any
 """A pytree: whatever JAX flattens."""
 
-Structure = Any
-"""A tree's structure as JSON: a leaf's number, null for None, or {"type": …, "keys": […], "children": […]}."""
-
 Key = str | int | float | bool | bytes | tuple["Key", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Container(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A container of a tree as it is recorded."""
+
+    type: Literal["list", "tuple", "dict", "ordered_dict", "namedtuple", "custom"]
+
+    name: str | None = None
+    """Of the class of a "namedtuple" or "custom"."""
+
+    keys: tuple[str | int | dict[str, Any], ...] | None = None
+    """One for each child but of a "list" or "tuple": str and int as they are, others tagged with their type."""
+
+    children: tuple[int | Container | None, ...]
+
+
+Structure = int | Container | None
+"""A tree's structure: a leaf's number, None for an empty place, or a container."""
+
+
+class Leaf(NamedTuple):
     """A value of the tree and where it stands."""
 
     path: str
@@ -56,10 +69,6 @@ class Leaf:
 def component(key: object) -> str:
     """A key as one component of a path."""
     return str(key).replace("~", "~0").replace("/", "~1") or "~2"
-
-
-def join(parent: str, key: object, *, root: bool) -> str:
-    return component(key) if root else f"{parent}/{component(key)}"
 
 
 def show(path: str) -> str:
@@ -83,45 +92,64 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     """
     leaves: list[Leaf] = []
     structure = _flatten(tree, "", True, 0, leaves)
-    paths = collections.Counter(leaf.path for leaf in leaves)
-    twice = [path for path, count in paths.items() if count > 1]
-    if twice:
+    if len({leaf.path for leaf in leaves}) != len(leaves):
+        paths = collections.Counter(leaf.path for leaf in leaves)
+        twice = [path for path, count in paths.items() if count > 1]
         raise TreeError(f"several leaves share a path; rename a key:\n{listing(map(show, twice))}")
     return leaves, structure
 
 
 def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
-    if depth > MAX_DEPTH:
-        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
     if node is None:
         return None
-    children = _children(node, path)
-    if children is None:
+    found = _children(node, path)
+    if found is None:
         leaves.append(Leaf(path, node))
         return len(leaves) - 1
-    record = _container(node, children, path)
-    record["children"] = [
-        _flatten(child, join(path, key, root=root), False, depth + 1, leaves) for key, child in children
-    ]
-    return record
+    if depth >= MAX_DEPTH:
+        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
+    keys, below = found
+    head = "" if root else f"{path}/"
+    children: list[Structure] = []
+    for part, child in zip(_components(keys), below, strict=True):
+        if type(child) in _LEAF_TYPES:  # most are, and a call for each is spared
+            children.append(len(leaves))
+            leaves.append(Leaf(head + part, child))
+        else:
+            children.append(_flatten(child, head + part, False, depth + 1, leaves))
+    return _container(node, keys, tuple(children))
 
+
+_LEAVES = (
+    jax.Array,
+    np.ndarray,
+    np.generic,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    jax.ShapeDtypeStruct,
+    jax.sharding.Sharding,
+)
 
 _LEAF_TYPES = set[type]()
 """Types known to be leaves: asking jax.Array takes a Python call for each leaf."""
 
 
-def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
-    """One level of the tree in JAX's own order; None for a leaf."""
+def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | None:
+    """Keys and children of one level of the tree in JAX's own order; None for a leaf."""
     kind = type(cast("object", node))
     if kind in _LEAF_TYPES:
         return None
-    if isinstance(node, (jax.Array, np.ndarray, np.generic, int, float, complex, str, bytes)):
+    if kind is dict and {*map(type, node)} <= {str} and _is_utf8("".join(node)):
+        keys = sorted(node)
+        return keys, [node[key] for key in keys]
+    if kind is list:
+        return range(len(node)), node
+    if isinstance(node, _LEAVES):
         _LEAF_TYPES.add(kind)
         return None
-    if kind is list:
-        return list(enumerate(cast("list[Tree]", node)))
-    if kind is dict and all(type(key) is str for key in node):
-        return [(_checked_key(key, path), node[key]) for key in sorted(node)]
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     except ValueError as error:
@@ -130,7 +158,7 @@ def _children(node: Tree, path: str) -> list[tuple[Key, Tree]] | None:
         ) from error
     if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
         return None
-    return [(plain_key(entry[0], path), child) for entry, child in level]
+    return [plain_key(entry[0], path) for entry, _ in level], [child for _, child in level]
 
 
 def plain_key(entry: Any, path: str) -> Key:
@@ -147,12 +175,12 @@ def _checked_key(key: object, path: str) -> Key:
     if isinstance(key, np.generic):
         key = key.item()
     match key:
-        case float() | bytes():
+        case float() | bytes() | bool():
             return key
         case int() if abs(key) < 1 << 63:
-            return key
+            return int(key)  # an enumeration's member by its value: its name would not come back
         case str() if _is_utf8(key):
-            return key
+            return str.__str__(key)
         case _:
             pass
     raise TreeError(
@@ -161,21 +189,20 @@ def _checked_key(key: object, path: str) -> Key:
     )
 
 
-def _container(node: Tree, children: list[tuple[Key, Tree]], path: str) -> dict[str, Any]:
-    """The record of a container, but for its children."""
+def _container(node: Tree, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
     kind = type(cast("object", node))
     if kind is list:
-        return {"type": "list"}
+        return Container(type="list", children=children)
     if kind is tuple:
-        return {"type": "tuple"}
-    keys = [_encode_key(key) for key, _ in children]
+        return Container(type="tuple", children=children)
+    encoded = cast("tuple[str, ...]", tuple(keys)) if _are_texts(keys) else tuple(map(_encode_key, keys))
     if kind is dict:
-        return {"type": "dict", "keys": keys}
+        return Container(type="dict", keys=encoded, children=children)
     if kind is collections.OrderedDict:
-        return {"type": "ordered_dict", "keys": keys}
+        return Container(type="ordered_dict", keys=encoded, children=children)
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
-        return {"type": "namedtuple", "name": kind.__name__, "keys": list(cast("Any", kind)._fields)}
-    return {"type": "custom", "name": f"{kind.__module__}.{kind.__qualname__}", "keys": keys}
+        return Container(type="namedtuple", name=kind.__name__, keys=cast("Any", kind)._fields, children=children)
+    return Container(type="custom", name=f"{kind.__module__}.{kind.__qualname__}", keys=encoded, children=children)
 
 
 def _encode_key(key: Key) -> Any:
@@ -214,84 +241,98 @@ def _decode_key(record: Any) -> Key:
 
 # Structure: checking, walking, rebuilding -----------------------------------------------------------------
 
-_CONTAINERS = ("list", "tuple", "dict", "ordered_dict", "namedtuple", "custom")
 
+def paths_of(structure: Structure, most_characters: int) -> tuple[list[str], list[int]]:
+    """Path and number of every leaf in order.
 
-def walk(structure: Structure) -> Iterator[tuple[str, int]]:
-    """(path, leaf number) of every leaf in order. Raises ValueError where the structure is malformed.
-
-    A path is put together only at its leaf: long keys above many empty containers cost nothing.
+    Raises ValueError where the structure is malformed, or where all that stands in paths before their last "/" has more
+    than `most_characters`: of a long key above many leaves, paths could be made that no memory holds.
     """
     if structure is None:
-        return
-    if _is_number(structure):
-        yield "", structure
-        return
-    levels = [_named(structure)]
-    heads: list[str] = []
-    while levels:
-        for part, child in levels[-1]:
-            if len(levels) > MAX_DEPTH:
-                raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
-            heads[len(levels) - 1 :] = [part]
-            if _is_number(child):
-                yield "/".join(heads), child
+        return [], []
+    if isinstance(structure, int):
+        return [""], [structure]
+    paths: list[str] = []
+    numbers: list[int] = []
+    known: dict[tuple[Any, ...], Sequence[str]] = {}  # most containers of a model have keys like others'
+
+    def below(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
+        nonlocal most_characters
+        if len(heads) >= MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
+        children = node.children
+        # Texts alone: Python's hashes of numbers are no secret, and a dict of equal ones is slow.
+        form = (node.keys, node.type, node.name, len(children)) if _are_texts(node.keys or ()) else None
+        parts = known.get(form) if form else None
+        if parts is None:
+            parts = _components(keys_of(node))
+            if form:
+                known[form] = parts
+        leaves = [child for child in children if type(child) is int]
+        head = ""
+        if leaves:  # only then it is put together: long keys above no leaf cost nothing
+            most_characters -= n_characters * len(leaves)
+            if most_characters < 0:
+                raise ValueError("its paths are not those of the leaves")
+            head = "/".join((*heads, ""))
+        if len(leaves) == len(children):
+            paths.extend(map(head.__add__, parts))
+            numbers.extend(leaves)
+            return
+        for part, child in zip(parts, children, strict=True):
+            if isinstance(child, Container):
+                below(child, (*heads, part), n_characters + len(part) + 1)
             elif child is not None:
-                levels.append(_named(child))
-                break
-        else:
-            levels.pop()
+                paths.append(head + part)
+                numbers.append(child)
+
+    below(structure, (), 0)
+    return paths, numbers
 
 
-def _is_number(node: Structure) -> bool:
-    return isinstance(node, int) and not isinstance(node, bool)
+def _are_texts(keys: Iterable[Any]) -> bool:
+    try:
+        "".join(keys)  # the quickest way to ask
+    except TypeError:
+        return False
+    return True
 
 
-def _named(node: Structure) -> Iterator[tuple[str, Structure]]:
-    """The children of a container's record, each with its component of the path."""
-    keys, children = _parts(node)
-    return zip(map(component, keys), children, strict=True)
+def _components(keys: Sequence[Key]) -> Sequence[str]:
+    """Each key as `component` writes it: as it is where there is nothing to escape."""
+    if _are_texts(keys):
+        texts = cast("Sequence[str]", keys)
+        together = "".join(texts)
+        if "~" not in together and "/" not in together and "" not in texts:
+            return texts
+    return list(map(component, keys))
 
 
-def _parts(node: Structure) -> tuple[Sequence[Key], Sequence[Structure]]:
-    """Keys and children of a container's record, checked."""
+def keys_of(node: Container) -> Sequence[Key]:
+    """Keys of a container's children. Raises ValueError where its record is malformed."""
+    count = len(node.children)
     match node:
-        case {"type": "list" | "tuple", "children": list(children), **rest} if not rest:
-            children = cast("list[Structure]", children)
-            return range(len(children)), children
-        case {
-            "type": "namedtuple",
-            "name": str(name),
-            "keys": list(keys),
-            "children": list(children),
-            **rest,
-        }:
-            fields = cast("list[object]", keys)
-            named = [name, *fields]
-            names_ok = all(isinstance(field, str) and field.isidentifier() for field in named)
-            if (
-                not rest
-                and names_ok
-                and not keyword.iskeyword(name)
-                and _are_fields(cast("list[str]", fields))
-                and len(fields) == len(cast("list[Any]", children))
-            ):
-                return cast("list[str]", fields), cast("list[Structure]", children)
-        case {
-            "type": "dict" | "ordered_dict" | "custom",
-            "keys": list(keys),
-            "children": list(children),
-            **rest,
-        }:
-            decoded = [_decode_key(key) for key in cast("list[Any]", keys)]
-            children = cast("list[Structure]", children)
-            named = isinstance(node.get("name"), str) if node["type"] == "custom" else True
-            others = {"name"} if node["type"] == "custom" else set[str]()
-            if set(rest) == others and named and len(decoded) == len(children) and _are_distinct(decoded):
-                return decoded, children
+        case Container(type="list" | "tuple", name=None, keys=None):
+            return range(count)
+        case Container(type="namedtuple", name=str(name), keys=tuple(fields)) if len(fields) == count:
+            names = cast("tuple[str, ...]", fields)
+            are_names = _are_texts(fields) and all(text.isidentifier() for text in (name, *names))
+            if are_names and not keyword.iskeyword(name) and _are_fields(names):
+                return names
+        case (
+            Container(type="dict" | "ordered_dict", name=None, keys=tuple(keys))
+            | Container(type="custom", name=str(), keys=tuple(keys))
+        ) if len(keys) == count:
+            decoded = _decoded(keys)
+            if _are_distinct(decoded):
+                return decoded
         case _:
             pass
-    raise ValueError(f"{str(node)[:200]} is no container record of type {', '.join(_CONTAINERS)}")
+    raise ValueError(f"{str(node)[:200]} is no record of a container")
+
+
+def _decoded(keys: tuple[Any, ...]) -> Sequence[Key]:
+    return cast("Sequence[str]", keys) if _are_texts(keys) else [_decode_key(key) for key in keys]
 
 
 def _are_fields(names: Sequence[str]) -> bool:
@@ -310,26 +351,18 @@ def _are_distinct(keys: Sequence[Key]) -> bool:
     Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
     hours to build.
     """
-    if not all(type(key) is str for key in keys):
+    if not _are_texts(keys):
         hashes = collections.Counter(map(hash, keys))
         if max(hashes.values(), default=0) > _MOST_COLLISIONS:
             return False
     return len(set(keys)) == len(keys)
 
 
-ABSENT = object()
-"""Stands for a leaf that was not selected."""
-
-
 def structure_of(tree: Tree) -> Structure:
     """Nested dicts with leaf numbers for leaves, as `nested` makes them, as a structure."""
     if isinstance(tree, dict):
         made = cast("dict[str, Tree]", tree)
-        return {
-            "type": "dict",
-            "keys": list(made),
-            "children": [structure_of(child) for child in made.values()],
-        }
+        return Container(type="dict", keys=tuple(made), children=tuple(map(structure_of, made.values())))
     return tree
 
 
@@ -338,66 +371,66 @@ def subtree(structure: Structure, path: str) -> Structure:
     if not path:
         return structure
     for part in path.split("/"):
-        if structure is None or isinstance(structure, int):
+        if not isinstance(structure, Container):
             raise KeyError(path)
-        keys, children = _parts(structure)
-        structure = dict(zip(map(component, keys), children, strict=True))[part]
+        structure = dict(zip(map(component, keys_of(structure)), structure.children, strict=True))[part]
     return structure
 
 
-def unflatten(structure: Structure, values: Sequence[Any]) -> Tree:
-    """The tree with `values` for its leaves, containers as they were saved.
+def unflatten(structure: Structure, values: Mapping[int, Any] | Sequence[Any]) -> Tree:
+    """The tree with `values`, by number, for its leaves, containers as they were saved.
 
-    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. An ABSENT value
-    leaves its dict without the key, and a list or tuple with None in its place; containers left empty by that vanish.
+    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. Where leaves have
+    no value, `prune` first.
     """
-    tree = _unflatten(structure, values)
-    return None if tree is ABSENT else tree
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return values[structure]
+    children = [
+        values[child] if type(child) is int else None if child is None else unflatten(child, values)
+        for child in structure.children
+    ]
+    match structure.type:
+        case "dict" | "custom":
+            return dict(zip(_decoded(structure.keys or ()), children, strict=True))
+        case "list":
+            return children
+        case "tuple":
+            return tuple(children)
+        case "ordered_dict":
+            return collections.OrderedDict(zip(_decoded(structure.keys or ()), children, strict=True))
+        case "namedtuple":
+            return _namedtuple(structure.name, structure.keys)(*children)
 
 
-def _unflatten(node: Structure, values: Sequence[Any]) -> Tree:
+_ABSENT: Any = object()
+
+
+def prune(structure: Structure, numbers: Mapping[int, int]) -> Structure:
+    """The structure with those leaves alone that `numbers` has, and with the numbers that it gives them.
+
+    The others leave their dict without the key, and a list or tuple with None in their place; containers left empty by
+    that vanish.
+    """
+    pruned = _prune(structure, numbers)
+    return None if pruned is _ABSENT else pruned
+
+
+def _prune(node: Structure, numbers: Mapping[int, int]) -> Any:
     if node is None:
         return None
     if isinstance(node, int):
-        return values[node]
-    keys, records = _parts(node)
-    children = [_unflatten(record, values) for record in records]
-    if children and all(child is ABSENT for child in children):
-        return ABSENT
-    kind = node["type"]
-    if kind in ("dict", "ordered_dict", "custom"):
-        made = collections.OrderedDict[Any, Any]() if kind == "ordered_dict" else dict[Any, Any]()
-        made.update((key, child) for key, child in zip(keys, children, strict=True) if child is not ABSENT)
-        return made
-    children = [None if child is ABSENT else child for child in children]
-    if kind == "list":
-        return children
-    if kind == "tuple":
-        return tuple(children)
-    return _namedtuple(node["name"], tuple(cast("Sequence[str]", keys)))(*children)
-
-
-def prune(structure: Structure, keep: Callable[[int], bool]) -> Structure:
-    """The structure without the leaves that `keep` does not keep, the others numbered anew, in order.
-
-    Containers lose them as `unflatten` tells of ABSENT values.
-    """
-    pruned = _prune(structure, keep, itertools.count())
-    return None if pruned is ABSENT else pruned
-
-
-def _prune(node: Structure, keep: Callable[[int], bool], numbers: Iterator[int]) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, int):
-        return next(numbers) if keep(node) else ABSENT
-    children = [_prune(child, keep, numbers) for child in node["children"]]
-    if children and all(child is ABSENT for child in children):
-        return ABSENT
-    if node["type"] in ("dict", "ordered_dict", "custom"):
-        kept = [(key, child) for key, child in zip(node["keys"], children, strict=True) if child is not ABSENT]
-        return {**node, "keys": [key for key, _ in kept], "children": [child for _, child in kept]}
-    return {**node, "children": [None if child is ABSENT else child for child in children]}
+        return numbers.get(node, _ABSENT)
+    children = [_prune(child, numbers) for child in node.children]
+    if children and all(child is _ABSENT for child in children):
+        return _ABSENT
+    if node.type in ("dict", "ordered_dict", "custom"):
+        pairs = zip(node.keys or (), children, strict=True)
+        kept = [(key, child) for key, child in pairs if child is not _ABSENT]
+        keys, below = tuple(key for key, _ in kept), tuple(child for _, child in kept)
+        return msgspec.structs.replace(node, keys=keys, children=below)
+    return msgspec.structs.replace(node, children=tuple(None if child is _ABSENT else child for child in children))
 
 
 @functools.lru_cache(maxsize=1024)

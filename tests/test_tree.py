@@ -7,12 +7,14 @@ import json
 import math
 import re
 import struct
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
@@ -22,6 +24,12 @@ from hypothesis import strategies as st
 
 from jaxckpt import TreeError, _tree
 
+to_json = msgspec.json.encode
+
+
+def from_json(text: bytes | str) -> _tree.Structure:
+    return msgspec.json.decode(text, type=_tree.Structure)
+
 
 class Mark:
     """A leaf that is equal to nothing but itself."""
@@ -30,13 +38,14 @@ class Mark:
 @given(st.recursive(st.one_of(st.builds(Mark), st.none()), strategies.containers, max_leaves=15))
 def test_a_tree_comes_back_from_json_with_every_leaf_in_its_place(tree: Any) -> None:
     leaves, structure = _tree.flatten(tree)
-    back = _tree.unflatten(json.loads(json.dumps(structure)), [leaf.value for leaf in leaves])
+    back = _tree.unflatten(from_json(to_json(structure)), [leaf.value for leaf in leaves])
     assert strategies.shape_of(back) == strategies.shape_of(tree)
     in_order = jax.tree.leaves(tree)
     assert all(one is other for one, other in zip(jax.tree.leaves(back), in_order, strict=True))
     assert all(leaf.value is other for leaf, other in zip(leaves, in_order, strict=True)), "leaves are in JAX's order"
     assert len({leaf.path for leaf in leaves}) == len(leaves)
-    assert list(_tree.walk(structure)) == [(leaf.path, number) for number, leaf in enumerate(leaves)]
+    paths = [leaf.path for leaf in leaves]
+    assert _tree.paths_of(structure, sum(map(len, paths))) == (paths, list(range(len(leaves))))
 
 
 @given(st.recursive(st.builds(Mark), strategies.containers, max_leaves=15))
@@ -78,7 +87,7 @@ keys = st.recursive(
 @given(keys)
 def test_a_key_of_any_type_comes_back_as_it_was(key: Any) -> None:
     (leaf,), structure = _tree.flatten({key: Mark()})
-    (back,) = _tree.unflatten(json.loads(json.dumps(structure)), [leaf.value])
+    (back,) = _tree.unflatten(from_json(to_json(structure)), [leaf.value])
     assert typed(back) == typed(key)
 
 
@@ -114,11 +123,22 @@ def test_nothing_is_too_shallow_and_only_the_absurd_too_deep() -> None:
         return tree
 
     _, structure = _tree.flatten(nest(_tree.MAX_DEPTH))
-    assert len(list(_tree.walk(structure))) == 1
+    assert _tree.paths_of(structure, 2 * _tree.MAX_DEPTH - 1) == (["/".join("0" * _tree.MAX_DEPTH)], [0])
     with pytest.raises(TreeError, match="nested deeper than 200"):
         _tree.flatten(nest(_tree.MAX_DEPTH + 1))
     with pytest.raises(ValueError, match="nested deeper than 200"):
-        list(_tree.walk({"type": "list", "children": [structure]}))
+        _tree.paths_of(_tree.Container(type="list", children=(structure,)), 1000)
+
+
+def test_paths_longer_than_told_are_not_put_together() -> None:
+    """A megabyte of key above a million leaves: a terabyte of paths."""
+    leaves = _tree.Container(type="list", children=tuple(range(1_000_000)))
+    structure = _tree.Container(type="dict", keys=("k" * (1 << 20),), children=(leaves,))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="paths are not those of the leaves"):
+        _tree.paths_of(structure, 1 << 26)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    tracemalloc.stop()
 
 
 # Containers -----------------------------------------------------------------------------------------------
@@ -187,8 +207,8 @@ jax.tree_util.register_pytree_node(Keyless, lambda node: (node.children, None), 
 )
 def test_a_registered_node_comes_back_as_a_dict_of_its_keys(tree: Any, expected: Any) -> None:
     leaves, structure = _tree.flatten({"node": tree})
-    assert structure["children"][0]["type"] == "custom"
-    assert _tree.unflatten(json.loads(json.dumps(structure)), [leaf.value for leaf in leaves]) == {"node": expected}
+    assert structure.children[0].type == "custom"
+    assert _tree.unflatten(from_json(to_json(structure)), [leaf.value for leaf in leaves]) == {"node": expected}
 
 
 def test_an_ordered_dict_keeps_its_order_and_a_dict_is_sorted_as_jax_sorts_it() -> None:
@@ -204,7 +224,7 @@ def test_an_ordered_dict_keeps_its_order_and_a_dict_is_sorted_as_jax_sorts_it() 
 def test_empty_containers_stay(tree: Any) -> None:
     leaves, structure = _tree.flatten(tree)
     assert leaves == []
-    back = _tree.unflatten(json.loads(json.dumps(structure)), [])
+    back = _tree.unflatten(from_json(to_json(structure)), [])
     assert back == tree
     assert type(back) is type(tree)
 
@@ -212,9 +232,13 @@ def test_empty_containers_stay(tree: Any) -> None:
 def test_unselected_leaves_leave_no_trace_in_dicts_and_none_in_sequences() -> None:
     tree = {"a": {"x": 1, "y": 2}, "b": [3, 4], "c": {"z": 5}, "empty": {}, "none": None}
     leaves, structure = _tree.flatten(tree)
-    values = [leaf.value if leaf.value in (2, 4) else _tree.ABSENT for leaf in leaves]
-    assert _tree.unflatten(structure, values) == {"a": {"y": 2}, "b": [None, 4], "empty": {}, "none": None}
-    assert _tree.unflatten([0][0], [_tree.ABSENT]) is None
+    kept = {number: number for number, leaf in enumerate(leaves) if leaf.value in (2, 4)}
+    values = {number: leaves[number].value for number in kept}
+    pruned = _tree.prune(structure, kept)
+    assert _tree.unflatten(pruned, values) == {"a": {"y": 2}, "b": [None, 4], "empty": {}, "none": None}
+    anew = _tree.prune(structure, {1: 0, 3: 1})
+    assert _tree.unflatten(anew, [2, 4]) == {"a": {"y": 2}, "b": [None, 4], "empty": {}, "none": None}
+    assert _tree.prune(0, {}) is None
 
 
 # Hostile structures ---------------------------------------------------------------------------------------
@@ -263,8 +287,10 @@ HOSTILE = [
 
 @pytest.mark.parametrize("structure", HOSTILE, ids=str)
 def test_a_malformed_structure_is_a_value_error(structure: Any) -> None:
-    with pytest.raises(ValueError, match=r"is no (container record|key)|float|base64|Invalid|decod"):
-        list(_tree.walk({"type": "list", "children": [2, structure]}))
+    with pytest.raises(
+        ValueError, match=r"is no (record of a container|key)|float|base64|Invalid|decod|Expected|Object"
+    ):
+        _tree.paths_of(from_json(json.dumps({"type": "list", "children": [2, structure]})), 1000)
 
 
 json_values = st.recursive(
@@ -285,13 +311,13 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_whatever_json_is_walked_it_is_a_tree_or_a_value_error(structure: Any) -> None:
+def test_whatever_json_is_walked_it_is_a_tree_or_a_value_error(record: Any) -> None:
     try:
-        found = list(_tree.walk(structure))
+        structure = from_json(json.dumps(record))
+        _, numbers = _tree.paths_of(structure, 1000)
     except ValueError:
         return
     values = [Mark() for _ in range(4)]
-    numbers = [number for _, number in found]
     if all(0 <= number < 4 for number in numbers):
         back = _tree.unflatten(structure, values)
         assert {id(leaf) for leaf in jax.tree.leaves(back)} == {id(values[number]) for number in numbers}
