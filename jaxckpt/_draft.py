@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,21 +14,20 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxckpt._errors import InputError, LayoutError, SpecError, TreeError, listing
-from jaxckpt._grid import Box, Layout, Spec, layout_of, spec_of
+from jaxckpt._grid import Layout, Spec, both, spec_of
 from jaxckpt._layout import (
     LayoutTable,
     Specs,
     by_axis_name,
-    covers,
     fit_spec,
     mesh_axes,
     partition_spec,
-    placement,
+    process_layout,
     resolve_specs,
 )
 from jaxckpt._manifest import LeafRecord
 from jaxckpt._options import Options
-from jaxckpt._plan import ArrayLeaf
+from jaxckpt._save_plan import ArrayLeaf, SavePlan
 from jaxckpt._store import Array
 from jaxckpt._tree import (
     DTYPES,
@@ -57,6 +56,8 @@ class Draft:
     arrays: list[ArrayLeaf] = field(default_factory=list[ArrayLeaf])
     values: dict[int, Value] = field(default_factory=dict[int, Value])
     table: LayoutTable = field(default_factory=LayoutTable)
+    plans: list[tuple[Any, SavePlan]] = field(default_factory=list[tuple[Any, SavePlan]], repr=False)
+    """What the last plan was made for, and that plan; shared by the drafts of trees that are alike."""
 
 
 _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
@@ -259,29 +260,18 @@ def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ..
 
     `own` is None for an uncommitted leaf: every process has the whole of it.
     """
-    layout = layout_of(((box, process) for _, process, box in placement(stored, shape)), shape)
+    layout = process_layout(stored, shape)
     if own is None or stored == own:
         return layout, False
-    held: dict[int, set[Box]] = {}
-    for _, process, box in placement(own, shape):
-        held.setdefault(process, set()).add(box)
-    # A holder of the storage layout can write a cell only if the boxes on its own devices make it up.
-    able = [
-        tuple(process for process in holders if covers(held.get(process, ()), cell))
-        for cell, holders in zip(_cells(layout, shape), layout.holders, strict=True)
-    ]
-    if all(able):
-        return Layout(layout.grid, tuple(able)), False
-    if not isinstance(own, NamedSharding) or set(held) != set(range(jax.process_count())):
+    held = process_layout(own, shape)
+    # A holder of the storage layout can write a cell only if the pieces on its own devices make it up.
+    able = both(layout, held)
+    if able is not None:
+        return able, False
+    if not isinstance(own, NamedSharding) or held.processes != frozenset(range(jax.process_count())):
         raise LayoutError(
-            f"leaf {show(path)} lies on the devices of processes {sorted(held)} alone, and specs= would have"
-            f" processes {sorted({p for holders in layout.holders for p in holders})} write it; leave it out of the"
-            " storage mesh, or lay it on all processes first"
+            f"leaf {show(path)} lies on the devices of processes {sorted(held.processes)} alone, and specs= would have"
+            f" processes {sorted(layout.processes)} write it; leave it out of the storage mesh, or lay it on all"
+            " processes first"
         )
     return layout, True
-
-
-def _cells(layout: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
-    sides = tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
-    for index in np.ndindex(*layout.grid):
-        yield tuple((i * side, (i + 1) * side) for i, side in zip(index, sides, strict=True))

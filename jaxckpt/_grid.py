@@ -9,8 +9,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxckpt._errors import SpecError
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, int], ...]
 """A rectangular index region: (start, stop) of each dimension, start inclusive, stop exclusive."""
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 Spec = tuple[tuple[str, ...], ...]
 """A PartitionSpec as plain data: for each leading dimension, the mesh axes that split it."""
@@ -117,18 +121,22 @@ def spec_boxes(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Ite
 
     The same boxes as `NamedSharding(mesh, spec).devices_indices_map(shape)`, for a mesh that need not exist here.
     """
-    names = tuple(axes)
     for position in itertools.product(*(range(size) for size in axes.values())):
-        at = dict(zip(names, position, strict=True))
-        box: list[tuple[int, int]] = []
-        for dim, length in enumerate(shape):
-            index, parts = 0, 1
-            for axis in spec[dim] if dim < len(spec) else ():
-                index = index * axes[axis] + at[axis]
-                parts *= axes[axis]
-            piece = length // parts
-            box.append((index * piece, (index + 1) * piece))
-        yield tuple(box)
+        yield spec_box(axes, spec, shape, position)
+
+
+def spec_box(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], position: Sequence[int]) -> Box:
+    """The box of one mesh position."""
+    at = dict(zip(axes, position, strict=True))
+    box: list[tuple[int, int]] = []
+    for dim, length in enumerate(shape):
+        index, parts = 0, 1
+        for axis in spec[dim] if dim < len(spec) else ():
+            index = index * axes[axis] + at[axis]
+            parts *= axes[axis]
+        piece = length // parts
+        box.append((index * piece, (index + 1) * piece))
+    return tuple(box)
 
 
 def sharding_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[object, Box]]:
@@ -153,7 +161,7 @@ def show_axes(axes: Mapping[str, int]) -> str:
 # Layouts: the regular grid of cells and who holds each ----------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """An array cut into a regular grid of cells, and the processes that hold each cell whole."""
 
@@ -162,6 +170,47 @@ class Layout:
 
     holders: tuple[tuple[int, ...], ...]
     """For each cell in row-major order, the processes that hold it, ascending."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Thousands of leaves have one layout of thousands of cells: it is hashed once.
+        return hash((self.grid, self.holders))
+
+    @cached_property
+    def processes(self) -> frozenset[int]:
+        """All that hold any cell."""
+        return frozenset(itertools.chain.from_iterable(self.groups))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The distinct sets of holders, in order of their first cells."""
+        return self._grouped[0]
+
+    @property
+    def group_of(self) -> Numbers:
+        """For each cell in row-major order, the number of its set among `groups`."""
+        return self._grouped[1]
+
+    @cached_property
+    def _grouped(self) -> tuple[tuple[tuple[int, ...], ...], Numbers]:
+        numbers: dict[tuple[int, ...], int] = {}
+        of_cells = [numbers.setdefault(holders, len(numbers)) for holders in self.holders]
+        return tuple(numbers), np.array(of_cells, np.int64)
+
+
+def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) -> Layout:
+    """The layout of any array of `rank` dimensions that `spec` divides, from the process of each place in the mesh."""
+    entries = (*spec, *itertools.repeat((), rank - len(spec)))
+    split = [axes.index(axis) for entry in entries for axis in entry]
+    grid = tuple(math.prod(processes.shape[axes.index(axis)] for axis in entry) for entry in entries)
+    others = [axis for axis in range(len(axes)) if axis not in split]
+    by_cell = np.sort(processes.transpose(split + others).reshape(math.prod(grid), -1), axis=1)
+    found, number = np.unique(by_cell, axis=0, return_inverse=True)
+    groups = [tuple(dict.fromkeys(row)) for row in found.tolist()]
+    return Layout(grid, tuple(groups[i] for i in number.ravel().tolist()))
 
 
 def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout:
@@ -189,39 +238,71 @@ def cell_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
 
 
+@lru_cache(maxsize=256)
 def coarsen(layout: Layout) -> Layout:
     """The coarsest grid whose every cell still lies whole in some process.
 
     Small leaves are stored on this grid: devices of one process write together, so their cut need not show on disk.
     """
     for dim in reversed(range(len(layout.grid))):
-        for factor in reversed(divisors(layout.grid[dim])):
-            merged = _merge(layout, dim, factor)
+        for parts in divisors(layout.grid[dim]):
+            merged = _cut_along(layout, dim, parts)
             if merged is not None:
                 layout = merged
                 break
     return layout
 
 
-def _merge(layout: Layout, dim: int, factor: int) -> Layout | None:
-    """The layout with each `factor` neighbours along `dim` made one cell; None if no process holds them all."""
-    if factor == 1:
+@lru_cache(maxsize=256)
+def both(layout: Layout, held: Layout) -> Layout | None:
+    """The cells of `layout` with those holders that have each whole in `held` too; None where one is left without."""
+    found: Layout | None = held
+    # Dimensions that get coarser first: so what lies between is never finer than both grids.
+    for dim in sorted(range(len(held.grid)), key=lambda dim: layout.grid[dim] / held.grid[dim]):
+        found = None if found is None else _cut_along(found, dim, layout.grid[dim])
+    if found is None:
+        return None
+    pairs = {
+        (ours, theirs): tuple(sorted(set(ours).intersection(theirs)))
+        for ours, theirs in dict.fromkeys(zip(layout.holders, found.holders, strict=True))
+    }
+    holders = tuple(pairs[pair] for pair in zip(layout.holders, found.holders, strict=True))
+    return Layout(layout.grid, holders) if all(holders) else None
+
+
+def _cut_along(layout: Layout, dim: int, parts: int) -> Layout | None:
+    """The layout with `parts` cells along one dimension; None where no process holds all of one of them."""
+    if parts == layout.grid[dim]:
         return layout
-    grid = tuple(n // factor if d == dim else n for d, n in enumerate(layout.grid))
-    strides = [math.prod(layout.grid[d + 1 :]) for d in range(len(layout.grid))]
-    holders: list[tuple[int, ...]] = []
-    for index in itertools.product(*map(range, grid)):
-        first = sum(i * (factor if d == dim else 1) * strides[d] for d, i in enumerate(index))
-        cells = [layout.holders[first + k * strides[dim]] for k in range(factor)]
-        common = cells[0] if all(cell == cells[0] for cell in cells) else _common(cells)
-        if not common:
+    grid = (*layout.grid[:dim], parts, *layout.grid[dim + 1 :])
+    # The cells that each new one touches: as many for all, the last one repeated where there are fewer.
+    borders = np.arange(parts + 1) * layout.grid[dim]
+    first, last = borders[:-1] // parts, -(-borders[1:] // parts) - 1
+    touched = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
+    cells = np.take(layout.group_of.reshape(layout.grid), touched, axis=dim)
+    cells = np.moveaxis(cells, dim + 1, -1).reshape(math.prod(grid), -1)
+    if (cells == cells[:, :1]).all():
+        return Layout(grid, tuple(layout.groups[i] for i in cells[:, 0].tolist()))
+    if not _common(layout, cells[0].tolist()):
+        return None
+    rows, number = np.unique(cells, axis=0, return_inverse=True)
+    common: list[tuple[int, ...]] = []
+    for row in rows.tolist():
+        common.append(_common(layout, row))
+        if not common[-1]:
             return None
-        holders.append(common)
-    return Layout(grid, tuple(holders))
+    return Layout(grid, tuple(common[i] for i in number.ravel().tolist()))
 
 
-def _common(cells: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted(set(cells[0]).intersection(*cells[1:])))
+def _common(layout: Layout, groups: Iterable[int]) -> tuple[int, ...]:
+    """The processes that are in all of some sets of holders."""
+    first, *others = dict.fromkeys(groups)
+    common = set(layout.groups[first])
+    for other in others:
+        common.intersection_update(layout.groups[other])
+        if not common:
+            break
+    return tuple(sorted(common))
 
 
 # Shapes of chunks and objects -----------------------------------------------------------------------------

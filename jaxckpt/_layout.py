@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxckpt._errors import InputError, LayoutError, SpecError
 from jaxckpt._grid import (
     Box,
+    Layout,
+    Numbers,
     Spec,
     indivisible_dim,
+    layout_of,
+    mesh_layout,
     replicate_indivisible,
     sharding_boxes,
     show_axes,
     show_spec,
+    spec_box,
     spec_boxes,
     spec_of,
     spec_problem,
@@ -121,13 +127,45 @@ def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
     return tuple((device, device.process_index, box) for device, box in sharding_boxes(sharding, shape))  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def process_layout(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
+    """The cells that a sharding cuts an array into, and the processes that hold each."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return layout_of(((box, process) for _, process, box in placement(sharding, shape)), shape)
+    sharding.shard_shape(shape)  # raises where the spec does not fit
+    # Of no element there is no cell to speak of: all hold it.
+    return _mesh_layout(sharding.mesh, () if 0 in shape else spec_of(sharding.spec), len(shape))
+
+
+# A job has few meshes and specs for its thousands of leaves, and each takes a walk over all devices.
+@functools.lru_cache(maxsize=256)
+def _mesh_layout(mesh: Mesh, spec: Spec, rank: int) -> Layout:
+    return mesh_layout(_processes(mesh), mesh.axis_names, spec, rank)
+
+
+@functools.lru_cache(maxsize=16)
+def _processes(mesh: Mesh) -> Numbers:
+    """The process of each place in a mesh."""
+    return np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(mesh.devices.shape)
+
+
 def addressable_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
     """(device, box) of this process's devices, in the order in which `jax.Array.addressable_data` numbers them."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        sharding.shard_shape(shape)  # raises where the spec does not fit
+        axes, spec = dict(sharding.mesh.shape), spec_of(sharding.spec)
+        return [(device, spec_box(axes, spec, shape, position)) for device, position in _local_places(sharding.mesh)]
     indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
     return [
         (device, tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True)))
         for device, index in indices.items()
     ]
+
+
+@functools.lru_cache(maxsize=16)
+def _local_places(mesh: Mesh) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+    """(device, its position in the mesh) of this process's devices: JAX would work out the boxes of all others too."""
+    local = set(mesh.local_devices)
+    return tuple((device, position) for position, device in np.ndenumerate(mesh.devices) if device in local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +180,12 @@ class PlannedSharding:
         """As `placement` gives it for a real sharding, devices numbered in row-major order of the mesh."""
         boxes = spec_boxes(dict(self.axes), self.spec, shape)
         return tuple((device, device // self.devices_per_process, box) for device, box in enumerate(boxes))
+
+    def layout(self, shape: tuple[int, ...]) -> Layout:
+        """As `process_layout` gives it for a real sharding."""
+        sizes = tuple(size for _, size in self.axes)
+        processes = np.arange(math.prod(sizes)).reshape(sizes) // self.devices_per_process
+        return mesh_layout(processes, [axis for axis, _ in self.axes], () if 0 in shape else self.spec, len(shape))
 
 
 # Recording and bringing back ------------------------------------------------------------------------------
@@ -223,16 +267,6 @@ def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> st
     if record.device is not None:
         return f"device {record.device}"
     return "unrecorded" if record.opaque else "default device"
-
-
-def covers(boxes: Iterable[Box], target: Box) -> bool:
-    """Whether disjoint boxes together hold all of `target`."""
-    held = 0
-    for box in boxes:
-        sides = [min(b, d) - max(a, c) for (a, b), (c, d) in zip(box, target, strict=True)]
-        if all(side > 0 for side in sides):
-            held += math.prod(sides)
-    return held == math.prod(b - a for a, b in target)
 
 
 def distinct(boxes: Iterable[Box]) -> tuple[Box, ...]:

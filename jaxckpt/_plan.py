@@ -1,14 +1,13 @@
-"""Who writes and who reads which box: pure functions from shapes and layouts to frozen plans.
+"""The shapes of what is stored, and the plan of a read: pure functions from shapes and boxes to frozen data.
 
-Every process computes the same save plan from the same global layouts, so none has to ask another. A read plan is
-one process's own. Neither touches a device or a file.
+A read plan is one process's own. Nothing here touches a device or a file; `_save_plan` says who writes what.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from jaxckpt._grid import (
     Layout,
     cell_shape,
     chunk_shape,
-    coarsen,
     cut_at_chunks,
     cut_down,
     extent,
@@ -40,9 +38,6 @@ own, written from where it lies. Measured on tmpfs with 8 MiB pieces: 2.1 GB/s i
 PIECE_BYTES = 128 << 10
 """Chunks lie within pieces that are no smaller, so that most are written from and read to where they lie in memory;
 smaller pieces are gathered: each chunk takes a system call of its own."""
-
-SHARED_BYTES = 32 << 10
-"""Objects that any of several processes may write are no smaller than this for the sake of even shares."""
 
 PACKED_BYTES = 16 << 20
 """Objects of packed rows are no larger, so that one is copied together while another is written. Measured on 2,000
@@ -112,114 +107,6 @@ class Stack:
         return grid_cells(self.array_shape, self.object)
 
 
-# Saving ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayLeaf:
-    """What the planner must know of a leaf that is stored as an array."""
-
-    number: int
-    """Its place among all leaves of the tree."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    layout: Layout
-    """The cells it is stored in and the processes that could write each."""
-
-    moved: bool = False
-    """Whether the processes must first exchange its data, all together."""
-
-    component: int = 0
-    """Leaves of different components never share a stack, so that one can be dropped and the others stay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Object:
-    """One file to be written whole by one process."""
-
-    stack: int
-    index: tuple[int, ...]
-    """Its place in the stack's grid of objects."""
-
-    box: Box
-    """What it holds of the stack, rows first."""
-
-    process: int
-    """Who writes it."""
-
-    n_bytes: int
-    """Bytes of array data."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """Everything a save will write, the same in every process."""
-
-    stacks: tuple[Stack, ...]
-    members: tuple[tuple[int, ...], ...]
-    """For each stack, the leaf number of each row."""
-
-    moved: tuple[bool, ...]
-    """For each stack, whether its leaves are exchanged between processes first."""
-
-    objects: tuple[Object, ...]
-
-    def process_bytes(self) -> dict[int, int]:
-        """Bytes that each process writes."""
-        loads: dict[int, int] = {}
-        for obj in self.objects:
-            loads[obj.process] = loads.get(obj.process, 0) + obj.n_bytes
-        return loads
-
-
-def plan_save(leaves: Iterable[ArrayLeaf], options: Options) -> SavePlan:
-    """Equal leaves become rows of a stack, stacks are cut into objects, objects are dealt to the processes."""
-    groups: dict[tuple[str, tuple[int, ...], Layout, bool, int], list[int]] = {}
-    for leaf in leaves:
-        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.moved, leaf.component), []).append(leaf.number)
-    shared_bytes = _shared_bytes(groups)
-    stacks: list[Stack] = []
-    unassigned: list[tuple[int, tuple[int, ...], Box, tuple[int, ...]]] = []
-    for (dtype, shape, layout, _, _), numbers in groups.items():
-        itemsize = DTYPES[dtype].itemsize
-        pieces = layout
-        if math.prod(cell_shape(layout, shape)) * itemsize < PACK_BYTES:
-            layout = coarsen(layout)
-        name = f"{len(stacks):04d}-{dtype}-{'x'.join(map(str, shape)) or 'scalar'}"
-        most = min(options.object_bytes, max(1, options.host_bytes // WRITE_COPIES))
-        if min(map(len, layout.holders)) > 1:  # replicas share the work: in objects small enough to come out even
-            most = min(most, shared_bytes)
-        stack = shape_stack(name, dtype, shape, len(numbers), layout, pieces, most, options)
-        if 0 not in shape:
-            sides = cell_shape(layout, shape)
-            for index, box in stack.objects():
-                cell = 0
-                for (start, _), side, parts in zip(box[1:], sides, layout.grid, strict=True):
-                    cell = cell * parts + start // side
-                unassigned.append((len(stacks), index, box, layout.holders[cell]))
-        stacks.append(stack)
-    return SavePlan(
-        tuple(stacks),
-        tuple(tuple(numbers) for numbers in groups.values()),
-        tuple(moved for _, _, _, moved, _ in groups),
-        _deal(stacks, unassigned),
-    )
-
-
-def _shared_bytes(groups: Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]) -> int:
-    """Most bytes of an object that any of several processes may write: a fortieth of what each writes in all.
-
-    But not so few that the whole would be more than 4,096 objects: even shares are not worth that many files.
-    """
-    total = sum(
-        math.prod(shape) * DTYPES[dtype].itemsize * len(rows) for (dtype, shape, _, _, _), rows in groups.items()
-    )
-    processes = {process for _, _, layout, _, _ in groups for holders in layout.holders for process in holders}
-    return max(SHARED_BYTES, total // (40 * max(1, len(processes))), total // 4096)
-
-
 def shape_stack(
     name: str,
     dtype: str,
@@ -257,27 +144,6 @@ def shape_stack(
     packed = -(-rows // -(-rows // most_rows))  # objects of about one size
     packed = min(-(-packed // chunk_rows), -(-rows // chunk_rows)) * chunk_rows
     return Stack(name, dtype, shape, rows, (chunk_rows, *chunk), (packed, *sides), options.compression)
-
-
-def _deal(
-    stacks: Sequence[Stack], unassigned: Sequence[tuple[int, tuple[int, ...], Box, tuple[int, ...]]]
-) -> tuple[Object, ...]:
-    """Give each object to one of its holders: the largest first, each to the least burdened (Graham's LPT rule, 1969).
-
-    Objects with one holder are that one's whatever the burden, so they go before all others.
-    """
-    sizes = [volume(box) * stacks[stack].itemsize for stack, _, box, _ in unassigned]
-    order = sorted(range(len(unassigned)), key=lambda i: (len(unassigned[i][3]) > 1, -sizes[i]))
-    loads: dict[int, int] = {}
-    process_of: dict[int, int] = {}
-    for i in order:
-        holders = unassigned[i][3]
-        process = holders[0] if len(holders) == 1 else min(holders, key=lambda p: (loads.get(p, 0), p))
-        loads[process] = loads.get(process, 0) + sizes[i]
-        process_of[i] = process
-    return tuple(
-        Object(stack, index, box, process_of[i], sizes[i]) for i, (stack, index, box, _) in enumerate(unassigned)
-    )
 
 
 # Reading --------------------------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ from jaxckpt._manifest import Manifest, StackRecord, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pieces import Pieces
 from jaxckpt._place import store_at
-from jaxckpt._plan import WRITE_COPIES, SavePlan, plan_save
+from jaxckpt._plan import WRITE_COPIES
 from jaxckpt._progress import Progress, Report, reporting
+from jaxckpt._save_plan import SavePlan, plan_save
 from jaxckpt._staging import Staged, stage
 from jaxckpt._store import MANIFEST, WRITER, ArrayWriter, Pending, Store, Writer, is_data
 from jaxckpt._tree import Tree
@@ -283,10 +284,8 @@ def start(asked: Asked, options: Options, *, background: bool) -> PendingSave:
         pending._finished.set()
         return pending
     job = _prepare(asked, options, group, background=background)
-    pending = PendingSave(job.store.url, job.plan.process_bytes().get(group.index, 0), begun)
-    with contextlib.closing(
-        stage(job.plan, job.draft, group.index, hold=background, stack_bytes=options.host_bytes // 2)
-    ) as staged:
+    pending = PendingSave(job.store.url, job.plan.process_bytes[group.index], begun)
+    with contextlib.closing(stage(job.plan, job.draft, hold=background, stack_bytes=options.host_bytes // 2)) as staged:
         if background:
             _in_background(job, pending, staged)
         else:
@@ -439,11 +438,19 @@ def _prepare(asked: Asked, options: Options, group: Group, *, background: bool) 
             manifests.require_json(asked.metadata, "metadata")
             state = None if asked.process_state is None else manifests.encode_state(asked.process_state)
             draft = describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
-            plan = plan_save(draft.arrays, options)
+            plan = _planned(draft, options, group)
             digest = _digest_of(draft, plan, asked) if group.count > 1 else ""
         # What the caller may change, and what should be freed when the caller lets go of it, is not held.
         asked = replace(asked, tree=None, metadata=copy.deepcopy(asked.metadata))
         return _Job(group, meeting, entered.pop_all(), store, draft, plan, digest, asked, state, options, clock)
+
+
+def _planned(draft: Draft, options: Options, group: Group) -> SavePlan:
+    """The plan of a tree, made anew only where it is not like the last one."""
+    made_for = (options, group.index, group.count)
+    if not draft.plans or draft.plans[0][0] != made_for:
+        draft.plans[:] = [(made_for, plan_save(draft.arrays, options, group.index, group.count))]
+    return draft.plans[0][1]
 
 
 class _Handover:
@@ -607,16 +614,16 @@ def _publish(job: _Job, claim: _Claim, share: _Share, meeting: Meeting) -> _Publ
 
 
 def _info(job: _Job, save_id: str, published: _Published) -> SaveInfo:
-    loads = job.plan.process_bytes()
+    plan = job.plan
     states = 0 if job.state is None else job.group.count
     return SaveInfo(
         path=job.store.url,
         save_id=save_id,
         leaves=len(job.draft.records),
-        total_bytes=sum(loads.values()),
-        process_bytes=tuple(loads.get(process, 0) for process in range(job.group.count)),
-        objects=len(job.plan.objects),
-        files=len(job.plan.objects) + len(job.plan.stacks) + states + 1,
+        total_bytes=sum(plan.process_bytes),
+        process_bytes=plan.process_bytes,
+        objects=plan.n_objects,
+        files=plan.n_objects + len(plan.stacks) + states + 1,
         stored_bytes=published.stored_bytes,
         manifest_sha256=published.manifest_sha256,
         seconds=0.0,  # these two are known when it is waited for
@@ -832,9 +839,12 @@ def _digest_of(draft: Draft, plan: SavePlan, asked: Asked) -> str:
         for number, value in draft.values.items()
         if isinstance(value, jax.Array) and _is_replicated_count(value)
     ]
+    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(plan.layouts))}
     told = (
         [record.path for record in draft.records],
-        plan,
+        (plan.stacks, plan.members, plan.moved),  # from these and the layouts follows who writes what
+        [(layout.grid, layout.holders) for layout in layouts],
+        [layouts[layout] for layout in plan.layouts],
         json.dumps(asked.metadata),
         sorted(asked.process_state or ()),
         counts,

@@ -14,7 +14,6 @@ objects. Held, it is safe from whatever the caller does to the leaves next:
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -30,7 +29,7 @@ from jaxckpt._exchange import box_everywhere
 from jaxckpt._grid import Box, contains, extent, intersection, volume, whole, within
 from jaxckpt._layout import addressable_boxes, memory_kind
 from jaxckpt._pieces import Pieces
-from jaxckpt._plan import Object, SavePlan
+from jaxckpt._save_plan import Object, SavePlan
 
 STACK_PIECES = 512
 """An object of at least so many pieces is stacked by jitted calls: compiling one for its shape takes some 80 ms, which
@@ -79,36 +78,43 @@ class Staged:
         )
 
 
-def stage(plan: SavePlan, draft: Draft, process: int, *, hold: bool, stack_bytes: int) -> Generator[Staged]:
-    """The data of each object that `process` writes, in the plan's order. Every process, to the end or closed.
+def stage(plan: SavePlan, draft: Draft, *, hold: bool, stack_bytes: int) -> Generator[Staged]:
+    """The data of each object that this process writes. Every process, to the end or closed.
 
     With `hold` it is safe from what the caller does to the leaves once it is yielded; no more than `stack_bytes` of
     it are stacked by JAX.
     """
-    exchanged = deque(obj for obj in plan.objects if plan.moved[obj.stack])
+    exchanged = [number for number, moved in enumerate(plan.moved) if moved]
+    # Whoever writes it, all take part in the exchange of an object.
+    exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
+    own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.moved[obj.stack]}
     try:
         for obj in plan.objects:
-            values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
-            if plan.moved[obj.stack]:
-                exchanged.popleft()
-                parts = [box_everywhere(value, obj.box[1:]) for value in values]
-                if obj.process == process:
-                    # They are ours alone, but whole on every device: what is kept for later is a copy.
-                    sources = _by_row(obj, parts, whole(parts[0].shape))
-                    yield _pieces(obj, sources, 1, hold="copies" if hold else None)
-            elif obj.process == process:
+            if not plan.moved[obj.stack]:
+                values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
                 if obj.n_bytes <= stack_bytes and _stackable(values):
                     stack_bytes -= obj.n_bytes if hold else 0
                     yield _stacked(obj, values)
                 else:
                     sources = _by_row(obj, values, obj.box[1:])
                     yield _pieces(obj, sources, 1, hold="views" if hold else None)
+        for number, index, box in exchanges:
+            parts = _exchanged(plan, draft, number, box)
+            obj = own.get((number, index))
+            if obj is not None:
+                # They are ours alone, but whole on every device: what is kept for later is a copy.
+                sources = _by_row(obj, parts, whole(parts[0].shape))
+                yield _pieces(obj, sources, 1, hold="copies" if hold else None)
     except (Exception, GeneratorExit):
         # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
-        for obj in exchanged:
-            for leaf in plan.members[obj.stack][slice(*obj.box[0])]:
-                box_everywhere(draft.values[leaf], obj.box[1:])
+        for number, _, box in exchanges:
+            _exchanged(plan, draft, number, box)
         raise
+
+
+def _exchanged(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:
+    """The box of a stack, each row whole on every device. Every process, in the same order."""
+    return [box_everywhere(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
 
 
 Source = tuple[Value, Box, Box]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._grid import Box, Layout, Spec, divisors
-from jaxckpt._plan import ArrayLeaf
+from jaxckpt._save_plan import ArrayLeaf
 from jaxckpt._tree import DTYPES
 
 # Boxes and layouts, without devices -----------------------------------------------------------------------

@@ -18,6 +18,7 @@ ROWS = [
     ["_grid"],
     ["_coord"],
     ["_plan"],
+    ["_save_plan"],
     ["_zarr"],
     ["_store"],
     ["_folder", "_bucket"],
@@ -108,7 +109,7 @@ def test_only_the_package_itself_exports(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "allowed"),
     [
-        ("_save", "from jaxckpt._plan import plan_save", True),
+        ("_save", "from jaxckpt._save_plan import plan_save", True),
         ("_save", "from jaxckpt import _plan as plans", True),
         ("_save", "from jaxckpt._restore import restore", False),  # the same row
         ("_restore", "from jaxckpt import _save", False),

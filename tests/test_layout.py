@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._layout import addressable_boxes, covers, placement
+from jaxckpt import _grid
+from jaxckpt._layout import PlannedSharding, addressable_boxes, placement, process_layout
 
 
 def shardings() -> list[Sharding]:
@@ -40,9 +44,26 @@ def test_a_placement_covers_the_array(sharding: Sharding) -> None:
     found = placement(sharding, (16, 8))
     assert {device for device, _, _ in found} == sharding.device_set
     assert {process for _, process, _ in found} == {0}
-    boxes = {box for _, _, box in found}
-    assert covers(boxes, ((0, 16), (0, 8)))
-    assert not covers(list(boxes)[1:], ((0, 16), (0, 8)))
+    boxes = list({box for _, _, box in found})
+    assert (strategies.paint((16, 8), boxes) == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (16, 8, 3), (0, 8)])
+@pytest.mark.parametrize("sharding", shardings(), ids=str)
+def test_a_layout_is_that_of_the_placement(sharding: Sharding, shape: tuple[int, ...]) -> None:
+    pairs = [(box, process) for _, process, box in placement(sharding, shape)]
+    assert process_layout(sharding, shape) == _grid.layout_of(pairs, shape)
+
+
+@given(st.data())
+def test_a_planned_layout_is_that_of_its_boxes(data: st.DataObject) -> None:
+    """Also where the devices of a process are no whole rows of the mesh."""
+    axes = data.draw(st.permutations([("a", 4), ("b", 3), ("c", 2)]))
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 12, 24, 0]), max_size=3).map(tuple))
+    spec = data.draw(strategies.mesh_specs(dict(axes), shape))
+    planned = PlannedSharding(tuple(axes), spec, data.draw(st.integers(1, 9)))
+    pairs = [(box, process) for _, process, box in planned.placement(shape)]
+    assert planned.layout(shape) == _grid.layout_of(pairs, shape)
 
 
 def test_a_sharding_read_back_is_equal_to_the_letter(tmp_path: object) -> None:

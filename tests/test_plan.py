@@ -1,4 +1,4 @@
-"""Who writes and who reads which box, by properties: nothing here touches a device or a disk."""
+"""Who reads which box, by properties: nothing here touches a device or a disk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt import Options, _grid, _plan
-from jaxckpt._grid import Box, Layout, Spec
-from jaxckpt._plan import ArrayLeaf, ReadStep, Stack, Want
-from jaxckpt._tree import DTYPES
+from jaxckpt._grid import Box
+from jaxckpt._layout import PlannedSharding
+from jaxckpt._plan import ReadStep, Stack, Want
+from jaxckpt._save_plan import ArrayLeaf, plan_save
 
 OPTIONS = [
     Options(),
@@ -27,156 +28,6 @@ OPTIONS = [
 ]
 options = st.sampled_from(OPTIONS)
 HOST_BYTES = Options().host_bytes
-
-
-# Saving ---------------------------------------------------------------------------------------------------
-
-
-@given(strategies.array_leaves(), options)
-def test_every_element_of_every_leaf_is_in_exactly_one_object(leaves: list[ArrayLeaf], options: Options) -> None:
-    plan = _plan.plan_save(leaves, options)
-    placed = sorted(leaf for members in plan.members for leaf in members)
-    assert placed == [leaf.number for leaf in leaves]
-    for number, (stack, members) in enumerate(zip(plan.stacks, plan.members, strict=True)):
-        assert stack.rows == len(members)
-        assert {(leaves[leaf].dtype, leaves[leaf].shape) for leaf in members} == {(stack.dtype, stack.shape)}
-        objects = [obj for obj in plan.objects if obj.stack == number]
-        assert (strategies.paint(stack.array_shape, [obj.box for obj in objects]) == 1).all()
-        for obj in objects:
-            assert obj.index == tuple(start // side for (start, _), side in zip(obj.box, stack.object, strict=True)), (
-                "it lies where Zarr looks for it"
-            )
-            assert obj.n_bytes == _grid.volume(obj.box) * DTYPES[stack.dtype].itemsize
-    assert sum(plan.process_bytes().values()) == sum(
-        math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize for leaf in leaves
-    )
-
-
-@given(strategies.array_leaves(), options)
-def test_who_writes_an_object_holds_all_of_it(leaves: list[ArrayLeaf], options: Options) -> None:
-    plan = _plan.plan_save(leaves, options)
-    for obj in plan.objects:
-        shape = plan.stacks[obj.stack].shape
-        for layout in {leaves[leaf].layout for leaf in plan.members[obj.stack][slice(*obj.box[0])]}:
-            cells = _grid.grid_cells(shape, _grid.cell_shape(layout, shape))
-            for (_, cell), holders in zip(cells, layout.holders, strict=True):
-                assert _grid.intersection(cell, obj.box[1:]) is None or obj.process in holders
-
-
-@given(strategies.array_leaves(), options)
-def test_chunks_tile_objects_and_no_stack_is_named_twice(leaves: list[ArrayLeaf], options: Options) -> None:
-    plan = _plan.plan_save(leaves, options)
-    assert len({stack.name for stack in plan.stacks}) == len(plan.stacks)
-    for stack in plan.stacks:
-        assert all(c >= 1 and o % c == 0 for o, c in zip(stack.object, stack.chunk, strict=True))
-        assert stack.chunks_per_object == math.prod(stack.object) // math.prod(stack.chunk)
-        assert stack.compression == options.compression
-
-
-@given(strategies.array_leaves(), options)
-def test_every_process_makes_the_same_plan(leaves: list[ArrayLeaf], options: Options) -> None:
-    again = [
-        ArrayLeaf(leaf.number, leaf.dtype, leaf.shape, Layout(leaf.layout.grid, leaf.layout.holders)) for leaf in leaves
-    ]
-    assert _plan.plan_save(again, options) == _plan.plan_save(leaves, options)
-
-
-def test_leaves_of_no_elements_have_a_row_and_no_object() -> None:
-    leaves = [ArrayLeaf(n, "float32", (0, 3), Layout((1, 1), ((0,),))) for n in range(2)]
-    plan = _plan.plan_save(leaves, Options())
-    assert plan.members == ((0, 1),)
-    assert plan.objects == ()
-
-
-def test_leaves_that_are_exchanged_are_kept_apart_from_those_that_are_not() -> None:
-    layout = Layout((1,), ((0, 1),))
-    leaves = [ArrayLeaf(n, "float32", (8,), layout, moved=n % 2 == 1) for n in range(6)]
-    plan = _plan.plan_save(leaves, Options())
-    assert plan.members == ((0, 2, 4), (1, 3, 5))
-    assert plan.moved == (False, True)
-
-
-# A transformer's training state over many processes -------------------------------------------------------
-
-WIDTH, VOCABULARY, LAYERS = 3360, 50400, 12
-MODEL: dict[str, tuple[tuple[int, ...], Spec]] = {
-    "embedding": ((VOCABULARY, WIDTH), (("model",), ("data",))),
-    "qkv": ((WIDTH, 3 * WIDTH), (("data",), ("model",))),
-    "out": ((WIDTH, WIDTH), (("model",), ("data",))),
-    "up": ((WIDTH, 4 * WIDTH), ((), ("model",))),  # a replica for each place along "data"
-    "down": ((4 * WIDTH, WIDTH), (("model",), ())),
-    "scale": ((WIDTH,), ()),  # whole on every device
-    "bias": ((4 * WIDTH,), (("model",),)),
-}
-
-
-def laid_out(shape: tuple[int, ...], axes: dict[str, int], spec: Spec, devices_per_process: int) -> Layout:
-    boxes = _grid.spec_boxes(axes, spec, shape)
-    return _grid.layout_of(((box, device // devices_per_process) for device, box in enumerate(boxes)), shape)
-
-
-def training_state(processes: int, devices_per_process: int, model: int) -> list[ArrayLeaf]:
-    """Parameters in bfloat16 and two moments in float32, on a mesh data × model; a step counter of process 0's."""
-    axes = {"data": processes * devices_per_process // model, "model": model}
-    leaves: list[ArrayLeaf] = []
-    for name, (shape, spec) in MODEL.items():
-        layout = laid_out(shape, axes, spec, devices_per_process)
-        for dtype in ("bfloat16", "float32", "float32"):
-            for _ in range(1 if name == "embedding" else LAYERS):
-                leaves.append(ArrayLeaf(len(leaves), dtype, shape, layout))
-    leaves.append(ArrayLeaf(len(leaves), "int32", (), Layout((), ((0,),))))
-    return leaves
-
-
-@pytest.mark.parametrize("model", [1, 2, 4])
-@pytest.mark.parametrize("processes", range(2, 9))
-def test_the_busiest_process_writes_at_most_a_twentieth_more_than_the_mean(processes: int, model: int) -> None:
-    plan = _plan.plan_save(training_state(processes, 4, model), Options())
-    loads = plan.process_bytes()
-    assert set(loads) == set(range(processes))
-    assert max(loads.values()) <= 1.05 * sum(loads.values()) / processes
-
-
-@pytest.mark.parametrize("processes", range(2, 9))
-def test_replicas_alone_are_shared_evenly(processes: int) -> None:
-    """Data parallelism: every process holds everything, and each writes its part."""
-    everyone = tuple(range(processes))
-    shapes = [shape for shape, _ in MODEL.values()] + [(WIDTH,)] * 50
-    leaves = [ArrayLeaf(n, "float32", shape, Layout((1,) * len(shape), (everyone,))) for n, shape in enumerate(shapes)]
-    loads = _plan.plan_save(leaves, Options()).process_bytes()
-    assert max(loads.values()) <= 1.05 * sum(loads.values()) / processes
-
-
-def test_a_training_state_is_a_few_stacks_and_objects_of_the_size_asked() -> None:
-    plan = _plan.plan_save(training_state(4, 4, 2), Options())
-    assert len(plan.stacks) == 2 * len(MODEL) + 1
-    assert max(obj.n_bytes for obj in plan.objects) <= Options().object_bytes
-    assert sum(plan.process_bytes().values()) / len(plan.objects) > 8 << 20
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (8,), ()])
-def test_small_leaves_are_packed_many_to_an_object(shape: tuple[int, ...]) -> None:
-    leaves = [ArrayLeaf(n, "float32", shape, Layout((1,) * len(shape), ((0,),))) for n in range(2000)]
-    plan = _plan.plan_save(leaves, Options())
-    total = 2000 * math.prod(shape) * 4
-    assert len(plan.stacks) == 1
-    assert len(plan.objects) == math.ceil(total / _plan.PACKED_BYTES)
-    assert math.prod(plan.stacks[0].chunk) * 4 <= max(4 * _plan.TINY_BYTES, math.prod(shape) * 4)
-
-
-def test_how_devices_of_one_process_split_small_leaves_does_not_show_on_disk() -> None:
-    axes = {"data": 4, "model": 8}
-    layout = laid_out((64, 64), axes, (("model",), ("data",)), 16)
-    plan = _plan.plan_save([ArrayLeaf(n, "float32", (64, 64), layout) for n in range(100)], Options())
-    assert [obj.box for obj in plan.objects] == [((0, 100), (0, 64), (0, 32)), ((0, 100), (0, 64), (32, 64))]
-    assert [obj.process for obj in plan.objects] == [0, 1]
-
-
-def test_large_pieces_are_objects_of_their_own_so_that_they_are_written_from_where_they_lie() -> None:
-    layout = laid_out((8192, 1024), {"data": 8}, (("data",),), 8)
-    plan = _plan.plan_save([ArrayLeaf(n, "float32", (8192, 1024), layout) for n in range(2)], Options())
-    pieces = [((row, row + 1), (1024 * i, 1024 * (i + 1)), (0, 1024)) for row in range(2) for i in range(8)]
-    assert [obj.box for obj in plan.objects] == pieces
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -391,18 +242,18 @@ def test_an_aligned_read_costs_what_it_needs_with_checksums_and_indexes(
     shape: tuple[int, ...], options: Options
 ) -> None:
     axes, spec = {"a": 8}, (("a",),)
-    layout = laid_out(shape, axes, spec, 1)
-    plan = _plan.plan_save([ArrayLeaf(n, "float32", shape, layout) for n in range(3)], options)
+    layout = PlannedSharding((("a", 8),), spec, 1).layout(shape)
+    plan = plan_save([ArrayLeaf(n, "float32", shape, layout) for n in range(3)], options, 0, 8)
     (stack,) = plan.stacks
     cost = _plan.ReadCost()
     for box in _grid.spec_boxes(axes, spec, shape):  # what the process that wrote it reads again
         steps = _plan.plan_read(plan.stacks, [Want(0, row, (box,)) for row in range(3)], HOST_BYTES)
         cost += _plan.read_cost(plan.stacks, steps, HOST_BYTES)
     needed = 3 * math.prod(shape) * 4
-    chunks = sum(len(list(chunks_of(stack, obj.box))) for obj in plan.objects)
+    chunks = sum(len(list(chunks_of(stack, obj))) for _, obj in stack.objects())
     assert cost.needed_bytes == needed
-    assert cost.read_bytes == needed + 4 * chunks + stack.index_bytes * len(plan.objects)
-    assert cost.requests == len(plan.objects), "each object is read whole, in one request"
+    assert cost.read_bytes == needed + 4 * chunks + stack.index_bytes * plan.n_objects
+    assert cost.requests == plan.n_objects, "each object is read whole, in one request"
 
 
 @given(reads(), host_sizes)

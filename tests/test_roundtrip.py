@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
-from jaxckpt import _plan, _restore
+from jaxckpt import _draft, _plan, _restore, _save_plan
 from jaxckpt._tree import DTYPES
 
 QUICK = jaxckpt.Options(sync=False)
@@ -48,17 +49,20 @@ With "passing", CPU devices are filled as accelerators are: from buffers that ar
 """
 
 
-def with_sizes(sizes: dict[str, int]) -> Any:
-    return mock.patch.multiple(
-        _plan,
-        PACK_BYTES=sizes.get("pack", _plan.PACK_BYTES),
-        TINY_BYTES=sizes.get("tiny", _plan.TINY_BYTES),
-        SHARED_BYTES=sizes.get("pack", _plan.SHARED_BYTES),
-    ), mock.patch.multiple(
-        _restore,
-        WHOLE_BYTES=sizes.get("whole", _restore.WHOLE_BYTES),
-        kept=(lambda goal: goal.kind not in ("jax", "key")) if sizes.get("passing") else _restore.kept,
-    )
+@contextlib.contextmanager
+def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
+    pack = sizes.get("pack", _plan.PACK_BYTES)
+    with (
+        mock.patch.multiple(_plan, PACK_BYTES=pack, TINY_BYTES=sizes.get("tiny", _plan.TINY_BYTES)),
+        mock.patch.multiple(_save_plan, PACK_BYTES=pack, SHARED_BYTES=sizes.get("pack", _save_plan.SHARED_BYTES)),
+        mock.patch.object(_draft, "_last", None),  # it was planned with other sizes
+        mock.patch.multiple(
+            _restore,
+            WHOLE_BYTES=sizes.get("whole", _restore.WHOLE_BYTES),
+            kept=(lambda goal: goal.kind not in ("jax", "key")) if sizes.get("passing") else _restore.kept,
+        ),
+    ):
+        yield
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -115,8 +119,7 @@ def test_every_tree_comes_back_bit_for_bit(
     case: tuple[Any, Mesh, Any, jaxckpt.Options, dict[str, int]],
 ) -> None:
     tree, other, target, options, sizes = case
-    plan_sizes, restore_sizes = with_sizes(sizes)
-    with tempfile.TemporaryDirectory() as folder, plan_sizes, restore_sizes:
+    with tempfile.TemporaryDirectory() as folder, with_sizes(sizes):
         path = Path(folder, "ckpt")
         info = jaxckpt.save(path, tree, options=options)
         assert info.leaves == len(jax.tree.leaves(tree))
@@ -163,8 +166,8 @@ def test_any_mesh_to_any_mesh(data: st.DataObject) -> None:
     saved = jax.device_put(array, NamedSharding(before, fitting(data.draw, before, shape)))
     wanted = NamedSharding(after, fitting(data.draw, after, shape))
     options = data.draw(st.sampled_from(OPTIONS))
-    plan_sizes, restore_sizes = with_sizes(data.draw(st.sampled_from(SIZES)))
-    with tempfile.TemporaryDirectory() as folder, plan_sizes, restore_sizes:
+    sizes = data.draw(st.sampled_from(SIZES))
+    with tempfile.TemporaryDirectory() as folder, with_sizes(sizes):
         jaxckpt.save(f"{folder}/ckpt", saved, options=options)
         restored = jaxckpt.restore(f"{folder}/ckpt", wanted, options=options)
         assert restored.sharding == wanted
@@ -180,8 +183,8 @@ def test_stored_in_another_layout_it_is_the_same(data: st.DataObject) -> None:
     tree = [jax.device_put(array, data.draw(shardings(array.shape, on))) for array in arrays]
     specs = [fitting(data.draw, other, shape) for shape in shapes]
     options = data.draw(st.sampled_from(OPTIONS))
-    plan_sizes, restore_sizes = with_sizes(data.draw(st.sampled_from(SIZES)))
-    with tempfile.TemporaryDirectory() as folder, plan_sizes, restore_sizes:
+    sizes = data.draw(st.sampled_from(SIZES))
+    with tempfile.TemporaryDirectory() as folder, with_sizes(sizes):
         jaxckpt.save(f"{folder}/ckpt", tree, mesh=other, specs=specs, options=options)
         restored = jaxckpt.restore(f"{folder}/ckpt", options=options)
         for one, array, spec in zip(restored, arrays, specs, strict=True):

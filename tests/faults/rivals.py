@@ -45,7 +45,7 @@ def serve(prepare, save, passed):
 
 # The moments of a save at which it can be told to stop, each the call of a function.
 MOMENTS = {
-    "planning": ("_save", "plan_save"),
+    "planning": ("_save", "_planned"),
     "looking at the path": ("_save", "_previous"),
     "making its folder": ("_folder.Folder", "begin"),
     "making arrays": ("_folder.Folder", "create_array"),
