@@ -437,10 +437,10 @@ def _restore_plan(manifest: Manifest, goals: Mapping[int, Goal], options: Option
         record = manifest.leaves[number]
         if record.stack is None or record.row is None:
             continue
-        stack = stacks[record.stack]
+        stack, rows = stacks[record.stack], (record.row, record.row + 1)
         leaves.append(_leaf_plan(manifest, record, goal))
         if goal.sharding is None:
-            everywhere.append(Want(record.stack, record.row, (whole(stack.shape),), goal.cast, kept(goal)))
+            everywhere.append(Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal)))
             continue
         key = (goal.sharding, stack.shape)
         if key not in placements:
@@ -452,7 +452,7 @@ def _restore_plan(manifest: Manifest, goals: Mapping[int, Goal], options: Option
                 held.setdefault(process, []).append(box)
             boxes_of[id(found)] = {process: distinct(boxes) for process, boxes in held.items()}
         for process, boxes in boxes_of[id(found)].items():
-            wants.setdefault(process, []).append(Want(record.stack, record.row, boxes, goal.cast, kept(goal)))
+            wants.setdefault(process, []).append(Want(record.stack, rows, boxes, goal.cast, kept(goal)))
         for device, process, box in found:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + volume(box) * stack.itemsize

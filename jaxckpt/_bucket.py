@@ -315,9 +315,7 @@ class Bucket(Store):
         memory = {"driver": "memory", "path": f"{self._aside}{data}/{stack.name}/"}
         return _Encoder(self, data, stack, open_spec(memory, stack, ROOT_CONTEXT))
 
-    def array_reader(
-        self, data: str, stack: Stack, options: Options, expected: Mapping[str, tuple[int, str]]
-    ) -> TensorReader:
+    def array_reader(self, data: str, stack: Stack, expected: Mapping[str, tuple[int, str]]) -> TensorReader:
         return TensorReader(open_spec(self.below(f"{data}/{stack.name}/"), stack, self.context))
 
     def encoded(self, key: str) -> bytes:

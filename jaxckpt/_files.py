@@ -103,6 +103,9 @@ class FileReader:
     expected: Mapping[str, tuple[int, str]]
     """Length and digest of each object, by its place in the grid."""
 
+    oddity: Callable[[str], str | None]
+    """What is wrong with a path that is no plain file in plain folders; a link could lead anywhere. Raises OSError."""
+
     indices: dict[tuple[int, ...], _Index] = field(default_factory=dict[tuple[int, ...], "_Index"])
     """Of the objects that were opened."""
 
@@ -123,6 +126,9 @@ class FileReader:
         """Read what is wanted of one object."""
         path = _path(self.folder, index)
         try:
+            odd = None if index in self.indices else self.oddity(path)
+            if odd:
+                raise DataError(f"{path} {odd}")
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 self._decode(path, handle, index, part, target)
@@ -158,10 +164,8 @@ class FileReader:
             computed = np.fromiter(map(crc32c.crc32c, chunks), "<u4", block.chunks)
             if not np.array_equal(computed, sums):
                 number = block.first + int(np.flatnonzero(computed != sums)[0])
-                raise DataError(
-                    f"{path} has a damaged chunk ({zarr.chunk_box(stack, index, number)} of the stack): its crc32c does"
-                    " not match"
-                )
+                box = zarr.chunk_box(stack, index, number)
+                raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
             if stack.dtype == "bool" and data.max(initial=0) > 1:
                 raise DataError(f"{path} has values that are neither true nor false")
             if place is None:
@@ -184,7 +188,7 @@ class FileReader:
             raise DataError(f"{path} is {status.st_size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
         _read_all(path, handle, length - len(tail), [tail])
-        if crc32c.crc32c(tail[:-4]) != int(tail[-4:].view("<u4")[0]):
+        if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
             raise DataError(f"{path} has a damaged index: its crc32c does not match")
         entries = tail[:-4].view("<u8").reshape(-1, 2)
         if not zarr.inside(entries[entries[:, 0] != zarr.ABSENT], length - len(tail)):
@@ -342,7 +346,7 @@ class _All:
         return all(part.done() for part in self.parts)
 
     def result(self) -> None:
-        """Raises what the first of them raised, once none is under way any more: they write into the caller's memory."""
+        """Raises what the first of them raised, once none is under way: they write into the caller's memory."""
         error = None
         for part in self.parts:
             error = error or part.exception()

@@ -1,7 +1,8 @@
 """A checkpoint on a file system.
 
 Its control files go through the file system itself, where the order of writing, fsync and rename can be stated exactly;
-arrays through `_files`, or where they are compressed through tensorstore. Nothing but plain files, in plain folders below the checkpoint's own, is read.
+arrays through `_files`, or where they are compressed through tensorstore. Nothing but plain files, in plain folders
+below the checkpoint's own, is read.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
@@ -26,16 +27,19 @@ import tensorstore as ts
 from jaxckpt import _zarr as zarr
 from jaxckpt._errors import CheckpointExistsError, DataError, StorageError
 from jaxckpt._files import FileReader, FileWriter
+from jaxckpt._grid import Box
 from jaxckpt._options import Options
 from jaxckpt._pieces import Pieces
-from jaxckpt._plan import Stack
+from jaxckpt._plan import Stack, indexed_objects_of
 from jaxckpt._store import (
     MANIFEST,
     MANIFEST_LIMIT_BYTES,
     ROOT_CONTEXT,
     WRITER,
+    Array,
     ArrayReader,
     ArrayWriter,
+    Pending,
     Store,
     TensorReader,
     Writer,
@@ -310,12 +314,13 @@ class Folder(Store):
             return FileWriter(os.path.join(self.folder, data, stack.name), stack, options.sync)
         return _CompressedWriter(self, data, stack, self._opened_array(data, stack, sync=options.sync))
 
-    def array_reader(
-        self, data: str, stack: Stack, options: Options, expected: Mapping[str, tuple[int, str]]
-    ) -> ArrayReader:
+    def array_reader(self, data: str, stack: Stack, expected: Mapping[str, tuple[int, str]]) -> ArrayReader:
         if stack.compression is None:
-            return FileReader(os.path.join(self.folder, data, stack.name), stack, expected)
-        return TensorReader(self._opened_array(data, stack, sync=False))
+            plain = set[str]()
+            below = len(self.folder) + 1
+            folder = os.path.join(self.folder, data, stack.name)
+            return FileReader(folder, stack, expected, lambda path: self._look(path[below:], plain)[1])
+        return _CompressedReader(self, data, stack, expected, TensorReader(self._opened_array(data, stack, sync=False)))
 
     def _opened_array(self, data: str, stack: Stack, *, sync: bool) -> ts.TensorStore:
         return open_spec({"driver": "file", "path": f"{self.folder}/{data}/{stack.name}/"}, stack, _context(sync=sync))
@@ -414,6 +419,35 @@ class Folder(Store):
 
     def _refused(self, verb: str, key: str, error: OSError) -> StorageError:
         return StorageError(error.errno or errno.EIO, f"cannot {verb} {self.url}/{key}: {error.strerror or error}")
+
+
+@dataclass(frozen=True, slots=True)
+class _CompressedReader:
+    """Has tensorstore read and decompress; that the objects are those that were saved is looked up before."""
+
+    store: Folder
+    data: str
+    stack: Stack
+    expected: Mapping[str, tuple[int, str]]
+    array: TensorReader
+    known: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        for box, _ in wanted:
+            for index, _, _ in indexed_objects_of(self.stack, box):
+                if index not in self.known:
+                    self._require(index)
+                    self.known.add(index)
+        return self.array.read(wanted)
+
+    def _require(self, index: tuple[int, ...]) -> None:
+        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
+        length, digest = self.expected["/".join(map(str, index))]
+        problem = self.store.misfits({key: length}).get(key)
+        if not problem and self.store.digest(key, self.stack)[1] != digest:
+            problem = "holds other data than was saved there"
+        if problem:
+            raise DataError(f"{self.store.url}/{key} {problem}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,6 @@ class Options:
     sync: bool = True
     """Whether a save reaches the disk (fsync of files and folders) before it returns."""
 
-    mmap: bool = True
-    """Whether local objects are read through memory maps (objects never change; lengths are checked first)."""
-
     cast: Literal["safe", "unsafe"] = "safe"
     """Restoring to another dtype: "safe" allows only casts that lose no value, "unsafe" all that NumPy can do."""
 

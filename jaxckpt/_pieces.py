@@ -32,8 +32,8 @@ class Pieces:
     group_rows: int
 
     groups: Sequence[Sequence[tuple[Box, Array]]]
-    """For every `group_rows` rows, in order: (what it holds of the stack, the array) of each piece. Pieces may hold more
-    than the box."""
+    """For every `group_rows` rows, in order: (what it holds of the stack, the array) of each piece. Pieces may hold
+    more than the box."""
 
     def array(self) -> Array:
         """All of it as one array: in place where it is one piece, else copied together."""

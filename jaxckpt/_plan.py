@@ -151,14 +151,14 @@ def shape_stack(
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The boxes that this process wants of one leaf, each once however many devices want it."""
+    """The boxes that this process wants of each of some consecutive rows, once however many devices want them."""
 
     stack: int
-    row: int
+    rows: tuple[int, int]
     boxes: tuple[Box, ...]
 
     dtype: np.dtype[Any] | None = None
-    """What the leaf becomes, where it is another dtype than the stored one."""
+    """What the leaves become, where it is another dtype than the stored one."""
 
     kept: bool = True
     """Whether the buffers that are filled become the arrays; otherwise they are copied to devices and let go."""
@@ -249,7 +249,7 @@ def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int) -
     steps: list[ReadStep] = []
     for number, found in sorted(by_stack.items()):
         stack = stacks[number]
-        found.sort(key=lambda want: want.row)
+        found.sort(key=lambda want: want.rows)
         steps.extend(_step(number, stack, group, most) for group in _grouped(stack, found, min(STEP_BYTES, most)))
     return steps
 
@@ -258,14 +258,22 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
     """Wants of at most `step_bytes` together, or of one row of chunks, which is never parted."""
     group: list[Want] = []
     held = 0
-    for _, found in itertools.groupby(wants, key=lambda want: want.row // stack.chunk[0]):
-        together = list(found)
-        size = sum(volume(box) for want in together for box in want.boxes) * stack.itemsize
-        if group and held + size > step_bytes:
-            yield group
-            group, held = [], 0
-        group.extend(together)
-        held += size
+    chunk_rows = stack.chunk[0]
+    for want in wants:
+        row_bytes = sum(map(volume, want.boxes)) * stack.itemsize
+        row, end = want.rows
+        while row < end:
+            # Up to a border of chunks: as far as there is room, but at least to the next one.
+            border = (row // chunk_rows + 1) * chunk_rows
+            shared = bool(group) and (group[-1].rows[1] - 1) // chunk_rows == row // chunk_rows
+            if group and not shared and held + (min(border, end) - row) * row_bytes > step_bytes:
+                yield group
+                group, held = [], 0
+            room = row + max(0, step_bytes - held) // max(1, row_bytes)
+            stop = min(end, max(border, room // chunk_rows * chunk_rows))
+            group.append(replace(want, rows=(row, stop)))
+            held += (stop - row) * row_bytes
+            row = stop
     if group:
         yield group
 
@@ -273,11 +281,11 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
 def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> ReadStep:
     runs: list[Run] = []
     for want in wants:
-        begun = want.row
-        if runs and runs[-1].rows[1] == want.row and runs[-1].like == (want.boxes, want.dtype, want.kept):
+        begun, end = want.rows
+        if runs and runs[-1].rows[1] == begun and runs[-1].like == (want.boxes, want.dtype, want.kept):
             begun = runs.pop().rows[0]
         streamed = not want.kept and _bytes(stack, want) > most_bytes
-        runs.append(Run((begun, want.row + 1), want.boxes, want.dtype, want.kept, streamed))
+        runs.append(Run((begun, end), want.boxes, want.dtype, want.kept, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]

@@ -6,7 +6,6 @@ read ─▶ each step: buffers ─▶ each read of it: tensorstore into them ─
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -24,7 +23,6 @@ from jaxckpt import _manifest as manifests
 from jaxckpt import _zarr as zarr
 from jaxckpt._bucket import Bucket, Held
 from jaxckpt._errors import DataError, NotACheckpointError, listing
-from jaxckpt._folder import Folder
 from jaxckpt._grid import Box, extent, intersection, volume, within
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
@@ -86,68 +84,82 @@ def read(
     report: Report,
 ) -> None:
     """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
-    objects = _Objects(manifest, stacks, steps)
-    objects.check(store)
+    _require_metadata(store, manifest, list(dict.fromkeys(step.stack for step in steps)))
     window = _Window(options.host_bytes)
     arrays: dict[int, ArrayReader] = {}
     with contextlib.ExitStack() as ended:
         fetched = None
         if isinstance(store, Bucket):
-            fetched = _Fetched(store, manifest, stacks, steps, objects, options)
+            fetched = _Fetched(store, manifest, stacks, steps, options)
             ended.callback(fetched.close)
         for step in steps:
             stack = stacks[step.stack]
             window.take(step.held_bytes)
             filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
-            array = None
-            if fetched is None:
-                if step.stack not in arrays:
-                    arrays[step.stack] = store.array_reader(
-                        manifest.data, stack, options, manifest.stacks[step.stack].objects
-                    )
-                array = arrays[step.stack]
+            if step.stack not in arrays and fetched is None:
+                expected = manifest.stacks[step.stack].objects
+                arrays[step.stack] = store.array_reader(manifest.data, stack, expected)
             for read in step.reads:
                 window.take(read.held_bytes)
                 leaves = functools.partial(_leaves_at, manifest, step.stack)
                 reading = _Reading(read, filling, report, leaves)
                 if fetched is None:
-                    reading.begin(array)
+                    reading.begin(arrays[step.stack])
                     window.later(reading.land)
                 else:
                     fetched.begin(step.stack, read, reading, window)
         window.drain()
 
 
+@dataclass(slots=True)
+class _Touched:
+    """An object that will be read from."""
+
+    index: tuple[int, ...]
+    key: str
+    length: int
+    digest: str
+    n_elements: int
+    wanted: int = 0
+    """Elements that are wanted of it."""
+
+    uses: int = 0
+    """Reads that have yet to take something of it."""
+
+
 class _Fetched:
     """Objects of an object store that are wanted whole: each is fetched in one request, checked, and read in memory."""
 
     def __init__(
-        self,
-        store: Bucket,
-        manifest: Manifest,
-        stacks: Sequence[Stack],
-        steps: Sequence[ReadStep],
-        objects: _Objects,
-        options: Options,
+        self, store: Bucket, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep], options: Options
     ) -> None:
         self._store = store
+        self._manifest = manifest
         self._stacks = stacks
-        self._objects = objects
         self._held = Held(store, manifest.data)
         self._most_bytes = read_bytes(options.host_bytes)
-        self._uses = collections.Counter(
-            (step.stack, one.index) for step in steps for read in step.reads for one in self._of(step.stack, read)
-        )
+        self._touched: dict[int, dict[tuple[int, ...], _Touched]] = {}
+        for step in steps:
+            found = self._touched.setdefault(step.stack, {})
+            for region in step.regions:
+                for index, part, obj in indexed_objects_of(stacks[step.stack], region.box):
+                    if index not in found:
+                        key = zarr.object_key(stacks[step.stack], index)
+                        found[index] = _Touched(index, key, *manifest.stacks[step.stack].stored(index), volume(obj))
+                    found[index].wanted += volume(part)
+        for step in steps:
+            for read in step.reads:
+                for one in self._of(step.stack, read):
+                    one.uses += 1
 
     def _of(self, number: int, read: Read) -> list[_Touched]:
         """The objects that a read wants something of, and that are fetched whole."""
-        found = self._objects.touched[number]
+        found = self._touched[number]
         indices = {
             index for region in read.regions for index, _, _ in indexed_objects_of(self._stacks[number], region.box)
         }
-        return [
-            found[index] for index in sorted(indices) if found[index].whole and found[index].length <= self._most_bytes
-        ]
+        ones = [found[index] for index in sorted(indices)]
+        return [one for one in ones if one.wanted == one.n_elements and one.length <= self._most_bytes]
 
     def begin(self, number: int, read: Read, reading: _Reading, window: _Window) -> None:
         """Ask for what a read wants, once there is room for it."""
@@ -163,12 +175,15 @@ class _Fetched:
         for one in wanted:
             problem = self._held.problem(one.key, stack, one.index, one.length, one.digest)
             if problem:
-                raise DataError(self._objects.told(self._store, number, one, problem))
+                rows = stack.object[0]
+                leaves = _leaves_at(self._manifest, number, (one.index[0] * rows, (one.index[0] + 1) * rows))
+                where = f"{self._store.url}/{self._manifest.data}/{one.key}"
+                raise DataError(f"{where} {problem}; it holds {leaves}")
         reading.begin(self._held.array_reader(stack, [one.key for one in wanted]))
         reading.land()
         for one in wanted:
-            self._uses[number, one.index] -= 1
-            if not self._uses[number, one.index]:
+            one.uses -= 1
+            if not one.uses:
                 self._held.drop(one.key)
         window.release(sum(one.length for one in wanted), None)
 
@@ -336,77 +351,18 @@ def assign(target: Array, source: Array) -> None:
         target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
 
 
-@dataclass(slots=True)
-class _Touched:
-    """An object that will be read from."""
+def _require_metadata(store: Store, manifest: Manifest, numbers: Sequence[int]) -> None:
+    """Raise DataError unless the zarr.json of each stack is as it was saved.
 
-    index: tuple[int, ...]
-    key: str
-    length: int
-    digest: str
-    wanted: int = 0
-    held: int = 0
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of it is wanted: then its digest can be checked too."""
-        return self.wanted == self.held
-
-
-class _Objects:
-    """The objects that steps will read from."""
-
-    def __init__(self, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> None:
-        self._manifest = manifest
-        self._stacks = stacks
-        self.touched: dict[int, dict[tuple[int, ...], _Touched]] = {}
-        for step in steps:
-            found = self.touched.setdefault(step.stack, {})
-            record = manifest.stacks[step.stack]
-            for region in step.regions:
-                for index, part, obj in indexed_objects_of(stacks[step.stack], region.box):
-                    if index not in found:
-                        key = zarr.object_key(stacks[step.stack], index)
-                        length, digest = record.stored(index)
-                        found[index] = _Touched(index, key, length, digest, 0, volume(obj))
-                    found[index].wanted += volume(part)
-
-    def check(self, store: Store) -> None:
-        """Before reading: every zarr.json is as it was, and where that can be told without reading them, every object
-        is of its length and every one that is wanted whole has its digest.
-
-        A chunk's checksum tells that it is undamaged; the digest, that the chunks are those saved here.
-        """
-        data = self._manifest.data
-        problems: list[str] = []
-        texts = store.read_all(f"{data}/{self._stacks[number].name}/zarr.json" for number in self.touched)
-        for number, text in zip(self.touched, texts, strict=True):
-            stack = self._stacks[number]
-            if text is None or hashlib.sha256(text).hexdigest() != self._manifest.stacks[number].sha256:
-                state = "is missing" if text is None else "is not the one that was saved"
-                problems.append(f"{store.url}/{data}/{stack.name}/zarr.json {state}")
-            if isinstance(store, Bucket):
-                continue  # each is checked when it comes; asking beforehand would cost as many requests again
-            touched = self.touched[number].values()
-            misfits = store.misfits({f"{data}/{one.key}": one.length for one in touched})
-            for one in touched:
-                problem = misfits.get(f"{data}/{one.key}")
-                # What is not compressed is checked as it is read.
-                compressed = stack.compression is not None and isinstance(store, Folder)
-                if not problem and one.whole and compressed and store.digest(f"{data}/{one.key}", stack)[1] != one.digest:
-                    problem = "holds other data than was saved there"
-                if problem and len(problems) < 20:  # to name the leaves of each of 100,000 objects would take hours
-                    problem = self.told(store, number, one, problem)
-                if problem:
-                    problems.append(problem)
-        if problems:
-            raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
-
-    def told(self, store: Store, number: int, one: _Touched, problem: str) -> str:
-        """A problem of an object, with the leaves that it holds."""
-        rows = self._stacks[number].object[0]
-        leaves = _leaves_at(self._manifest, number, (one.index[0] * rows, (one.index[0] + 1) * rows))
-        return f"{store.url}/{self._manifest.data}/{one.key} {problem}; it holds {leaves}"
+    Nothing is taken from it, but other readers of Zarr do.
+    """
+    keys = [f"{manifest.data}/{manifest.stacks[number].name}/zarr.json" for number in numbers]
+    problems: list[str] = []
+    for number, key, text in zip(numbers, keys, store.read_all(keys), strict=True):
+        if text is None or hashlib.sha256(text).hexdigest() != manifest.stacks[number].sha256:
+            problems.append(f"{store.url}/{key} {'is missing' if text is None else 'is not the one that was saved'}")
+    if problems:
+        raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
 
 
 def _leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
@@ -438,7 +394,7 @@ def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: O
     if not volume(box):
         return np.empty(extent(box), DTYPES[stacks[stack].dtype])
     # One step however large: the buffer is the result.
-    steps = plan_read(stacks, [Want(stack, row, (box,))], options.host_bytes)
+    steps = plan_read(stacks, [Want(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
     with undisturbed(store, manifest):
         read(store, manifest, stacks, steps, options, delivery, lambda moved: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,10 +163,6 @@ class _Homes:
             self._found[key] = self._home(goal, self._stacks[stack])
         return self._found[key]
 
-    def want(self, goal: Goal, stack: int, row: int) -> Want:
-        home = self.of(goal, stack)
-        return Want(stack, row, home.boxes, goal.cast, home.kept)
-
     def _home(self, goal: Goal, stack: Stack) -> _Home:
         if goal.sharding is None:
             return _Home((whole(stack.shape),), ((None,),), True, kept(goal))
@@ -197,20 +193,44 @@ def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: 
     stacks = manifest.arrays
     homes = _Homes(stacks, options)
     values: dict[int, Any] = {}
-    by_row: dict[tuple[int, int], tuple[int, Goal]] = {}
+    by_stack: dict[int, _Rows] = {}
     for number, goal in goals.items():
         record = manifest.leaves[number]
-        if record.value is not None:
+        if record.stack is None or record.row is None:
             values[number] = _from_text(record, goal)
         else:
-            by_row[manifest.place(record)] = number, goal
-    steps = plan_read(stacks, [homes.want(goal, *place) for place, (_, goal) in by_row.items()], options.host_bytes)
-    leaves = _Leaves(manifest, stacks, by_row, homes, values)
+            by_stack.setdefault(record.stack, {})[record.row] = number, goal
+    wants: list[Want] = []
+    for stack, found in by_stack.items():
+        for rows, goal in _ranges(found):
+            home = homes.of(goal, stack)
+            wants.append(Want(stack, rows, home.boxes, goal.cast, home.kept))
+    steps = plan_read(stacks, wants, options.host_bytes)
+    leaves = _Leaves(manifest, stacks, by_stack, homes, values)
     total = sum(step.n_bytes for step in steps)
     with undisturbed(store, manifest), reporting("restore", total, options.progress) as report:
         read(store, manifest, stacks, steps, options, leaves, report)
     leaves.empty_leaves()
     return values
+
+
+_Rows = dict[int, tuple[int, Goal]]
+"""(leaf number, its goal) of rows of a stack."""
+
+
+def _ranges(found: _Rows) -> Iterator[tuple[tuple[int, int], Goal]]:
+    """Ranges of consecutive rows that have the same goal."""
+    begun = end = -1
+    goal: Goal | None = None
+    for row in sorted(found):
+        new = found[row][1]
+        if row != end or new is not goal:
+            if goal is not None:
+                yield (begun, end), goal
+            begun, goal = row, new
+        end = row + 1
+    if goal is not None:
+        yield (begun, end), goal
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
@@ -231,13 +251,13 @@ class _Leaves:
         self,
         manifest: Manifest,
         stacks: Sequence[Stack],
-        by_row: Mapping[tuple[int, int], tuple[int, Goal]],
+        by_stack: Mapping[int, _Rows],
         homes: _Homes,
         values: dict[int, Any],
     ) -> None:
         self._manifest = manifest
         self._stacks = stacks
-        self._by_row = by_row
+        self._by_stack = by_stack
         self._homes = homes
         self._values = values
         self._parts: dict[tuple[int, int, int], list[Any]] = {}
@@ -247,34 +267,47 @@ class _Leaves:
         """Rows become arrays of the host, or go to the devices in one batched call."""
         hosts: list[Array] = []
         targets: list[Any] = []
-        pieces: list[tuple[int, Goal, int]] = []
+        pieces: list[tuple[list[int], Goal, int]] = []
         for run, found in zip(step.runs, buffers, strict=True):
-            for offset, row in enumerate(range(*run.rows)):
-                leaf, goal = self._by_row[step.stack, row]
+            for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
+                leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
                 home = self._homes.of(goal, step.stack)
                 if run.streamed:
-                    parts = [part for box in range(len(run.boxes)) for part in self._parts.pop((step.stack, row, box))]
-                    dtype = _wanted_dtype(self._stacks[step.stack], goal)
-                    self._finish(leaf, goal, step.stack, [_as_dtype(part, dtype) for part in parts])
+                    for row, leaf in enumerate(leaves, begun):
+                        self._finish_streamed(leaf, goal, step.stack, row, len(run.boxes))
                     continue
-                views = [buffer[offset] for buffer in found]
-                if goal.kind not in ("jax", "key"):
-                    self._values[leaf] = on_host(views[0], goal, self._manifest.leaves[leaf].path)
-                    continue
-                begun = len(hosts)
-                if home.whole:
-                    hosts.append(views[0])
-                    targets.append(goal.sharding)
+                rows = [_rows(buffer[begun - run.rows[0] : ended - run.rows[0]]) for buffer in found]
+                if goal.kind == "numpy":
+                    self._values.update(zip(leaves, rows[0], strict=True))
+                elif goal.kind not in ("jax", "key"):
+                    for leaf, view in zip(leaves, rows[0], strict=True):
+                        self._values[leaf] = on_host(view, goal, self._manifest.leaves[leaf].path)
+                elif home.whole:
+                    hosts.extend(rows[0])
+                    targets.extend([goal.sharding] * len(leaves))
+                    pieces.append((leaves, goal, 1))
                 else:
-                    for view, devices in zip(views, home.devices, strict=True):
-                        hosts.extend([view] * len(devices))
-                        targets.extend(devices)
-                pieces.append((leaf, goal, len(hosts) - begun))
+                    wanted = [device for devices in home.devices for device in devices]
+                    for views in zip(*rows, strict=True):
+                        for view, devices in zip(views, home.devices, strict=True):
+                            hosts.extend([view] * len(devices))
+                        targets.extend(wanted)
+                    pieces.append((leaves, goal, len(wanted)))
         placed = jax.device_put(hosts, targets) if hosts else []
         rest = iter(placed)
-        for leaf, goal, count in pieces:
-            self._finish(leaf, goal, step.stack, list(itertools.islice(rest, count)))
+        for leaves, goal, count in pieces:
+            if goal.kind == "jax" and self._homes.of(goal, step.stack).whole:
+                self._values.update(zip(leaves, itertools.islice(rest, len(leaves)), strict=True))
+            else:
+                for leaf in leaves:
+                    self._finish(leaf, goal, step.stack, list(itertools.islice(rest, count)))
         return placed
+
+    def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: int) -> None:
+        """A leaf whose boxes were gathered on the devices."""
+        parts = [part for box in range(boxes) for part in self._parts.pop((stack, row, box))]
+        dtype = _wanted_dtype(self._stacks[stack], goal)
+        self._finish(leaf, goal, stack, [_as_dtype(part, dtype) for part in parts])
 
     def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
         """Put a part of a large box onto its devices, into the array that gathers them there."""
@@ -282,7 +315,7 @@ class _Leaves:
         box = step.runs[run].boxes[number]
         touched: dict[Any, Any] = {}
         for offset, row in enumerate(range(*part[0])):
-            _, goal = self._by_row[step.stack, row]
+            _, goal = self._by_stack[step.stack][row]
             devices = self._homes.of(goal, step.stack).devices[number]
             piece = _cast(data[offset], goal)
             key = (step.stack, row, number)
@@ -300,7 +333,8 @@ class _Leaves:
 
     def empty_leaves(self) -> None:
         """Leaves of no bytes: nothing was read for them."""
-        for (number, _), (leaf, goal) in self._by_row.items():
+        found = [(number, *one) for number, rows in self._by_stack.items() for one in rows.values()]
+        for number, leaf, goal in found:
             if leaf in self._values:
                 continue
             stack = self._stacks[number]
@@ -334,6 +368,11 @@ class _Leaves:
                     f"leaf {show(record.path)} cannot be PRNG keys of implementation {record.impl!r}: {error}"
                 ) from error
         self._values[leaf] = array
+
+
+def _rows(buffer: Array) -> Sequence[Array]:
+    """Its rows, which are arrays even where they are scalars."""
+    return list(buffer) if buffer.ndim > 1 else [buffer[row, ...] for row in range(len(buffer))]
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:

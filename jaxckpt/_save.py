@@ -670,7 +670,7 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
     flights = _Flights(job.options.host_bytes // WRITE_COPIES)
     written: list[tuple[int, str, int, str]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
-    array: ArrayWriter | None = None
+    writers: dict[int, ArrayWriter] = {}
 
     def land(done: Iterable[tuple[Staged, tuple[int, str]]]) -> None:
         for one, (length, digest) in done:
@@ -683,13 +683,13 @@ def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> li
     try:
         for one in _timed(staged, clock):
             obj, stack = one.obj, stacks[one.obj.stack]
-            if obj.stack not in indices:
-                array = store.array_writer(data, stack, job.options)
+            if obj.stack not in writers:
+                writers[obj.stack] = store.array_writer(data, stack, job.options)
             indices.setdefault(obj.stack, []).append(obj.index)
             land(flights.make_room(obj.n_bytes))
             with clock.timed("device_to_host"):
                 source = one.data()
-            flights.launch(one, array.write(obj.index, source), source)
+            flights.launch(one, writers[obj.stack].write(obj.index, source), source)
             if isinstance(staged, _Handover) and staged.starves():
                 land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
         land(flights.land_all())

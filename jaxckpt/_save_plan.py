@@ -29,8 +29,8 @@ SHARES = 40
 ends within one object of even, and halving a side may make objects half as large, but never larger."""
 
 ROUNDS = 4
-"""How often at most objects are dealt while shares are uneven still: sets of holders that overlap pass on what they have
-too much of, each to the next. Of three devices to a piece and four to a process, one round leaves the busiest with
+"""How often at most objects are dealt while shares are uneven still: sets of holders that overlap pass on what they
+have too much of, each to the next. Of three devices to a piece and four to a process, one round leaves the busiest with
 12 % above the mean, two with 4 %, three with 0.5 %."""
 
 

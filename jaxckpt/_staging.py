@@ -176,7 +176,7 @@ def _way(value: Value, hold: Hold) -> Way:
     return "send" if memory_kind(value.sharding) is None else "copy"
 
 
-def _is_all(here: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
+def _is_all(here: Index, shape: tuple[int, ...]) -> bool:
     return all(cut == slice(0, n) for cut, n in zip(here, shape, strict=True))
 
 

@@ -151,9 +151,7 @@ class Store(abc.ABC):
         """For the objects of a stack."""
 
     @abc.abstractmethod
-    def array_reader(
-        self, data: str, stack: Stack, options: Options, expected: Mapping[str, tuple[int, str]]
-    ) -> ArrayReader:
+    def array_reader(self, data: str, stack: Stack, expected: Mapping[str, tuple[int, str]]) -> ArrayReader:
         """Of a stack whose objects have these lengths and digests, by place in the grid.
 
         Nothing is read: its metadata is built from the manifest.

@@ -139,7 +139,7 @@ def blocks(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Block]:
     for lead in itertools.product(*(range(*bounds) for bounds in ranges[:along])):
         begun, end = ranges[along]
         for at in range(begun, end, most):
-            places = ((*((i, i + 1) for i in lead), (at, min(at + most, end)), *((0, 1) for _ in counts[along + 1 :])))
+            places = (*((i, i + 1) for i in lead), (at, min(at + most, end)), *((0, 1) for _ in counts[along + 1 :]))
             box = tuple(
                 ((f + a) * c, (f + b) * c) for (a, b), f, c in zip(places, first_chunks, stack.chunk, strict=True)
             )
@@ -160,7 +160,7 @@ def problems(
         yield None, f"is {length} bytes long, shorter than its index"
         return
     tail = read(data_bytes, length)
-    if crc32c.crc32c(tail[:-4]) != int(tail[-4:].view("<u4")[0]):
+    if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
         yield None, "has a damaged index: its crc32c does not match"
         return
     entries = tail[:-4].view("<u8").reshape(-1, 2)
@@ -207,7 +207,7 @@ def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry
     content = read(begun, stop)
     for start, size, number in together:
         chunk = content[start - begun : start - begun + size]
-        yield (start, size, number), crc32c.crc32c(chunk[:-4]), chunk[-4:].tobytes()
+        yield (start, size, number), crc32c.crc32c(chunk[:-4].data), chunk[-4:].tobytes()
 
 
 def _windows(entries: list[_Entry]) -> Iterator[list[_Entry]]:

@@ -22,7 +22,7 @@ from processes import RunPython
 
 import jaxckpt
 
-PLAIN = jaxckpt.Options(mmap=False)
+PLAIN = jaxckpt.Options()
 SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=2048, sync=False)
 
 
@@ -271,7 +271,7 @@ def test_values_in_the_manifest_are_indexed_as_0d_arrays(path: Path) -> None:
 )
 def test_only_the_chunks_that_an_index_touches_are_read(index: Any, chunks: int, tmp_path: Path) -> None:
     array = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
-    options = jaxckpt.Options(chunk_bytes=256, object_bytes=1 << 20, mmap=False, sync=False)
+    options = jaxckpt.Options(chunk_bytes=256, object_bytes=1 << 20, sync=False)
     jaxckpt.save(tmp_path / "c", {"a": array, "other": np.ones((999, 7))}, options=options)
     leaf = jaxckpt.open(tmp_path / "c", options=options)["a"]
     before = bytes_read()

@@ -25,7 +25,7 @@ from jaxckpt import _folder
 LARGE = 256 << 20
 """Bytes of a large leaf."""
 
-PLAIN = jaxckpt.Options(mmap=False)
+PLAIN = jaxckpt.Options()
 """Reads that tensorstore counts: it counts none of what comes through a memory map."""
 
 

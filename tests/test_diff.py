@@ -161,7 +161,7 @@ def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
         import jaxckpt, psutil
         a, b = {str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}
         before = psutil.Process().memory_info().rss
-        delta = jaxckpt.diff(a, b, options=jaxckpt.Options(host_bytes=64 << 20, mmap=False))
+        delta = jaxckpt.diff(a, b, options=jaxckpt.Options(host_bytes=64 << 20))
         assert [(leaf.path, leaf.differing, leaf.max_abs) for leaf in delta.differing] == [
             ("small", 32 << 20, 1.0), ("w", 1, 1.0)
         ], delta

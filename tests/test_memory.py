@@ -133,7 +133,7 @@ def test_however_little_memory_there_is_no_chunk_is_read_twice(
 ) -> None:
     if passing:
         monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
-    options = jaxckpt.Options(host_bytes=8 << 20, mmap=False)
+    options = jaxckpt.Options(host_bytes=8 << 20)
     mesh = mesh_of(*sizes)
     before = bytes_read()
     tree = jaxckpt.restore(saved, mesh=mesh, specs=P(*mesh.axis_names), options=options)

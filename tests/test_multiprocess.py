@@ -85,7 +85,7 @@ print(json.dumps({"total": info.total_bytes, "each": info.process_bytes, "sha256
 import json, tensorstore
 name = "/tensorstore/kvstore/file/bytes_read"
 mesh = mesh_of(2, 2)
-tree = jaxckpt.restore(args, mesh=mesh, options=jaxckpt.Options(mmap=False))
+tree = jaxckpt.restore(args, mesh=mesh, options=jaxckpt.Options())
 read = sum(v["value"] for m in tensorstore.experimental_collect_matching_metrics(name) for v in m["values"])
 check(tree)
 assert tree["both"].sharding == NamedSharding(mesh, P("data", "model"))

@@ -51,15 +51,17 @@ def reads(draw: st.DrawFn) -> tuple[list[Stack], list[Want]]:
     dtypes = st.sampled_from([None, None, np.dtype("int16"), np.dtype("int64")])
     for number, stack in enumerate(found):
         usual = draw(wanted_boxes(stack.shape))
+        edges = sorted(draw(st.sets(st.integers(0, stack.rows), min_size=1)))
         wants += [
             Want(
                 number,
-                row,
+                rows,
                 usual if draw(st.booleans()) else draw(wanted_boxes(stack.shape)),
                 draw(dtypes),
                 draw(st.booleans()),
             )
-            for row in draw(st.sets(st.integers(0, stack.rows - 1)))
+            for rows in itertools.pairwise(edges)
+            if draw(st.booleans())
         ]
     return found, draw(st.permutations(wants))
 
@@ -99,7 +101,8 @@ host_sizes = st.sampled_from([1, 100, 400, 4000, 1 << 30])
 def test_every_wanted_box_is_served_whole(case: tuple[list[Stack], list[Want]], host_bytes: int) -> None:
     stacks, wants = case
     filled = carried_out(stacks, _plan.plan_read(stacks, wants, host_bytes))
-    assert set(filled) == {(want.stack, want.row, box) for want in wants for box in want.boxes}
+    wanted = {(want.stack, row, box) for want in wants for row in range(*want.rows) for box in want.boxes}
+    assert set(filled) == wanted
     for (number, row, box), found in filled.items():
         shape = stacks[number].array_shape
         stored = np.arange(math.prod(shape)).reshape(shape)[row]
@@ -121,7 +124,7 @@ def test_no_chunk_is_read_twice_nor_one_that_nobody_wants(
         (want.stack, index)
         for want in wants
         for box in want.boxes
-        for index in chunks_of(stacks[want.stack], ((want.row, want.row + 1), *box))
+        for index in chunks_of(stacks[want.stack], (want.rows, *box))
     }
     assert set(read) == wanted
     assert set(read.values()) <= {1}
@@ -188,7 +191,7 @@ def test_what_goes_to_devices_has_no_buffer_larger_than_a_read(
 
 def test_rows_that_want_the_same_share_a_buffer_and_a_request() -> None:
     stack = Stack("s", "float32", (8,), 6, (2, 8), (6, 8))
-    (step,) = _plan.plan_read([stack], [Want(0, row, (((0, 8),),)) for row in range(6)], HOST_BYTES)
+    (step,) = _plan.plan_read([stack], [Want(0, (row, row + 1), (((0, 8),),)) for row in range(6)], HOST_BYTES)
     assert [run.rows for run in step.runs] == [(0, 6)]
     (read,) = step.reads
     assert [(region.box, region.staged) for region in read.regions] == [(((0, 6), (0, 8)), False)]
@@ -222,7 +225,7 @@ def test_a_large_leaf_in_other_boxes_is_read_by_whole_objects() -> None:
     """Rows to columns: each object is one request, whatever the boxes that it is in."""
     stack = Stack("s", "float32", (4096, 4096), 1, (1, 256, 256), (1, 512, 4096))
     columns = tuple(((0, 4096), (512 * i, 512 * (i + 1))) for i in range(8))
-    (step,) = _plan.plan_read([stack], [Want(0, 0, columns)], 32 << 20)
+    (step,) = _plan.plan_read([stack], [Want(0, (0, 1), columns)], 32 << 20)
     assert [len(read.regions) for read in step.reads] == [8] * 8
     for number, read in enumerate(step.reads):
         assert _grid.hull(region.box for region in read.regions) == (
@@ -247,7 +250,7 @@ def test_an_aligned_read_costs_what_it_needs_with_checksums_and_indexes(
     (stack,) = plan.stacks
     cost = _plan.ReadCost()
     for box in _grid.spec_boxes(axes, spec, shape):  # what the process that wrote it reads again
-        steps = _plan.plan_read(plan.stacks, [Want(0, row, (box,)) for row in range(3)], HOST_BYTES)
+        steps = _plan.plan_read(plan.stacks, [Want(0, (row, row + 1), (box,)) for row in range(3)], HOST_BYTES)
         cost += _plan.read_cost(plan.stacks, steps, HOST_BYTES)
     needed = 3 * math.prod(shape) * 4
     chunks = sum(len(list(chunks_of(stack, obj))) for _, obj in stack.objects())
@@ -292,4 +295,4 @@ def test_objects_of_a_box_are_those_that_it_meets(stack: Stack, data: st.DataObj
 
 def test_nothing_wanted_is_nothing_read() -> None:
     stack = Stack("s", "float32", (0, 3), 2, (1, 1, 3), (2, 1, 3))
-    assert _plan.plan_read([stack], [Want(0, 0, (((0, 0), (0, 3)),)), Want(0, 1, ())], HOST_BYTES) == []
+    assert _plan.plan_read([stack], [Want(0, (0, 1), (((0, 0), (0, 3)),)), Want(0, (1, 2), ())], HOST_BYTES) == []

@@ -32,7 +32,7 @@ QUICK = jaxckpt.Options(sync=False)
 OPTIONS = [
     jaxckpt.Options(),
     jaxckpt.Options(chunk_bytes=64, object_bytes=256, sync=False),
-    jaxckpt.Options(chunk_bytes=16, object_bytes=1024, host_bytes=512, mmap=False, sync=False),
+    jaxckpt.Options(chunk_bytes=16, object_bytes=1024, host_bytes=512, sync=False),
     jaxckpt.Options(chunk_bytes=128, compression="zstd", sync=False),
 ]
 SIZES = [
@@ -137,7 +137,7 @@ def test_every_tree_comes_back_bit_for_bit(
         for one, wanted in zip(jax.tree.leaves(targeted), jax.tree.leaves(target), strict=True):
             assert not isinstance(wanted, jax.ShapeDtypeStruct) or one.sharding == wanted.sharding
 
-        carried = jaxckpt.Options(indivisible="replicate", mmap=options.mmap)
+        carried = jaxckpt.Options(indivisible="replicate")
         if shares_no_axis(tree, other):
             with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
                 jaxckpt.restore(path, mesh=other, options=carried)

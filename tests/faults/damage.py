@@ -181,7 +181,7 @@ class Subject:
         self.files = sorted({area.file for area in self.areas})
         self.wanted = bits_of(make(version))
         other = Mesh(np.array(jax.devices()[:3]), ("b",))
-        plain = jaxckpt.Options(mmap=False)
+        plain = jaxckpt.Options()
         self.ways: dict[str, Callable[[], Kept]] = {
             "restore": lambda: bits_of(jaxckpt.restore(self.path)),
             "restore without mmap": lambda: bits_of(jaxckpt.restore(self.path, options=plain)),
