@@ -7,7 +7,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import processes
@@ -29,6 +30,20 @@ def run_python() -> processes.RunPython:
 def run_processes() -> processes.RunProcesses:
     """Runs a program in several real processes of one jax.distributed job."""
     return processes.run_processes
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Tells how much has been read of objects on the file system, in this process, so far."""
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counted(*args: Any) -> int:
+        counts.append(preadv(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return lambda: sum(counts)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
 from jaxckpt import _draft, _save
-from jaxckpt._folder import Folder
+from jaxckpt._files import FileWriter
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
 
@@ -30,7 +30,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.error: Exception | None = None
-        write = Folder.write
+        write = FileWriter.write
 
         def wait(*arguments: Any) -> Any:
             assert self.opened.wait(60)
@@ -38,7 +38,7 @@ class Gate:
                 raise self.error
             return write(*arguments)
 
-        monkeypatch.setattr(Folder, "write", wait)
+        monkeypatch.setattr(FileWriter, "write", wait)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 
 def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:
     begin = (
-        "import atexit, numpy as np, jaxckpt\nfrom jaxckpt._folder import Folder\natexit.register(print, 'theirs')\n"
+        "import atexit, numpy as np, jaxckpt\nfrom jaxckpt._files import FileWriter\natexit.register(print, 'theirs')\n"
     )
     return subprocess.run(
         [sys.executable, "-c", begin + program, str(path)],
@@ -191,7 +191,7 @@ def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:
 def test_a_failure_that_nobody_asked_after_is_told_at_exit(tmp_path: Path) -> None:
     program = """
 def fail(*_): raise jaxckpt.StorageError(28, "no space")
-Folder.write = fail
+FileWriter.write = fail
 import sys
 jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 """
@@ -207,9 +207,9 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 def test_a_save_under_way_is_finished_at_exit(tmp_path: Path, end: str) -> None:
     program = f"""
 import sys, time
-write = Folder.write
+write = FileWriter.write
 def slow(*arguments): time.sleep(0.5); return write(*arguments)
-Folder.write = slow
+FileWriter.write = slow
 jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
 {end}
 """
@@ -222,9 +222,9 @@ jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
 def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
     program = """
 import os, sys, time, signal
-write = Folder.write
+write = FileWriter.write
 def slow(*arguments): time.sleep(1); return write(*arguments)
-Folder.write = slow
+FileWriter.write = slow
 jaxckpt.save_async(sys.argv[1], {"x": np.arange(3)})
 child = os.fork()
 if child:
@@ -247,7 +247,7 @@ TOGETHER = """
 import os, signal, time
 import numpy as np, jax, jaxckpt
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxckpt._folder import Folder
+from jaxckpt._files import FileWriter
 
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 def made(spec, value):
@@ -259,11 +259,11 @@ def test_steps_with_collectives_run_while_it_is_written(run_processes: RunProces
     program = """
 tree = {"x": made(P("a", "b"), 1), "y": made(P(), 1)}
 step = jax.jit(lambda tree: jax.tree.map(lambda x: x + (x * 0 + 1).sum() / 64, tree), donate_argnums=0)
-write = Folder.write
+write = FileWriter.write
 def slow(*arguments):
     time.sleep(0.3 * (1 + process_id))
     return write(*arguments)
-Folder.write = slow
+FileWriter.write = slow
 saves = []
 for number in range(1, 4):
     saves.append(jaxckpt.save_async(f"{args}/{number}", tree, mesh=mesh, specs=P("b")))
@@ -286,7 +286,7 @@ def test_what_fails_in_one_is_raised_by_wait_in_all(run_processes: RunProcesses,
     program = """
 if process_id == 1:
     def fail(*_): raise jaxckpt.StorageError(28, "no space")
-    Folder.write = fail
+    FileWriter.write = fail
 pending = jaxckpt.save_async(args, {"x": made(P("a", "b"), 1)})
 try:
     pending.wait(60)
@@ -322,11 +322,11 @@ jaxckpt.save_async(args, {"x": tree["x"]}).wait(60)
 
 def test_skipping_is_agreed_on(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = """
-write = Folder.write
+write = FileWriter.write
 def slow(*arguments):
     time.sleep(process_id)  # process 0 has written its part long before
     return write(*arguments)
-Folder.write = slow
+FileWriter.write = slow
 options = jaxckpt.Options(when_busy="skip")
 skipped = []
 for number in range(12):
@@ -405,13 +405,13 @@ def test_what_others_still_write_when_process_0_fails_is_deleted_too(
 ) -> None:
     program = f"""
 tree = {{"x": made(P("a", "b"), 1), "y": [made(P("a", "b"), n) for n in range(4)]}}
-write = Folder.write
+write = FileWriter.write
 def slow(*arguments):
     if process_id == 0:
         raise jaxckpt.StorageError(28, "no space")
     time.sleep(0.5)
     return write(*arguments)
-Folder.write = slow
+FileWriter.write = slow
 options = jaxckpt.Options(timeout_seconds=20, object_bytes=256, chunk_bytes=256)
 try:
     jaxckpt.{save}(args, tree, mesh=mesh, specs={specs}, options=options){".wait()" if save == "save_async" else ""}

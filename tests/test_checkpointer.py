@@ -21,6 +21,7 @@ from processes import RunProcesses
 import jaxckpt
 from jaxckpt._bucket import Bucket
 from jaxckpt._checkpointer import Rules, _Step
+from jaxckpt._files import FileWriter
 from jaxckpt._folder import Folder
 from jaxckpt._manifest import StepRecord
 from jaxckpt._store import Store
@@ -351,7 +352,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_fast: bool
 ) -> None:
     with monkeypatch.context() as patched, jaxckpt.Checkpointer(tmp_path, every=3, fail_fast=fail_fast) as checkpoints:
-        patched.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+        patched.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
         assert checkpoints.save(0, state(0))
         assert checkpoints.pending is not None
         assert checkpoints.pending._finished.wait(60)
@@ -374,7 +375,7 @@ import time
 import numpy as np, jaxckpt
 from jaxckpt import _save
 from jaxckpt._bucket import Bucket
-from jaxckpt._folder import Folder
+from jaxckpt._files import FileWriter
 
 def attempt(call):
     try:
@@ -383,12 +384,12 @@ def attempt(call):
         print(type(error).__name__)
 
 def fail_once(then):
-    write = Folder.write
+    write = FileWriter.write
     def refuse(*_):
-        Folder.write = write
+        FileWriter.write = write
         raise jaxckpt.StorageError(28, "no space")
     if process_id == 0:
-        Folder.write = refuse
+        FileWriter.write = refuse
     attempt(then)
 
 release = _save._Claim.release
@@ -417,7 +418,7 @@ with jaxckpt.Checkpointer(args, fail_fast=True, options=options) as checkpoints:
 
 
 def test_the_body_s_own_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+    monkeypatch.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
 
     def body() -> None:
         with jaxckpt.Checkpointer(tmp_path) as checkpoints:

@@ -1,4 +1,4 @@
-"""Counted, not timed: bytes read over bytes needed, files, and calls between a public name and tensorstore."""
+"""Counted, not timed: bytes read over bytes needed, files, and calls between a public name and the bytes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,20 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _folder
+from jaxckpt._files import FileReader, FileWriter
 
 LARGE = 256 << 20
 """Bytes of a large leaf."""
-
-PLAIN = jaxckpt.Options()
-"""Reads that tensorstore counts: it counts none of what comes through a memory map."""
 
 
 @pytest.fixture
@@ -59,17 +55,20 @@ def assert_same_bits(got: Any, expected: Any) -> None:
     assert np.array_equal(np.asarray(got).view(np.uint32), np.asarray(expected).view(np.uint32))
 
 
-def bytes_read() -> int:
-    """What tensorstore has read of files, in this process, so far."""
-    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in found for value in metric["values"])
+class Counted(Protocol):
+    def __call__(self, read: Callable[[], Any]) -> tuple[Any, int]:
+        """What a read returns, and the bytes that were read of objects for it."""
+        ...
 
 
-def counted(read: Callable[[], Any]) -> tuple[Any, int]:
-    """What a read returns, and the bytes that tensorstore read for it."""
-    before = bytes_read()
-    result = read()
-    return result, bytes_read() - before
+@pytest.fixture
+def counted(bytes_read: Callable[[], int]) -> Counted:
+    def count(read: Callable[[], Any]) -> tuple[Any, int]:
+        before = bytes_read()
+        result = read()
+        return result, bytes_read() - before
+
+    return count
 
 
 # How much is read -----------------------------------------------------------------------------------------
@@ -90,14 +89,16 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_restore_reads_what_it_needs(name: str, memory: Path, record_property: Callable[[str, object], None]) -> None:
+def test_a_restore_reads_what_it_needs(
+    name: str, memory: Path, counted: Counted, record_property: Callable[[str, object], None]
+) -> None:
     shape, saved_on, saved_as, wanted_on, wanted_as, limit, apart_limit = CASES[name]
     leaf = large(shape, mesh_of(*saved_on), saved_as)
     info = jaxckpt.save(memory / "ckpt", {"w": leaf}, options=jaxckpt.Options(sync=False))
     assert info.total_bytes == leaf.nbytes <= info.stored_bytes <= 1.0001 * leaf.nbytes
 
     mesh = mesh_of(*wanted_on)
-    tree, read = counted(lambda: jaxckpt.restore(memory / "ckpt", mesh=mesh, specs=wanted_as, options=PLAIN))
+    tree, read = counted(lambda: jaxckpt.restore(memory / "ckpt", mesh=mesh, specs=wanted_as))
     assert tree["w"].sharding == NamedSharding(mesh, wanted_as)
     assert_same_bits(tree["w"], leaf)
     checkpoint = jaxckpt.open(memory / "ckpt")
@@ -114,21 +115,21 @@ def test_a_restore_reads_what_it_needs(name: str, memory: Path, record_property:
     assert 1 <= apart.over_read <= apart_limit
 
 
-def test_one_leaf_of_many_reads_that_leaf(memory: Path) -> None:
+def test_one_leaf_of_many_reads_that_leaf(memory: Path, counted: Counted) -> None:
     random = np.random.default_rng(0)
     values = {f"layer{i}": random.standard_normal((512, 512), np.float32) for i in range(24)}
     tree = {name: jax.device_put(value, NamedSharding(mesh_of(8), P("x"))) for name, value in values.items()}
     jaxckpt.save(memory / "ckpt", tree)
-    one, read = counted(lambda: jaxckpt.load_numpy(memory / "ckpt", select="layer7", options=PLAIN))
+    one, read = counted(lambda: jaxckpt.load_numpy(memory / "ckpt", select="layer7"))
     assert list(one) == ["layer7"]
     assert_same_bits(one["layer7"], values["layer7"])
     assert values["layer7"].nbytes <= read <= 1.01 * values["layer7"].nbytes
 
 
-def test_a_part_of_a_large_leaf_reads_that_part(memory: Path) -> None:
+def test_a_part_of_a_large_leaf_reads_that_part(memory: Path, counted: Counted) -> None:
     leaf = large((8192, 8192), mesh_of(2, 4), P("x", "y"))
     jaxckpt.save(memory / "ckpt", {"w": leaf}, options=jaxckpt.Options(sync=False))
-    lazy = jaxckpt.open(memory / "ckpt", options=PLAIN)["w"]
+    lazy = jaxckpt.open(memory / "ckpt")["w"]
     whole = np.asarray(leaf)
     for index in (np.s_[1024:3072], np.s_[:, 4096:6144], np.s_[1000:5000, 300:8000]):
         part, read = counted(lambda index=index: lazy[index])
@@ -140,13 +141,11 @@ def test_a_part_of_a_large_leaf_reads_that_part(memory: Path) -> None:
     assert read < 2 * jaxckpt.Options().chunk_bytes, "one element costs one chunk and an index"
 
 
-def test_replicas_in_one_process_are_read_once(memory: Path) -> None:
+def test_replicas_in_one_process_are_read_once(memory: Path, counted: Counted) -> None:
     value = np.random.default_rng(1).standard_normal((2048, 1024), np.float32)
     jaxckpt.save(memory / "ckpt", {"w": jax.device_put(value, NamedSharding(mesh_of(8), P("x")))})
     for spec in (P(), P("x"), P(None, "y"), P(("x", "y"))):
-        tree, read = counted(
-            lambda spec=spec: jaxckpt.restore(memory / "ckpt", mesh=mesh_of(4, 2), specs=spec, options=PLAIN)
-        )
+        tree, read = counted(lambda spec=spec: jaxckpt.restore(memory / "ckpt", mesh=mesh_of(4, 2), specs=spec))
         assert_same_bits(tree["w"], value)
         assert value.nbytes <= read <= 1.001 * value.nbytes
 
@@ -154,7 +153,7 @@ def test_replicas_in_one_process_are_read_once(memory: Path) -> None:
 # How many files and calls ---------------------------------------------------------------------------------
 
 
-def test_two_thousand_small_leaves_make_few_files(memory: Path) -> None:
+def test_two_thousand_small_leaves_make_few_files(memory: Path, counted: Counted) -> None:
     mesh = mesh_of(8)
     specs = (P("x"), P(None, "x"), P())
     shardings = [NamedSharding(mesh, specs[i % len(specs)]) for i in range(2000)]
@@ -164,54 +163,42 @@ def test_two_thousand_small_leaves_make_few_files(memory: Path) -> None:
     files = [file for file in (memory / "ckpt").rglob("*") if file.is_file()]
     print(f"{len(files)} files, {info.objects} objects for 2,000 leaves")
     assert len(files) == info.files <= 20
-    (restored, read) = counted(lambda: jaxckpt.restore(memory / "ckpt", mesh=mesh, options=PLAIN))
+    (restored, read) = counted(lambda: jaxckpt.restore(memory / "ckpt", mesh=mesh))
     assert info.total_bytes <= read <= 1.01 * info.total_bytes
     for got, expected in zip(restored["leaves"], leaves, strict=True):
         assert got.sharding == expected.sharding
         assert_same_bits(got, expected)
 
 
-class Witness:
-    """Stands for an array of tensorstore's, and notes who writes to it."""
-
-    def __init__(self, array: Any, chains: list[list[str]]) -> None:
-        self._array = array
-        self._chains = chains
-
-    @property
-    def dtype(self) -> Any:
-        return self._array.dtype
-
-    def __getitem__(self, index: Any) -> Witness:
-        return Witness(self._array[index], self._chains)
-
-    def write(self, *args: Any, **named: Any) -> Any:
-        frames = [found for found in inspect.stack()[1:] if found.frame.f_globals["__name__"].startswith("jaxckpt")]
-        self._chains.append([found.frame.f_code.co_qualname for found in reversed(frames)])
-        return self._array.write(*args, **named)
-
-
-def test_five_calls_at_most_from_a_public_name_to_tensorstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_calls_at_most_from_a_public_name_to_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chains: list[list[str]] = []
-    open_array = _folder.Folder.open_array
-    array = ts.array
     tree = {
         "large": jax.device_put(jnp.ones((4096, 1024)), NamedSharding(mesh_of(8), P("x"))),
         "small": [jax.device_put(jnp.ones(64), NamedSharding(mesh_of(8), P()))] * 3,
         "host": np.arange(3),
     }
-    with monkeypatch.context() as patch:
-        patch.setattr(_folder.Folder, "open_array", lambda *args, **named: Witness(open_array(*args, **named), chains))
-        jaxckpt.save(tmp_path / "plain", tree)
-        jaxckpt.save(tmp_path / "moved", tree, mesh=mesh_of(2), specs=P())
-    with monkeypatch.context() as patch:
-        patch.setattr(ts, "array", lambda *args: Witness(array(*args), chains))
-        jaxckpt.restore(tmp_path / "plain")
-        jaxckpt.restore(tmp_path / "plain", mesh=mesh_of(3), options=jaxckpt.Options(indivisible="replicate"))
-        jaxckpt.load_numpy(tmp_path / "moved")
-        assert jaxckpt.open(tmp_path / "plain")["host"][1] == 1
+
+    def witness(owner: type[Any], name: str) -> None:
+        """Note who calls what hands an object's bytes to the threads that move them."""
+        move = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            frames = [found for found in inspect.stack()[1:] if found.frame.f_globals["__name__"].startswith("jaxckpt")]
+            chains.append([found.frame.f_code.co_qualname for found in reversed(frames)] + [move.__qualname__])
+            return move(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in ((FileWriter, "write"), (FileReader, "read")):
+        witness(owner, name)
+    jaxckpt.save(tmp_path / "plain", tree)
+    jaxckpt.save(tmp_path / "moved", tree, mesh=mesh_of(2), specs=P())
+    jaxckpt.restore(tmp_path / "plain")
+    jaxckpt.restore(tmp_path / "plain", mesh=mesh_of(3), options=jaxckpt.Options(indivisible="replicate"))
+    jaxckpt.load_numpy(tmp_path / "moved")
+    assert jaxckpt.open(tmp_path / "plain")["host"][1] == 1
     found = {" → ".join(chain) for chain in chains}
     print(*sorted(found), sep="\n")
     assert {chain[0] for chain in chains} == {"save", "restore", "load_numpy", "LazyLeaf.__getitem__"}
-    assert {chain[-1] for chain in chains} == {"Folder.write", "Store.read_into"}
-    assert max(map(len, chains)) <= 5, "the last of them calls tensorstore itself"
+    assert {chain[-1] for chain in chains} == {"FileWriter.write", "FileReader.read"}
+    assert max(map(len, chains)) <= 5, "the last of them hands the bytes over"

@@ -20,7 +20,7 @@ from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt import _staging
-from jaxckpt._folder import Folder
+from jaxckpt._files import FileWriter
 
 ROUNDS = 200
 
@@ -72,13 +72,13 @@ def require_equal(path: Path, wanted: Any) -> None:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written before it is opened."""
     opened = threading.Event()
-    write = Folder.write
+    write = FileWriter.write
 
     def wait(*arguments: Any) -> Any:
         assert opened.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(Folder, "write", wait)
+    monkeypatch.setattr(FileWriter, "write", wait)
     yield opened
     opened.set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
-import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,8 +59,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jaxckpt
 from jaxckpt import _restore
 
-path, case, mapped, host_bytes, passing, shapes = json.loads(sys.argv[1])
-options = jaxckpt.Options(host_bytes=host_bytes, mmap=mapped, cast="unsafe")
+path, case, host_bytes, passing, shapes = json.loads(sys.argv[1])
+options = jaxckpt.Options(host_bytes=host_bytes, cast="unsafe")
 if passing:
     _restore.kept = lambda goal: goal.kind not in ("jax", "key")
 
@@ -99,21 +98,18 @@ print(peak - before - sum(leaf.nbytes for leaf in tree.values()))
 """
 
 
-@pytest.mark.parametrize("mapped", [True, False], ids=["mmap", "plain"])
 @pytest.mark.parametrize("case", ["as saved", "3x2", "rows", "one device", "cast", "numpy"])
 def test_a_restore_takes_the_bytes_it_may_beside_the_arrays(
-    case: str, mapped: bool, saved: Path, run_python: processes.RunPython
+    case: str, saved: Path, run_python: processes.RunPython
 ) -> None:
-    taken = int(
-        run_python(CHILD, args=[json.dumps([str(saved), case, mapped, HOST_BYTES, False, SHAPES])], env=ALLOCATOR)
-    )
+    taken = int(run_python(CHILD, args=[json.dumps([str(saved), case, HOST_BYTES, False, SHAPES])], env=ALLOCATOR))
     print(f"{case}: {taken / 2**20:.1f} MiB")
     assert taken <= HOST_BYTES + SLACK
 
 
 @pytest.mark.parametrize("case", ["as saved", "3x2", "one device", "cast"])
 def test_so_does_the_way_of_accelerators(case: str, saved: Path, run_python: processes.RunPython) -> None:
-    taken = int(run_python(CHILD, args=[json.dumps([str(saved), case, True, HOST_BYTES, True, SHAPES])], env=ALLOCATOR))
+    taken = int(run_python(CHILD, args=[json.dumps([str(saved), case, HOST_BYTES, True, SHAPES])], env=ALLOCATOR))
     print(f"{case}: {taken / 2**20:.1f} MiB")
     assert taken <= HOST_BYTES + SLACK + PROGRAMS
 
@@ -121,15 +117,10 @@ def test_so_does_the_way_of_accelerators(case: str, saved: Path, run_python: pro
 # Counted --------------------------------------------------------------------------------------------------
 
 
-def bytes_read() -> int:
-    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in found for value in metric["values"])
-
-
 @pytest.mark.parametrize("passing", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (8,), (1,)], ids=str)
 def test_however_little_memory_there_is_no_chunk_is_read_twice(
-    sizes: tuple[int, ...], passing: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], passing: bool, saved: Path, bytes_read: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if passing:
         monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
@@ -221,7 +212,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
 ) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.arange(100)})
-    check = _reading._Objects.check
+    check = _reading._require_metadata
 
     def meanwhile() -> None:
         if fate == "deleted":
@@ -236,7 +227,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
         if moment == "after":
             meanwhile()
 
-    monkeypatch.setattr(_reading._Objects, "check", checked)
+    monkeypatch.setattr(_reading, "_require_metadata", checked)
     with pytest.raises(jaxckpt.NotACheckpointError, match=f"was {fate} while it was being read"):
         jaxckpt.load_numpy(path)
 

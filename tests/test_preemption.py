@@ -14,7 +14,7 @@ import pytest
 from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
-from jaxckpt._folder import Folder
+from jaxckpt._files import FileWriter
 
 TOGETHER = """
 import os, signal, time
@@ -62,8 +62,8 @@ import os, signal, sys, time
 import numpy as np, jaxckpt
 how = sys.argv[2]
 if "stuck" in how:
-    from jaxckpt._folder import Folder
-    Folder.write = lambda *_: time.sleep(1000)
+    from jaxckpt._files import FileWriter
+    FileWriter.write = lambda *_: time.sleep(1000)
 earlier = []
 if how == "chained":
     signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))
@@ -120,7 +120,7 @@ def test_a_step_whose_save_failed_is_not_told_as_saved(
     with jaxckpt.Checkpointer(tmp_path, background=background) as checkpoints:
         checkpoints.save(1, {"x": 1})
         with monkeypatch.context() as patched:
-            patched.setattr(Folder, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+            patched.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
             with pytest.raises(jaxckpt.StorageError):  # noqa: PT012
                 checkpoints.save(2, {"x": np.arange(2)})
                 checkpoints.wait()
@@ -134,8 +134,8 @@ def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_told_as_saved(run_pyt
     program = """
 import os, signal, sys, time
 import numpy as np, jaxckpt
-from jaxckpt._folder import Folder
-Folder.write = lambda *_: time.sleep(1000)
+from jaxckpt._files import FileWriter
+FileWriter.write = lambda *_: time.sleep(1000)
 with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
     checkpoints.save(0, {"x": np.arange(2)})
     try:

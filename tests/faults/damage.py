@@ -181,13 +181,10 @@ class Subject:
         self.files = sorted({area.file for area in self.areas})
         self.wanted = bits_of(make(version))
         other = Mesh(np.array(jax.devices()[:3]), ("b",))
-        plain = jaxckpt.Options()
         self.ways: dict[str, Callable[[], Kept]] = {
             "restore": lambda: bits_of(jaxckpt.restore(self.path)),
-            "restore without mmap": lambda: bits_of(jaxckpt.restore(self.path, options=plain)),
             "restore onto another mesh": lambda: bits_of(jaxckpt.restore(self.path, mesh=other, specs=P())),
             "load_numpy": lambda: bits_of(jaxckpt.load_numpy(self.path)),
-            "load_numpy without mmap": lambda: bits_of(jaxckpt.load_numpy(self.path, options=plain)),
         }
         silents: list[str] = []
         assert self._read(silents, self.wanted) == {"true bits"}, silents

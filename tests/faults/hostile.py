@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
+import crc32c
 import jax
 import numpy as np
 
@@ -84,7 +84,7 @@ def raw(text: str) -> str:
 
 
 def crc(content: bytes) -> bytes:
-    return struct.pack("<I", google_crc32c.value(content))
+    return struct.pack("<I", crc32c.crc32c(content))
 
 
 def valid_object(stack: Stack) -> tuple[bytes, str]:
@@ -94,7 +94,7 @@ def valid_object(stack: Stack) -> tuple[bytes, str]:
     chunk += crc(chunk)
     count = stack.chunks_per_object
     index = b"".join(struct.pack("<QQ", number * len(chunk), len(chunk)) for number in range(count))
-    return chunk * count + index + crc(index), f"{google_crc32c.value(chunk[-4:] * count):08x}"
+    return chunk * count + index + crc(index), f"{crc32c.crc32c(chunk[-4:] * count):08x}"
 
 
 def zstd_zeros(n_bytes: int) -> bytes:

@@ -6,13 +6,13 @@ from __future__ import annotations
 PHASES = {
     "plan agreement": ("save", "_save._digest_of"),
     "folder check": ("save", "_save._require_shared"),
-    "writing": ("save", "_folder.Folder.write"),
+    "writing": ("save", "_files.FileWriter.write"),
     "before the barrier": ("save", "_save._publish"),
     "publishing": ("save", "_coord.Meeting.share"),  # the last of the save: process 0 has just published
-    "writing in the background": ("save_async", "_folder.Folder.write"),
+    "writing in the background": ("save_async", "_files.FileWriter.write"),
     "before the barrier in the background": ("save_async", "_save._publish"),
     "opening": ("restore", "_manifest.load"),
-    "reading": ("restore", "_store.Store.read_into"),
+    "reading": ("restore", "_files.FileReader.read"),
 }
 
 BEGIN = (
@@ -22,7 +22,7 @@ import contextlib, operator, os, signal, subprocess, time
 import json
 import numpy as np
 import jaxckpt
-from jaxckpt import _coord, _folder, _manifest, _save, _store
+from jaxckpt import _coord, _files, _manifest, _save
 from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 

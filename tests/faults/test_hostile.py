@@ -284,7 +284,7 @@ def test_a_hostile_manifest_is_refused(fault: Fault, saved: Path, tmp_path: Path
         for read in (lambda path=path: jaxckpt.open(path), lambda path=path: jaxckpt.load_numpy(path)):
             with pytest.MonkeyPatch.context() as patch:
                 # Nothing of a manifest is opened before it is believed.
-                patch.setattr(Folder, "open_array", lambda *_, **__: pytest.fail("an array was opened"))
+                patch.setattr(Folder, "array_reader", lambda *_, **__: pytest.fail("an array was opened"))
                 require_refusal(fault, name, path, read)
         shutil.rmtree(path)
 
