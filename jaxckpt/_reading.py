@@ -311,13 +311,14 @@ class _Reading:
     def begin(self, array: ArrayReader) -> None:
         """Start reading all of it."""
         boxes = [region.box for region in self._read.regions]
-        self._pending = array.read(list(zip(boxes, self._targets, strict=True)))
+        with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
+            self._pending = array.read(list(zip(boxes, self._targets, strict=True)))
 
     def land(self) -> None:
         """Wait for it and pass on what is staged."""
         sent: dict[Any, Any] = {}
         for region, target, pending in zip(self._read.regions, self._targets, self._pending, strict=True):
-            with storage_errors(lambda rows=region.box[0]: f"cannot read leaf {self._leaves(rows)}", reading=True):
+            with self._naming(region.box[0]):
                 pending.result()
             if region.staged:
                 sent.update(self._filling.scatter(region, target))
@@ -326,6 +327,10 @@ class _Reading:
             self._filling.window.next(lambda: self._end(list(sent.values())))
         else:
             self._end([])
+
+    def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
+        """Errors inside name the leaves in these rows."""
+        return storage_errors(lambda: f"cannot read leaf {self._leaves(rows)}", reading=True)
 
     def _end(self, arrays: list[Any]) -> None:
         _settle(arrays, self._filling.window, self._read.held_bytes, self._block)

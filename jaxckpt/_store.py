@@ -280,10 +280,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 @contextlib.contextmanager
 def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
-    """Turn tensorstore's errors inside the block into ours, told as `what`."""
+    """Turn tensorstore's errors inside the block into ours, told as `what`; so are those of our own readers."""
     try:
         yield
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, DataError, StorageError) as error:
         if isinstance(error, InputError):
             raise
         raise storage_error(error, what if isinstance(what, str) else what(), reading=reading) from None
@@ -291,6 +291,10 @@ def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> G
 
 def storage_error(error: Exception, what: str, *, reading: bool = False) -> StorageError | DataError:
     """tensorstore's error as one of ours: by the system's own code where it tells one, else by its message's prefix."""
+    if isinstance(error, DataError):
+        return DataError(f"{what}: {error}; jaxckpt.verify lists all that is damaged")
+    if isinstance(error, StorageError):
+        return StorageError(error.errno, f"{what}: {error.strerror}")
     text = readable(str(error))
     status = text.partition(":")[0]
     told = re.search(r"\[os_error_code='(\d+)'\]", str(error))

@@ -49,8 +49,8 @@ MOMENTS = {
     "looking at the path": ("_save", "_previous"),
     "making its folder": ("_folder.Folder", "begin"),
     "making arrays": ("_folder.Folder", "create_array"),
-    "writing": ("_folder.Folder", "write"),
-    "reading digests": ("_folder.Folder", "digest"),
+    "writing": ("_files.FileWriter", "write"),
+    "syncing its folders": ("_folder.Folder", "sync_folders"),
     "syncing": ("_folder.Folder", "sync_data"),
     "publishing": ("_folder.Folder", "publish"),
     "tidying up": ("_save._Claim", "release"),
@@ -62,7 +62,7 @@ JAXCKPT = (
     + """
 import operator
 import jaxckpt
-from jaxckpt import _folder, _save
+from jaxckpt import _files, _folder, _save
 
 def stop_at(owner, name):
     original = getattr(owner, name)
