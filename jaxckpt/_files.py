@@ -160,7 +160,7 @@ class FileReader:
             chunks = _rows(data, block.chunks)
             sums = np.empty(block.chunks, "<u4")
             for begun, first, last in starts:
-                _read_all(path, handle, begun, _interleaved(chunks[first:last], sums[first:last]))
+                read_into(path, handle, begun, _interleaved(chunks[first:last], sums[first:last]))
             computed = np.fromiter(map(crc32c.crc32c, chunks), "<u4", block.chunks)
             if not np.array_equal(computed, sums):
                 number = block.first + int(np.flatnonzero(computed != sums)[0])
@@ -187,7 +187,7 @@ class FileReader:
         if status.st_size != length:
             raise DataError(f"{path} is {status.st_size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
-        _read_all(path, handle, length - len(tail), [tail])
+        read_into(path, handle, length - len(tail), [tail])
         if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
             raise DataError(f"{path} has a damaged index: its crc32c does not match")
         entries = tail[:-4].view("<u8").reshape(-1, 2)
@@ -205,7 +205,7 @@ class _Index:
         self._present = entries[:, 0] != zarr.ABSENT
         self._digest = digest
         self._sums = np.zeros(len(entries), "<u4")
-        self._left = int(self._present.sum())
+        self._unread = self._present.copy()
         self._lock = threading.Lock()
 
     def starts(self, path: str, block: zarr.Block, size: int) -> Iterator[tuple[int, int, int]]:
@@ -224,8 +224,8 @@ class _Index:
         """Chunks were read. Once all are, the object's digest tells that they are those that were saved here."""
         with self._lock:
             self._sums[block.first : block.first + block.chunks] = sums
-            self._left -= block.chunks
-            complete = not self._left
+            self._unread[block.first : block.first + block.chunks] = False
+            complete = not self._unread.any()
         if complete and zarr.digest_of(self._sums[self._present]) != self._digest:
             raise DataError(f"{path} holds other data than was saved there")
 
@@ -275,7 +275,8 @@ def _write_all(handle: int, buffers: Sequence[Any]) -> None:
             count = os.writev(handle, rest)
 
 
-def _read_all(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
+def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
+    """Fill buffers with what lies in a file from `start` on. Raises DataError where it ends before."""
     for first in range(0, len(buffers), BUFFERS):
         rest: list[Any] = list(buffers[first : first + BUFFERS])
         while rest:

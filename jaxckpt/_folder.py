@@ -26,7 +26,7 @@ import tensorstore as ts
 
 from jaxckpt import _zarr as zarr
 from jaxckpt._errors import CheckpointExistsError, DataError, StorageError
-from jaxckpt._files import FileReader, FileWriter
+from jaxckpt._files import FileReader, FileWriter, read_into
 from jaxckpt._grid import Box
 from jaxckpt._options import Options
 from jaxckpt._pieces import Pieces
@@ -356,12 +356,8 @@ class Folder(Store):
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             nonlocal buffer
             if len(buffer) < stop - start:
-                buffer = np.empty(
-                    stop - start, np.uint8
-                )  # used again: the first touch of memory costs more than the read
-            count = os.preadv(handle, [memoryview(buffer)[: stop - start]], start)  # pyright: ignore[reportArgumentType]
-            if count < stop - start:
-                raise DataError(f"{self.url}/{key} was cut while it was read")
+                buffer = np.empty(stop - start, np.uint8)  # used again: its first touch costs more than the read
+            read_into(f"{self.url}/{key}", handle, start, [buffer[: stop - start]])
             return buffer[: stop - start]
 
         try:

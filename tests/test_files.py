@@ -1,0 +1,371 @@
+"""Objects as plain files: other readers and writers of Zarr agree on them, and nothing damaged is believed."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import numpy as np
+import pytest
+import strategies
+import tensorstore as ts
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxckpt
+from jaxckpt import _zarr
+from jaxckpt._files import FileReader, FileWriter
+from jaxckpt._grid import Box, extent, intersection, whole
+from jaxckpt._pieces import Array, Pieces
+from jaxckpt._plan import Stack
+from jaxckpt._tree import DTYPES
+
+
+def cut(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*side) for side in box)
+
+
+def bits(array: Array) -> bytes:
+    """What is to be equal: NaNs, and dtypes that others know as unsigned integers."""
+    return np.ascontiguousarray(array).tobytes()
+
+
+# Stacks of any kind ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> Stack:
+    """Chunks and objects of any sides, that may stick out of the array."""
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "bool", "int4", "complex128", "float8_e4m3fn", "int64"]))
+    shape, rows = draw(strategies.sides(3, 9)), draw(st.integers(1, 9))
+    chunk = tuple(draw(st.integers(1, side + 2)) for side in (rows, *shape))
+    return Stack("stack", dtype, shape, rows, chunk, tuple(side * draw(st.integers(1, 4)) for side in chunk))
+
+
+@st.composite
+def pieces(draw: st.DrawFn, array: Array, box: Box) -> Pieces:
+    """A box of an array, a few rows at a time as one or two arrays that may hold more than that, strided or not."""
+    (begun, ended), *sides = box
+    group_rows = draw(st.integers(1, ended - begun))
+
+    def piece(wanted: Box) -> tuple[Box, Array]:
+        held = tuple(
+            (draw(st.integers(0, a)), draw(st.integers(b, n))) if draw(st.booleans()) else (a, b)
+            for (a, b), n in zip(wanted, array.shape, strict=True)
+        )
+        found = array[cut(held)]
+        return held, found.copy() if draw(st.booleans()) else found
+
+    groups: list[list[tuple[Box, Array]]] = []
+    for first in range(begun, ended, group_rows):
+        parts: list[Box] = [((first, min(first + group_rows, ended)), *sides)]
+        along = draw(st.integers(0, len(box) - 1))
+        (a, b) = parts[0][along]
+        if b - a > 1:
+            middle = draw(st.integers(a + 1, b - 1))
+            parts = [(*parts[0][:along], side, *parts[0][along + 1 :]) for side in ((a, middle), (middle, b))]
+        groups.append([piece(part) for part in parts])
+    return Pieces(box, array.dtype, group_rows, groups)
+
+
+@st.composite
+def filled(draw: st.DrawFn) -> tuple[Stack, Array]:
+    """A stack and its data."""
+    stack = draw(stacks())
+    return stack, strategies.bits(DTYPES[stack.dtype], stack.array_shape, draw(st.integers(0, 1 << 30)))
+
+
+# Pieces and blocks ----------------------------------------------------------------------------------------
+
+
+@given(filled(), st.data())
+def test_a_block_is_what_numpy_would_cut(made: tuple[Stack, Array], data: st.DataObject) -> None:
+    _, array = made
+    found = data.draw(pieces(array, data.draw(strategies.boxes(array.shape))))
+    box = tuple(
+        (start := data.draw(st.integers(a, b - 1)), data.draw(st.integers(start + 1, b + 3))) for a, b in found.box
+    )
+    expected = np.zeros(extent(box), array.dtype)
+    common = intersection(box, found.box)
+    assert common is not None
+    expected[tuple(slice(0, b - a) for a, b in common)] = array[cut(common)]
+    scratch = np.full(expected.nbytes + 3, 0xA5, np.uint8)
+    assert bits(found.block(box, scratch)) == bits(expected)
+    assert bits(found.array()) == bits(array[cut(found.box)])
+
+
+@given(stacks(), st.data())
+def test_blocks_are_the_chunks_that_a_box_touches_in_order(stack: Stack, data: st.DataObject) -> None:
+    index, box = data.draw(st.sampled_from(list(stack.objects())))
+    part = tuple(
+        (a + start, a + stop)
+        for (a, _), (start, stop) in zip(box, data.draw(strategies.boxes(extent(box))), strict=True)
+    )
+    most = data.draw(st.sampled_from([1, 3 * stack.chunk_stored_bytes, 1 << 20]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_zarr, "BLOCK_BYTES", most)
+        found = list(_zarr.blocks(stack, index, part))
+    touched: list[int] = []
+    for block in found:
+        assert block.chunks == 1 or block.chunks * stack.chunk_stored_bytes <= most
+        numbers = range(block.first, block.first + block.chunks)
+        boxes = [_zarr.chunk_box(stack, index, number) for number in numbers]
+        order = np.arange(np.prod(extent(block.box))).reshape(extent(block.box))
+        for number, chunk in enumerate(boxes):  # one after the other, each in C order
+            assert chunk is not None
+            within = tuple(
+                slice(a - s, a - s + c) for (a, _), (s, _), c in zip(chunk, block.box, stack.chunk, strict=True)
+            )
+            size = int(np.prod(stack.chunk))
+            assert np.array_equal(order[within].ravel(), np.arange(number * size, (number + 1) * size))
+        touched += numbers
+    expected = [n for n in range(stack.chunks_per_object) if intersects(_zarr.chunk_box(stack, index, n), part)]
+    assert touched == expected
+
+
+def intersects(chunk: Box | None, part: Box) -> bool:
+    return chunk is not None and intersection(chunk, part) is not None
+
+
+# Others' readers and writers ------------------------------------------------------------------------------
+
+
+@given(filled(), st.data())
+def test_others_read_what_is_written_to_the_bit(made: tuple[Stack, Array], data: st.DataObject) -> None:
+    stack, array = made
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "zarr.json").write_bytes(_zarr.metadata(stack))
+        writer = FileWriter(folder, stack, sync=False)
+        for index, box in stack.objects():
+            length, digest = writer.write(index, data.draw(pieces(array, box))).result()
+            content = np.fromfile(Path(folder, "c", *map(str, index)), np.uint8)
+            assert length == len(content)
+            assert digest == _zarr.digest(lambda start, stop, content=content: content[start:stop], stack, length)
+        assert bits(opened(folder).read().result()) == bits(array)
+        assert bits(np.asarray(zarr.open_array(folder, mode="r")[...])) == bits(array)
+
+
+def opened(folder: str) -> ts.TensorStore:
+    """An array as tensorstore opens it by its zarr.json."""
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": folder}, "store_data_equal_to_fill_value": True}
+    return ts.open(spec, open=True).result()
+
+
+@given(filled(), st.data())
+def test_what_tensorstore_writes_is_read_to_the_bit(made: tuple[Stack, Array], data: st.DataObject) -> None:
+    stack, array = made
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "zarr.json").write_bytes(_zarr.metadata(stack))
+        other = opened(folder)
+        other.write(array.view(other.dtype.numpy_dtype)).result()
+        expected: dict[str, tuple[int, str]] = {}
+        for index, _ in stack.objects():
+            content = np.fromfile(Path(folder, "c", *map(str, index)), np.uint8)
+            digest = _zarr.digest(lambda start, stop, content=content: content[start:stop], stack, len(content))
+            expected["/".join(map(str, index))] = len(content), digest
+        reader = FileReader(folder, stack, expected, lambda path: None)
+        for box in [*data.draw(st.lists(strategies.boxes(array.shape), max_size=3)), whole(array.shape)]:
+            around = np.zeros([side + data.draw(st.integers(0, 1)) for side in extent(box)], array.dtype)
+            target = around[tuple(slice(0, side) for side in extent(box))]
+            for pending in reader.read([(box, target)]):
+                pending.result()
+            assert bits(target) == bits(array[cut(box)])
+
+
+# The system's ways ----------------------------------------------------------------------------------------
+
+SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=2048, sync=False)
+
+
+def few(buffers: Sequence[Any], most: int) -> list[memoryview]:
+    """The first bytes of buffers."""
+    views: list[memoryview] = []
+    for buffer in map(memoryview, buffers):
+        views.append(buffer[:most])
+        most -= len(views[-1])
+        if not most:
+            break
+    return views
+
+
+def test_short_writes_and_reads_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = itertools.cycle([1, 2, 259, 3, 300, 70, 5])
+    calls: list[str] = []
+    writev, preadv = os.writev, os.preadv
+
+    def write(handle: int, buffers: Sequence[Any]) -> int:
+        calls.append("write")
+        return writev(handle, few(buffers, next(sizes)))
+
+    def read(handle: int, buffers: Sequence[Any], start: int) -> int:
+        calls.append("read")
+        return preadv(handle, few(buffers, next(sizes)), start)
+
+    monkeypatch.setattr(os, "writev", write)
+    monkeypatch.setattr(os, "preadv", read)
+    tree = {"w": np.random.default_rng(0).random((40, 50)), "small": [np.arange(4) + i for i in range(30)]}
+    jaxckpt.save(tmp_path / "c", tree, options=SMALL)
+    found = jaxckpt.load_numpy(tmp_path / "c")
+    np.testing.assert_array_equal(found["w"], tree["w"])
+    np.testing.assert_array_equal(found["small"], tree["small"])
+    assert jaxckpt.verify(tmp_path / "c").ok
+    assert min(calls.count("write"), calls.count("read")) > 150
+
+
+def test_more_buffers_than_a_call_takes_are_written_and_read(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).random(4000)
+    jaxckpt.save(tmp_path / "c", {"w": array}, options=jaxckpt.Options(chunk_bytes=8))
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["w"], array)
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writev, left = os.writev, iter([100, 3])
+
+    def fill(handle: int, buffers: Sequence[Any]) -> int:
+        room = next(left, 0)
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writev(handle, few(buffers, room))
+
+    monkeypatch.setattr(os, "writev", fill)
+    with pytest.raises(jaxckpt.StorageError, match=r"cannot write .*/c/0/0: No space left") as told:
+        jaxckpt.save(tmp_path / "c", {"w": np.arange(100)})
+    assert told.value.errno == errno.ENOSPC
+    assert not list((tmp_path / "c").iterdir())
+
+
+# Damage ---------------------------------------------------------------------------------------------------
+
+CHUNK_BYTES = 256
+CHUNKS = 8
+
+
+def flip(place: int) -> Callable[[bytearray], None]:
+    def change(content: bytearray) -> None:
+        content[place] ^= 1
+
+    return change
+
+
+def with_entry(offset: int, length: int) -> Callable[[bytearray], None]:
+    """The last entry of the index replaced, and its checksum made anew."""
+
+    def change(content: bytearray) -> None:
+        content[-20:-4] = offset.to_bytes(8, "little") + length.to_bytes(8, "little")
+        content[-4:] = crc32c.crc32c(bytes(content[-16 * CHUNKS - 4 : -4])).to_bytes(4, "little")
+
+    return change
+
+
+def forged(content: bytearray) -> None:
+    """Other data, valid in all its checksums."""
+    content[0] ^= 1
+    content[CHUNK_BYTES : CHUNK_BYTES + 4] = crc32c.crc32c(bytes(content[:CHUNK_BYTES])).to_bytes(4, "little")
+
+
+DAMAGE: dict[str, tuple[Callable[[bytearray], None], str]] = {
+    "a bit of the data": (flip(5), "damaged chunk"),
+    "a bit of a checksum": (flip(CHUNK_BYTES), "damaged chunk"),
+    "a bit of the index": (flip(-20), "damaged index"),
+    "a bit of the index's checksum": (flip(-1), "damaged index"),
+    "a chunk that is not there": (with_entry(2**64 - 1, 2**64 - 1), "lacks a chunk"),
+    "a chunk outside of the file": (with_entry(1 << 40, CHUNK_BYTES + 4), "points outside"),
+    "a chunk of another size": (with_entry(0, CHUNK_BYTES), "of another size"),
+    "other data": (forged, "holds other data than was saved there"),
+    "cut": (lambda content: content.pop(), "bytes long, expected"),
+    "longer": (lambda content: content.append(0), "bytes long, expected"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    array = np.arange(CHUNKS * CHUNK_BYTES // 8)
+    options = jaxckpt.Options(chunk_bytes=CHUNK_BYTES, sync=False)
+    jaxckpt.save(tmp_path / "ckpt", {"a": {"w": array}, "other": np.arange(3)}, options=options)
+    return tmp_path / "ckpt"
+
+
+@pytest.fixture
+def file(saved: Path) -> Path:
+    """The one object of a/w."""
+    (found,) = (path for path in saved.glob("data-*/*int64-256/c/**/*") if path.is_file())
+    assert found.stat().st_size == CHUNKS * (CHUNK_BYTES + 4) + 16 * CHUNKS + 4
+    return found
+
+
+def refused(path: Path) -> Iterator[str]:
+    """What is told where the leaf is read."""
+    for read in (jaxckpt.load_numpy, jaxckpt.restore, lambda path: jaxckpt.open(path)["a/w"][:]):
+        with pytest.raises(jaxckpt.DataError) as told:
+            read(path)
+        yield str(told.value)
+    np.testing.assert_array_equal(jaxckpt.open(path)["other"][:], np.arange(3))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_object_is_an_error_that_names_leaf_and_file(name: str, saved: Path, file: Path) -> None:
+    change, reason = DAMAGE[name]
+    content = bytearray(file.read_bytes())
+    change(content)
+    file.write_bytes(content)
+    for said in refused(saved):
+        assert "cannot read leaf 'a/w': " in said
+        assert str(file) in said
+        assert reason in said
+    assert not jaxckpt.verify(saved).ok
+
+
+@pytest.mark.parametrize("what", ["missing", "a link", "a folder", "in a linked folder", "in a folder that is a file"])
+def test_what_is_no_plain_file_is_an_error_that_names_leaf_and_file(
+    what: str, saved: Path, file: Path, tmp_path: Path
+) -> None:
+    moved = file if what in ("missing", "a link", "a folder") else file.parents[1]
+    moved.rename(kept := tmp_path / "kept")
+    match what:
+        case "a link" | "in a linked folder":
+            moved.symlink_to(kept)
+        case "a folder":
+            moved.mkdir()
+        case "in a folder that is a file":
+            moved.touch()
+        case _:
+            pass
+    for said in refused(saved):
+        assert "cannot read leaf 'a/w': " in said
+        assert str(file) in said
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(
+    saved: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+
+    def cut_after(handle: int, buffers: Sequence[Any], start: int) -> int:
+        count = preadv(handle, buffers, start)
+        os.truncate(file, 100)
+        return count
+
+    monkeypatch.setattr(os, "preadv", cut_after)
+    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'a/w': .*/c/0/.* was cut while it was read"):
+        jaxckpt.load_numpy(saved, select="a/w")
+
+
+def test_a_boolean_is_true_or_false(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"mask": np.array([True, False])})
+    (file,) = (path for path in tmp_path.glob("c/data-*/*bool*/c/**/*") if path.is_file())
+    content = bytearray(file.read_bytes())
+    content[0] = 2
+    content[2:6] = (checksum := crc32c.crc32c(bytes(content[:2])).to_bytes(4, "little"))
+    file.write_bytes(content)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert f"{crc32c.crc32c(checksum):08x}" not in json.dumps(manifest)
+    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'mask': .* neither true nor false"):
+        jaxckpt.load_numpy(tmp_path / "c")
