@@ -407,7 +407,7 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
 def test_a_bool_of_two_is_an_error(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path, {"flags": np.array([True, False, True])})
     replaced(tmp_path, "bool-3", bytes([0, 1, 2]))
-    with pytest.raises(jaxckpt.DataError, match="Invalid bool"):
+    with pytest.raises(jaxckpt.DataError, match=r"'flags'.* neither true nor false"):
         jaxckpt.load_numpy(tmp_path)
 
 
@@ -425,13 +425,16 @@ def test_a_key_of_another_implementation_is_an_error(saved: Path, tmp_path: Path
         jaxckpt.restore(path)
 
 
-def test_a_long_list_of_missing_objects_is_told_at_once(tmp_path: Path) -> None:
+def test_thousands_of_missing_objects_are_told_at_once(tmp_path: Path) -> None:
     """Naming the leaves of each would take time of objects × leaves."""
     tree = {str(number): np.zeros(256, np.float32) for number in range(500)}
     jaxckpt.save(tmp_path, tree, options=jaxckpt.Options(chunk_bytes=256, object_bytes=256, sync=False))
     for folder in tmp_path.glob("data-*/*/c"):
         shutil.rmtree(folder)
-    with hostile.at_most(SECONDS), pytest.raises(jaxckpt.DataError, match=r"(?s)2000 files .*and 1980 more"):
+    with (
+        hostile.at_most(SECONDS),
+        pytest.raises(jaxckpt.DataError, match=r"'0', '1', '10' and 497 more: .* is missing"),
+    ):
         jaxckpt.load_numpy(tmp_path)
 
 
