@@ -140,7 +140,8 @@ def test_a_step_is_no_larger_than_asked_unless_one_row_of_chunks_is(
 ) -> None:
     stacks, wants = case
     steps = _plan.plan_read(stacks, wants, host_bytes)
-    assert sum(step.n_bytes for step in steps) == sum(_grid.volume(box) * 4 for want in wants for box in want.boxes)
+    wanted = sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
+    assert sum(step.n_bytes for step in steps) == wanted
     for step in steps:
         chunk_rows = {row // stacks[step.stack].chunk[0] for run in step.runs for row in range(*run.rows)}
         assert step.n_bytes <= host_bytes // 4 or len(chunk_rows) == 1
