@@ -19,6 +19,7 @@ seen. Describing the tree (its paths, its leaves' shardings) is not in it: for t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -293,11 +294,8 @@ def main() -> None:
         print(json.dumps(measure(Point(**asked["point"]), asked["operation"])))
         return
     result: dict[str, Any] = report.surroundings(Path.cwd()) | {"points": []}
-    named = {point: "" for points in AXES.values() for point in points} | {
-        point: what for what, point in OTHERS.items()
-    }
-    for point, what in named.items():
-        report.console.print(f"{point.leaves:,} leaves, {point.processes:,} × {point.devices_per_process} {what}…")
+    for point in dict.fromkeys([*itertools.chain(*AXES.values()), *OTHERS]):
+        report.console.print(f"{point.leaves:,} leaves, {point.processes:,} × {point.devices_per_process} …")
         measured = {operation: measure_apart(point, operation) for operation in OPERATIONS}
         result["points"].append({"point": asdict(point), "measured": measured})
     show(result)
