@@ -278,7 +278,7 @@ def test_a_cost_counts_each_chunk_and_the_index_of_each_object(
                     read += chunks * stack.chunk_stored_bytes + stack.index_bytes
                     requests += 1 if part == obj else 1 + chunks
     assert (cost.read_bytes, cost.requests) == (read, requests)
-    assert cost.needed_bytes == sum(_grid.volume(box) * 4 for want in wants for box in want.boxes)
+    assert cost.needed_bytes == sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
     most = max((step.held_bytes + read.held_bytes for step in steps for read in step.reads), default=0)
     together = sum(step.held_bytes + sum(read.held_bytes for read in step.reads) for step in steps)
     assert most <= cost.peak_host_bytes <= together
