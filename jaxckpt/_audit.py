@@ -67,6 +67,8 @@ def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Che
 class LazyLeaf:
     """A leaf of a checkpoint. Indexing it as a NumPy array reads the chunks that are touched, and no others."""
 
+    __slots__ = ("_manifest", "_number", "_options", "_record", "_store")
+
     def __init__(self, store: Store, manifest: Manifest, number: int, options: Options) -> None:
         self._store = store
         self._manifest = manifest

@@ -500,8 +500,8 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
     leaves = manifest.leaves
     paths = [leaf.path for leaf in leaves]
     try:
-        # A little more than they are, so that the leaf at fault can be named.
-        found, numbers = paths_of(manifest.tree, sum(map(len, paths)) + (1 << 20))
+        # Some more than there are, so that a leaf at fault can be named.
+        found, numbers = paths_of(manifest.tree, len(paths) + 1000, sum(map(len, paths)) + (1 << 20))
     except ValueError as error:
         yield f"tree: {error}"
         return

@@ -259,23 +259,46 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
     group: list[Want] = []
     held = 0
     chunk_rows = stack.chunk[0]
-    for want in wants:
-        row_bytes = sum(map(volume, want.boxes)) * stack.itemsize
-        row, end = want.rows
-        while row < end:
-            # Up to a border of chunks: as far as there is room, but at least to the next one.
-            border = (row // chunk_rows + 1) * chunk_rows
-            shared = bool(group) and (group[-1].rows[1] - 1) // chunk_rows == row // chunk_rows
-            if group and not shared and held + (min(border, end) - row) * row_bytes > step_bytes:
+    for unit in _units(chunk_rows, wants):
+        size = sum((want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) for want in unit) * stack.itemsize
+        (row, end), chunks_bytes = unit[0].rows, size
+        if end - row > chunk_rows:  # many rows of chunks, of one want
+            chunks_bytes = size * chunk_rows // (end - row)
+        while size:
+            if group and held + chunks_bytes > step_bytes:
                 yield group
                 group, held = [], 0
-            room = row + max(0, step_bytes - held) // max(1, row_bytes)
-            stop = min(end, max(border, room // chunk_rows * chunk_rows))
-            group.append(replace(want, rows=(row, stop)))
-            held += (stop - row) * row_bytes
-            row = stop
+            taken = min(size, max(1, (step_bytes - held) // chunks_bytes) * chunks_bytes)
+            if taken < size:
+                stop = row + taken // chunks_bytes * chunk_rows
+                group.append(replace(unit[0], rows=(row, stop)))
+                row = stop
+            else:
+                group.extend([replace(unit[0], rows=(row, end)), *unit[1:]])
+            held, size = held + taken, size - taken
     if group:
         yield group
+
+
+def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
+    """Each row of chunks that a want touches in part, with all that is wanted of it; else whole rows of chunks."""
+    shared: list[Want] = []
+    for want in wants:
+        row, end = want.rows
+        while row < end:
+            border = (row // chunk_rows + 1) * chunk_rows
+            if shared and shared[0].rows[0] // chunk_rows != row // chunk_rows:
+                yield shared
+                shared = []
+            if row % chunk_rows or end < border:
+                stop = min(border, end)
+                shared.append(replace(want, rows=(row, stop)))
+            else:
+                stop = end // chunk_rows * chunk_rows
+                yield [replace(want, rows=(row, stop))]
+            row = stop
+    if shared:
+        yield shared
 
 
 def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> ReadStep:

@@ -17,7 +17,7 @@ import re
 import struct
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import jax
 import ml_dtypes
@@ -56,7 +56,7 @@ Structure = int | Container | None
 """A tree's structure: a leaf's number, None for an empty place, or a container."""
 
 
-class Leaf(NamedTuple):
+class Leaf(msgspec.Struct, frozen=True, gc=False):
     """A value of the tree and where it stands."""
 
     path: str
@@ -242,11 +242,11 @@ def _decode_key(record: Any) -> Key:
 # Structure: checking, walking, rebuilding -----------------------------------------------------------------
 
 
-def paths_of(structure: Structure, most_characters: int) -> tuple[list[str], list[int]]:
+def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tuple[list[str], list[int]]:
     """Path and number of every leaf in order.
 
-    Raises ValueError where the structure is malformed, or where all that stands in paths before their last "/" has more
-    than `most_characters`: of a long key above many leaves, paths could be made that no memory holds.
+    Raises ValueError where the structure is malformed, where it has more leaves, or where all that stands in paths
+    before their last "/" has more characters: a long key above many leaves makes paths that fill any memory.
     """
     if structure is None:
         return [], []
@@ -254,27 +254,27 @@ def paths_of(structure: Structure, most_characters: int) -> tuple[list[str], lis
         return [""], [structure]
     paths: list[str] = []
     numbers: list[int] = []
-    known: dict[tuple[Any, ...], Sequence[str]] = {}  # most containers of a model have keys like others'
+    known: dict[tuple[Any, ...], Iterable[str]] = {}  # most containers of a model have keys like others'
 
     def below(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
-        nonlocal most_characters
+        nonlocal most_leaves, most_characters
         if len(heads) >= MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
         children = node.children
+        leaves = [child for child in children if type(child) is int]
+        most_leaves -= len(leaves)
+        most_characters -= n_characters * len(leaves)
+        if most_leaves < 0 or most_characters < 0:
+            raise ValueError("its paths are not those of the leaves")
         # Texts alone: Python's hashes of numbers are no secret, and a dict of equal ones is slow.
-        form = (node.keys, node.type, node.name, len(children)) if _are_texts(node.keys or ()) else None
+        form = (node.keys, node.type, node.name, len(children)) if node.keys and _are_texts(node.keys) else None
         parts = known.get(form) if form else None
         if parts is None:
             parts = _components(keys_of(node))
             if form:
                 known[form] = parts
-        leaves = [child for child in children if type(child) is int]
-        head = ""
-        if leaves:  # only then it is put together: long keys above no leaf cost nothing
-            most_characters -= n_characters * len(leaves)
-            if most_characters < 0:
-                raise ValueError("its paths are not those of the leaves")
-            head = "/".join((*heads, ""))
+        # Only above a leaf is it put together: long keys above no leaf cost nothing.
+        head = "/".join((*heads, "")) if leaves else ""
         if len(leaves) == len(children):
             paths.extend(map(head.__add__, parts))
             numbers.extend(leaves)
@@ -298,8 +298,10 @@ def _are_texts(keys: Iterable[Any]) -> bool:
     return True
 
 
-def _components(keys: Sequence[Key]) -> Sequence[str]:
+def _components(keys: Sequence[Key]) -> Iterable[str]:
     """Each key as `component` writes it: as it is where there is nothing to escape."""
+    if isinstance(keys, range):
+        return map(str, keys)
     if _are_texts(keys):
         texts = cast("Sequence[str]", keys)
         together = "".join(texts)
@@ -328,7 +330,11 @@ def keys_of(node: Container) -> Sequence[Key]:
                 return decoded
         case _:
             pass
-    raise ValueError(f"{str(node)[:200]} is no record of a container")
+    known = [repr(key)[:40] for key in (node.keys or ())[:8]]
+    raise ValueError(
+        f"a {node.type} of {count} children, name {str(node.name)[:80]!r} and keys {', '.join(known)}"
+        f"{', …' if len(node.keys or ()) > 8 else ''} is no record of a container"
+    )
 
 
 def _decoded(keys: tuple[Any, ...]) -> Sequence[Key]:

@@ -421,3 +421,24 @@ except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
     done = run_processes(TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path / "c"), timeout=60)
     assert [one.stdout for one in done] == ["raised StorageError\n", "raised PeerFailedError\n"]
     assert list((tmp_path / "c").iterdir()) == []
+
+
+def test_a_plan_is_made_once_for_like_trees_and_anew_for_other_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    made = _save.plan_save
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return made(*arguments)
+
+    monkeypatch.setattr(_save, "plan_save", counted)
+    monkeypatch.setattr(_draft, "_last", None)
+    smaller = jaxckpt.Options(object_bytes=1024, chunk_bytes=1024)
+    expected = [(None, 1, 1), (None, 1, 1), (smaller, 2, 16), (smaller, 2, 16), (None, 3, 1)]
+    for number, (options, plans, objects) in enumerate(expected):
+        tree = {"w": jax.device_put(jnp.full((16, 256), number, jnp.float32), jax.devices()[0])}
+        info = jaxckpt.save(tmp_path / f"{number}", tree, options=options)
+        assert (len(calls), info.objects) == (plans, objects)
+        np.testing.assert_array_equal(jaxckpt.restore(tmp_path / f"{number}")["w"], tree["w"])

@@ -6,9 +6,11 @@ import inspect
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt import _manifest, _target, _tree
 from jaxckpt._files import FileReader, FileWriter
+from jaxckpt._place import store_at
 
 LARGE = 256 << 20
 """Bytes of a large leaf."""
@@ -202,3 +206,59 @@ def test_five_calls_at_most_from_a_public_name_to_bytes(tmp_path: Path, monkeypa
     assert {chain[0] for chain in chains} == {"save", "restore", "load_numpy", "LazyLeaf.__getitem__"}
     assert {chain[-1] for chain in chains} == {"FileWriter.write", "FileReader.read"}
     assert max(map(len, chains)) <= 5, "the last of them hands the bytes over"
+
+
+# What a leaf costs ----------------------------------------------------------------------------------------
+
+
+def python_calls(act: Callable[[], Any]) -> int:
+    """Calls of Python functions, comprehensions and generators while something runs; C's do not count."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def goals(manifest: _manifest.Manifest, **request: Any) -> Callable[[], Any]:
+    return lambda: _target.resolve(manifest, _target.Request(**request), jaxckpt.Options())
+
+
+LEAF_COSTS: dict[str, tuple[Callable[[Path, _manifest.Manifest, Any], Callable[[], Any]], int]] = {
+    # what is done, and the most Python calls that it may take for a leaf
+    "opening": (lambda path, manifest, tree: lambda: jaxckpt.open(path), 0),
+    "encoding the manifest": (lambda path, manifest, tree: lambda: _manifest.encode(manifest), 0),
+    "flattening": (lambda path, manifest, tree: lambda: _tree.flatten(tree), 0),
+    "goals on the host": (lambda path, manifest, tree: lambda: _target.numpy_goals(manifest, None), 0),
+    "building the tree": (lambda path, manifest, tree: lambda: _tree.unflatten(manifest.tree, range(10_000)), 0),
+    "goals as saved": (lambda path, manifest, tree: goals(manifest), 1),
+    "goals on a mesh": (lambda path, manifest, tree: goals(manifest, mesh=mesh_of(2, 4)), 1),
+    "goals of a target": (lambda path, manifest, tree: goals(manifest, target=tree), 2),  # one of them is JAX's
+}
+
+
+@pytest.mark.parametrize("what", LEAF_COSTS)
+def test_a_leaf_takes_hardly_a_call(tmp_path: Path, what: str) -> None:
+    """20,000 leaves are opened in 20 ms of CPU because what they have in common is looked at once."""
+    prepare, most = LEAF_COSTS[what]
+    counts: list[int] = []
+    sharding = NamedSharding(mesh_of(2, 4), P("x", "y"))
+    for count in (500, 1500):
+        leaves = jax.device_put([np.ones((2, 4), np.float32)] * count, sharding)
+        tree = {"a": dict(zip(map(str, range(count)), leaves, strict=True)), "b": list(leaves[:10])}
+        path = tmp_path / str(count)
+        jaxckpt.save(path, tree, options=jaxckpt.Options())
+        manifest, _ = _manifest.load(store_at(path, jaxckpt.Options()))
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+        act = prepare(path, manifest, target)
+        act()  # what is remembered for ever is no leaf's cost
+        counts.append(python_calls(act))
+    assert counts[1] - counts[0] <= 1000 * most + 50, counts

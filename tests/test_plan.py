@@ -134,17 +134,14 @@ def chunk_bytes(stack: Stack, box: Box) -> int:
     return len(list(chunks_of(stack, box))) * math.prod(stack.chunk) * stack.itemsize
 
 
-def wanted_bytes(want: Want) -> int:
-    return len(range(*want.rows)) * sum(map(_grid.volume, want.boxes)) * 4
-
-
 @given(reads(), host_sizes)
 def test_a_step_is_no_larger_than_asked_unless_one_row_of_chunks_is(
     case: tuple[list[Stack], list[Want]], host_bytes: int
 ) -> None:
     stacks, wants = case
     steps = _plan.plan_read(stacks, wants, host_bytes)
-    assert sum(step.n_bytes for step in steps) == sum(map(wanted_bytes, wants))
+    wanted = sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
+    assert sum(step.n_bytes for step in steps) == wanted
     for step in steps:
         chunk_rows = {row // stacks[step.stack].chunk[0] for run in step.runs for row in range(*run.rows)}
         assert step.n_bytes <= host_bytes // 4 or len(chunk_rows) == 1
@@ -281,7 +278,7 @@ def test_a_cost_counts_each_chunk_and_the_index_of_each_object(
                     read += chunks * stack.chunk_stored_bytes + stack.index_bytes
                     requests += 1 if part == obj else 1 + chunks
     assert (cost.read_bytes, cost.requests) == (read, requests)
-    assert cost.needed_bytes == sum(map(wanted_bytes, wants))
+    assert cost.needed_bytes == sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
     most = max((step.held_bytes + read.held_bytes for step in steps for read in step.reads), default=0)
     together = sum(step.held_bytes + sum(read.held_bytes for read in step.reads) for step in steps)
     assert most <= cost.peak_host_bytes <= together

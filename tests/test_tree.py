@@ -45,7 +45,7 @@ def test_a_tree_comes_back_from_json_with_every_leaf_in_its_place(tree: Any) -> 
     assert all(leaf.value is other for leaf, other in zip(leaves, in_order, strict=True)), "leaves are in JAX's order"
     assert len({leaf.path for leaf in leaves}) == len(leaves)
     paths = [leaf.path for leaf in leaves]
-    assert _tree.paths_of(structure, sum(map(len, paths))) == (paths, list(range(len(leaves))))
+    assert _tree.paths_of(structure, len(paths), sum(map(len, paths))) == (paths, list(range(len(leaves))))
 
 
 @given(st.recursive(st.builds(Mark), strategies.containers, max_leaves=15))
@@ -123,20 +123,21 @@ def test_nothing_is_too_shallow_and_only_the_absurd_too_deep() -> None:
         return tree
 
     _, structure = _tree.flatten(nest(_tree.MAX_DEPTH))
-    assert _tree.paths_of(structure, 2 * _tree.MAX_DEPTH - 1) == (["/".join("0" * _tree.MAX_DEPTH)], [0])
+    assert _tree.paths_of(structure, 1, 2 * _tree.MAX_DEPTH - 1) == (["/".join("0" * _tree.MAX_DEPTH)], [0])
     with pytest.raises(TreeError, match="nested deeper than 200"):
         _tree.flatten(nest(_tree.MAX_DEPTH + 1))
     with pytest.raises(ValueError, match="nested deeper than 200"):
-        _tree.paths_of(_tree.Container(type="list", children=(structure,)), 1000)
+        _tree.paths_of(_tree.Container(type="list", children=(structure,)), 1, 1000)
 
 
-def test_paths_longer_than_told_are_not_put_together() -> None:
+@pytest.mark.parametrize("most", [(1 << 20, 1 << 26), (1000, 1 << 60)], ids=["characters", "leaves"])
+def test_more_paths_than_told_are_not_put_together(most: tuple[int, int]) -> None:
     """A megabyte of key above a million leaves: a terabyte of paths."""
     leaves = _tree.Container(type="list", children=tuple(range(1_000_000)))
     structure = _tree.Container(type="dict", keys=("k" * (1 << 20),), children=(leaves,))
     tracemalloc.start()
     with pytest.raises(ValueError, match="paths are not those of the leaves"):
-        _tree.paths_of(structure, 1 << 26)
+        _tree.paths_of(structure, *most)
     assert tracemalloc.get_traced_memory()[1] < 1 << 26
     tracemalloc.stop()
 
@@ -290,7 +291,7 @@ def test_a_malformed_structure_is_a_value_error(structure: Any) -> None:
     with pytest.raises(
         ValueError, match=r"is no (record of a container|key)|float|base64|Invalid|decod|Expected|Object"
     ):
-        _tree.paths_of(from_json(json.dumps({"type": "list", "children": [2, structure]})), 1000)
+        _tree.paths_of(from_json(json.dumps({"type": "list", "children": [2, structure]})), 10, 1000)
 
 
 json_values = st.recursive(
@@ -314,7 +315,7 @@ json_values = st.recursive(
 def test_whatever_json_is_walked_it_is_a_tree_or_a_value_error(record: Any) -> None:
     try:
         structure = from_json(json.dumps(record))
-        _, numbers = _tree.paths_of(structure, 1000)
+        _, numbers = _tree.paths_of(structure, 100, 1000)
     except ValueError:
         return
     values = [Mark() for _ in range(4)]

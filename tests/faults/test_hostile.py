@@ -239,6 +239,9 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a stack beyond": lambda m: m["leaves"][-1].update(stack=99),
     "a negative stack": lambda m: m["leaves"][-1].update(stack=-1),
     "a shared row": lambda m: m["leaves"][3].update(row=0),
+    "no row": lambda m: m["leaves"][-1].pop("row"),
+    "a path twice": lambda m: m["leaves"][1].update(path=m["leaves"][0]["path"]),
+    "a value and a layout": lambda m: next(leaf for leaf in m["leaves"] if "value" in leaf).update(layout=0),
     "another path": lambda m: m["leaves"][0].update(path="elsewhere"),
     "a leaf too few": lambda m: m["leaves"].pop(),
     "an unknown kind": lambda m: m["leaves"][0].update(kind="pickle"),
@@ -248,6 +251,8 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a key without its implementation": lambda m: m["leaves"][1].pop("impl"),
     # The tree
     "a tree of nothing": lambda m: m.update(tree=None),
+    "a container too many": lambda m: m.update(tree={"type": "list", "children": [m["tree"]]}),
+    "a tree of true": lambda m: m["tree"]["children"].__setitem__(1, True),
     "a tree of a negative leaf": lambda m: m["tree"]["children"].__setitem__(0, -1),
     "a tree with a leaf twice": lambda m: m["tree"]["children"].__setitem__(0, 1),
     "many paths of a megabyte": many_paths,

@@ -1,0 +1,307 @@
+"""What it takes one process to plan: a save, and a restore onto the same mesh and onto another.
+
+    python benchmarks/planning.py [--picture docs/pictures/planning.svg]
+
+A process decides who writes each object of the whole job, and lists its own, without asking anyone; so the plan of a
+job of 4,096 processes is made here, by one of them. The devices are stand-ins, of which a `jax.sharding.Mesh` asks
+only who they are: layouts and boxes come from real NamedShardings over it.
+
+The tree is a transformer's training state of up to 16,000 leaves: parameters in bfloat16, two moments in float32,
+matrices split over fsdp × tensor, norms whole on every device; all of it in four data-parallel replicas. From 4,096
+processes × 4 devices × 16,000 leaves each of the three is varied alone. Two more points are the same job without
+replicas, and a small model in replicas alone.
+
+Each point is planned in a fresh interpreter, without anything known from an earlier plan: seconds of CPU time, and
+bytes by which the peak of resident memory (VmHWM) rises; memory that was freed before is used again without being
+seen. Describing the tree (its paths, its leaves' shardings) is not in it: for that the arrays must be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import steady
+
+steady.begin(keep_memory=False)
+
+import numpy as np
+import report
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.table import Table
+
+from jaxckpt import Options
+from jaxckpt._layout import addressable_boxes, distinct, process_layout
+from jaxckpt._plan import Stack, Want, plan_read
+from jaxckpt._save_plan import ArrayLeaf, SavePlan, plan_save
+
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "planning.svg"
+
+TARGET_SECONDS, TARGET_BYTES = 2.0, 500 << 20
+
+OPERATIONS = ("save", "restore, same mesh", "restore, another mesh")
+
+PLANNING = 1
+"""The process that plans; process 0 has what is on the host alone beside its share."""
+
+
+@dataclass(frozen=True)
+class Point:
+    leaves: int = 16_000
+    processes: int = 4_096
+    devices_per_process: int = 4
+    replicas: int = 4
+    """Data-parallel replicas; 0: nothing but replicas."""
+
+    width: int = 8_192
+
+    @property
+    def devices(self) -> int:
+        return self.processes * self.devices_per_process
+
+
+AXES: dict[str, list[Point]] = {
+    "leaves": [Point(leaves=count) for count in (1_000, 2_000, 4_000, 8_000, 16_000)],
+    "processes": [Point(processes=count) for count in (16, 64, 256, 1_024, 4_096)],
+    "devices_per_process": [Point(devices_per_process=count) for count in (1, 2, 4, 8)],
+}
+OTHERS = [Point(replicas=1), Point(replicas=0, width=2_048)]
+
+
+# The job --------------------------------------------------------------------------------------------------
+
+
+class Client:
+    def process_index(self) -> int:
+        return PLANNING
+
+
+class Device:
+    """All that a mesh asks of a device."""
+
+    platform = "cpu"
+    device_kind = "stand-in"
+    client = Client()
+
+    def __init__(self, number: int, process: int) -> None:
+        self.id = number
+        self.process_index = process
+
+
+def mesh_of(point: Point, *, tensor: int, replicas: int) -> Mesh:
+    devices = np.array([Device(number, number // point.devices_per_process) for number in range(point.devices)])
+    if not replicas:
+        return Mesh(devices.reshape(-1, 1, 1), ("replica", "fsdp", "tensor"))
+    return Mesh(devices.reshape(replicas, -1, tensor), ("replica", "fsdp", "tensor"))
+
+
+def saved_mesh(point: Point) -> Mesh:
+    return mesh_of(point, tensor=8, replicas=point.replicas)
+
+
+def other_mesh(point: Point) -> Mesh:
+    """Without replicas, and cut more along one side than the other; replicas alone become two pieces of each matrix."""
+    if not point.replicas:
+        return mesh_of(point, tensor=2, replicas=point.devices // 2)
+    return mesh_of(point, tensor=4, replicas=1)
+
+
+def layer(width: int) -> list[tuple[tuple[int, ...], P]]:
+    into, out_of = P("fsdp", "tensor"), P("tensor", "fsdp")
+    return [
+        *[((width, width), into)] * 3,  # query, key, value
+        ((width, width), out_of),
+        *[((width, 4 * width), into)] * 2,  # gate, up
+        ((4 * width, width), out_of),
+        *[((width,), P())] * 2,  # norms
+    ]
+
+
+def leaves_of(point: Point) -> Iterator[tuple[str, tuple[int, ...], P]]:
+    """(dtype, shape, spec) of each leaf: parameters, first and second moments."""
+    kinds = layer(point.width)
+    for number in range(point.leaves):
+        kind = number % (3 * len(kinds))
+        yield "bfloat16" if kind < len(kinds) else "float32", *kinds[kind % len(kinds)]
+
+
+# Planning -------------------------------------------------------------------------------------------------
+
+
+def plan_a_save(point: Point, mesh: Mesh) -> SavePlan:
+    found = [
+        ArrayLeaf(number, dtype, shape, process_layout(NamedSharding(mesh, spec), shape))
+        for number, (dtype, shape, spec) in enumerate(leaves_of(point))
+    ]
+    return plan_save(found, Options(), PLANNING, point.processes)
+
+
+def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
+    """As a restore does onto accelerators, of which the buffers do not become the arrays."""
+    place = {leaf: (stack, row) for stack, rows in enumerate(plan.members) for row, leaf in enumerate(rows)}
+    boxes_of: dict[tuple[int, P], Any] = {}
+    wants: list[Want] = []
+    for number, (_, shape, spec) in enumerate(leaves_of(point)):
+        stack, row = place[number]
+        if (stack, spec) not in boxes_of:
+            found = addressable_boxes(NamedSharding(mesh, spec), shape)
+            boxes_of[stack, spec] = distinct(box for _, box in found)
+        wants.append(Want(stack, row, boxes_of[stack, spec], None, False))
+    return plan_read(plan.stacks, wants, Options().host_bytes)
+
+
+def shapes_alone(stacks: tuple[Stack, ...], members: tuple[tuple[int, ...], ...]) -> SavePlan:
+    """What a manifest tells of a save."""
+    return SavePlan(stacks, members, (), (), (), 0, ())
+
+
+def measure(point: Point, operation: str) -> dict[str, Any]:
+    """In a fresh interpreter: what one plan takes, and what is in it."""
+    mesh = saved_mesh(point)
+    call: Callable[[], Any]
+    if operation == "save":
+        small = Point(leaves=30, processes=16, replicas=point.replicas)  # so that all modules are loaded
+        plan_a_save(small, saved_mesh(small))
+        call = lambda: plan_a_save(point, mesh)  # noqa: E731
+    else:
+        saved = plan_a_save(point, mesh)
+        saved = shapes_alone(saved.stacks, saved.members)
+        wanted = mesh if "same" in operation else other_mesh(point)
+        call = lambda: plan_a_restore(point, saved, wanted)  # noqa: E731
+    # The peak is set back to what is in use now (proc(5)).
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_bytes()
+    begun, wall = time.process_time(), time.perf_counter()
+    plan = call()
+    result: dict[str, Any] = {
+        "cpu_seconds": time.process_time() - begun,
+        "seconds": time.perf_counter() - wall,
+        "peak_bytes": peak_bytes() - before,
+    }
+    if operation == "save":
+        loads = plan.process_bytes
+        return result | {
+            "total_bytes": sum(loads),
+            "busiest_to_mean": max(loads) * len(loads) / sum(loads),
+            "stacks": len(plan.stacks),
+            "objects": plan.n_objects,
+            "own_objects": len(plan.objects),
+        }
+    return result | {"steps": len(plan), "bytes": sum(step.n_bytes for step in plan)}
+
+
+def peak_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
+
+
+def measure_apart(point: Point, operation: str) -> dict[str, Any]:
+    asked = json.dumps({"operation": operation, "point": asdict(point)})
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", asked], check=True, capture_output=True, text=True, timeout=300
+    )
+    return json.loads(done.stdout)
+
+
+# Telling --------------------------------------------------------------------------------------------------
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(padding=0, title="Planning in one process: CPU seconds and peak memory")
+    headings = ("leaves", "processes", "each", "replicas", *(name.replace(", ", "\n") for name in OPERATIONS))
+    for heading in (*headings, "busiest\n÷ mean", "own\nobjects", "of all"):
+        table.add_column(heading, justify="right")
+    for row in result["points"]:
+        point, found = Point(**row["point"]), row["measured"]
+        saved = found["save"]
+        table.add_row(
+            f"{point.leaves:,}",
+            f"{point.processes:,}",
+            str(point.devices_per_process),
+            str(point.replicas or "only"),
+            *(f"{found[each]['cpu_seconds']:.2f} s, {found[each]['peak_bytes'] >> 20:2} MiB" for each in OPERATIONS),
+            f"{saved['busiest_to_mean']:.3f}",
+            f"{saved['own_objects']:,}",
+            f"{saved['objects']:,}",
+        )
+    report.console.print(table)
+    worst = [
+        row["measured"][each] for row in result["points"] for each in OPERATIONS if Point(**row["point"]) == Point()
+    ]
+    seconds, peak = max(one["cpu_seconds"] for one in worst), max(one["peak_bytes"] for one in worst)
+    report.console.print(
+        f"at {Point().processes:,} × {Point().devices_per_process} × {Point().leaves:,}: at most {seconds:.2f} s"
+        f" (target {TARGET_SECONDS:g}), {peak >> 20} MiB (target {TARGET_BYTES >> 20})"
+    )
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Seconds and bytes along each of the three, both axes logarithmic, with a line of slope one to compare with."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "jaxckpt"  # the same figures draw the same file
+    measured = {Point(**row["point"]): row["measured"] for row in result["points"]}
+    figure, panels = pyplot.subplots(2, 3, figsize=(11, 6), sharex="col", sharey="row", layout="constrained")
+    rows = [
+        ("CPU seconds", lambda one: one["cpu_seconds"], TARGET_SECONDS),
+        ("peak memory, MiB", lambda one: max(one["peak_bytes"], 1 << 20) / 2**20, TARGET_BYTES / 2**20),
+    ]
+    for column, (axis, points) in enumerate(AXES.items()):
+        along = [getattr(point, axis) for point in points]
+        for row, (what, figure_of, target) in enumerate(rows):
+            panel = panels[row, column]
+            for operation, marker in zip(OPERATIONS, "os^", strict=True):
+                panel.plot(along, [figure_of(measured[p][operation]) for p in points], marker=marker, label=operation)
+            end = figure_of(measured[points[-1]]["save"])
+            guide = [end * count / along[-1] for count in along]
+            panel.plot(along, guide, color="0.6", linestyle=":", label="linear")
+            panel.axhline(target, color="0.3", linewidth=0.8, linestyle="--", label="target")
+            panel.set(xscale="log", yscale="log")
+            panel.set_ylim(bottom=0.005 if not row else 0.5)
+            panel.set_xticks(along, [f"{count:,}" for count in along], minor=False)
+            panel.minorticks_off()
+            if not column:
+                panel.set_ylabel(what)
+            if row:
+                panel.set_xlabel(axis.replace("_", " "))
+    panels[0, 0].legend(fontsize="small")
+    figure.suptitle("One process plans, of a job of 16,000 leaves on 4,096 processes × 4 devices; each is varied alone")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    report.console.print(f"drawn to {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="where the result goes; by default results/planning-<date>.json")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="where the picture goes")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        asked = json.loads(arguments.one)
+        print(json.dumps(measure(Point(**asked["point"]), asked["operation"])))
+        return
+    result: dict[str, Any] = report.surroundings(Path.cwd()) | {"points": []}
+    for point in dict.fromkeys([*itertools.chain(*AXES.values()), *OTHERS]):
+        report.console.print(f"{point.leaves:,} leaves, {point.processes:,} × {point.devices_per_process} …")
+        measured = {operation: measure_apart(point, operation) for operation in OPERATIONS}
+        result["points"].append({"point": asdict(point), "measured": measured})
+    show(result)
+    report.write("planning", result, arguments.json)
+    draw(result, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
