@@ -329,11 +329,6 @@ def _workers() -> _Workers:
     return _Workers(max(4, os.cpu_count() or 1))
 
 
-def start_workers() -> None:
-    """Where no thread can be started, it is told now."""
-    _workers()
-
-
 os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
