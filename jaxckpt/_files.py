@@ -112,17 +112,17 @@ class FileReader:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        return [
-            _All(
-                [
-                    _workers().submit(functools.partial(self._read, index, part, target[within(part, box)]))
-                    for index, part, _ in indexed_objects_of(self.stack, box)
-                ]
-            )
-            for box, target in wanted
-        ]
+        parts: dict[tuple[int, ...], list[_Part]] = {}
+        touched: list[list[tuple[int, ...]]] = []
+        for box, target in wanted:
+            touched.append([])
+            for index, part, _ in indexed_objects_of(self.stack, box):
+                parts.setdefault(index, []).append((part, target[within(part, box)]))
+                touched[-1].append(index)
+        work = {index: _workers().submit(functools.partial(self._read, index, found)) for index, found in parts.items()}
+        return [_All([work[index] for index in indices]) for indices in touched]
 
-    def _read(self, index: tuple[int, ...], part: Box, target: Array) -> None:
+    def _read(self, index: tuple[int, ...], parts: Sequence[_Part]) -> None:
         """Read what is wanted of one object."""
         path = _path(self.folder, index)
         try:
@@ -131,7 +131,7 @@ class FileReader:
                 raise DataError(f"{path} {odd}")
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                self._decode(path, handle, index, part, target)
+                self._decode(path, handle, index, parts)
             finally:
                 os.close(handle)
         except OSError as error:
@@ -139,40 +139,43 @@ class FileReader:
                 raise DataError(f"{path} is missing") from error
             raise StorageError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror or error}") from error
 
-    def _decode(self, path: str, handle: int, index: tuple[int, ...], part: Box, target: Array) -> None:
+    def _decode(self, path: str, handle: int, index: tuple[int, ...], parts: Sequence[_Part]) -> None:
+        """In the order of the file, so that what lies together is read together, wherever it is wanted."""
         stack = self.stack
         size = stack.chunk_stored_bytes
         found = self._index(path, handle, index)
         scratch = np.empty(0, np.uint8)
-        bits = as_bits(target)
-        for block in zarr.blocks(stack, index, part):
-            starts = found.starts(path, block, size)
-            place = None
-            if contains(part, block.box):
-                place = target[within(block.box, part)]
-                place = place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
-            if place is None:
-                if not len(scratch):
-                    scratch = np.empty(block.chunks * (size - 4), np.uint8)
-                data = scratch[: block.chunks * (size - 4)]
-            else:
-                data = place
-            chunks = _rows(data, block.chunks)
-            sums = np.empty(block.chunks, "<u4")
-            for begun, first, last in starts:
+        blocks = [(block, *part) for part in parts for block in zarr.blocks(stack, index, part[0])]
+        blocks.sort(key=lambda one: one[0].first)
+        for together in _batches(blocks, max(1, zarr.BLOCK_BYTES // size)):
+            count = sum(block.chunks for block, _, _ in together)
+            chunks: list[Any] = []
+            aside: list[tuple[zarr.Block, Box, Array, Bytes]] = []
+            used = 0
+            for block, part, target in together:
+                data = _place(block, part, target)
+                if data is None:
+                    if not len(scratch):
+                        scratch = np.empty(max(zarr.BLOCK_BYTES, count * size), np.uint8)
+                    data = scratch[used : used + block.chunks * (size - 4)]
+                    aside.append((block, part, target, data))
+                    used += len(data)
+                chunks += _rows(data, block.chunks)
+            numbers = np.concatenate([np.arange(block.first, block.first + block.chunks) for block, _, _ in together])
+            sums = np.empty(count, "<u4")
+            for begun, first, last in found.runs(path, numbers, size):
                 read_into(path, handle, begun, _interleaved(chunks[first:last], sums[first:last]))
-            computed = np.fromiter(map(crc32c.crc32c, chunks), "<u4", block.chunks)
+            computed = np.fromiter(map(crc32c.crc32c, chunks), "<u4", count)
             if not np.array_equal(computed, sums):
-                number = block.first + int(np.flatnonzero(computed != sums)[0])
-                box = zarr.chunk_box(stack, index, number)
+                box = zarr.chunk_box(stack, index, int(numbers[computed != sums][0]))
                 raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
-            if stack.dtype == "bool" and data.max(initial=0) > 1:
+            if stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
                 raise DataError(f"{path} has values that are neither true nor false")
-            if place is None:
+            for block, part, target, data in aside:
                 common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(block.box, part, strict=True))
-                whole = as_bits(data.view(target.dtype)).reshape(extent(block.box))
-                np.copyto(bits[within(common, part)], whole[within(common, block.box)])
-            found.note(path, block, sums)
+                held = as_bits(data.view(target.dtype)).reshape(extent(block.box))
+                np.copyto(as_bits(target)[within(common, part)], held[within(common, block.box)])
+            found.note(path, numbers, sums)
 
     def _index(self, path: str, handle: int, index: tuple[int, ...]) -> _Index:
         """The index of an object; read once."""
@@ -208,26 +211,57 @@ class _Index:
         self._unread = self._present.copy()
         self._lock = threading.Lock()
 
-    def starts(self, path: str, block: zarr.Block, size: int) -> Iterator[tuple[int, int, int]]:
-        """(offset, first, last) of chunks of a block that lie one after the other in the file."""
-        numbers = slice(block.first, block.first + block.chunks)
+    def runs(
+        self, path: str, numbers: np.ndarray[Any, np.dtype[np.int64]], size: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """(offset, first, last) of chunks, of those with these numbers, that lie one after the other in the file."""
         if not self._present[numbers].all():
             raise DataError(f"{path} lacks a chunk")
         offsets, sizes = self._entries[numbers].T
         if (sizes != size).any():
             raise DataError(f"{path} has a chunk of another size than {size} bytes")
-        cuts = [0, *(np.flatnonzero(np.diff(offsets) != size) + 1).tolist(), block.chunks]
+        cuts = [0, *(np.flatnonzero(np.diff(offsets) != size) + 1).tolist(), len(numbers)]
         for first, last in itertools.pairwise(cuts):
             yield int(offsets[first]), first, last
 
-    def note(self, path: str, block: zarr.Block, sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+    def note(
+        self, path: str, numbers: np.ndarray[Any, np.dtype[np.int64]], sums: np.ndarray[Any, np.dtype[np.uint32]]
+    ) -> None:
         """Chunks were read. Once all are, the object's digest tells that they are those that were saved here."""
         with self._lock:
-            self._sums[block.first : block.first + block.chunks] = sums
-            self._unread[block.first : block.first + block.chunks] = False
+            self._sums[numbers] = sums
+            self._unread[numbers] = False
             complete = not self._unread.any()
         if complete and zarr.digest_of(self._sums[self._present]) != self._digest:
             raise DataError(f"{path} holds other data than was saved there")
+
+
+_Part = tuple[Box, Array]
+"""What is wanted of an object, and where."""
+
+
+def _batches(
+    blocks: Sequence[tuple[zarr.Block, Box, Array]], chunks: int
+) -> Iterator[list[tuple[zarr.Block, Box, Array]]]:
+    """Blocks of at most so many chunks together, or one."""
+    batch: list[tuple[zarr.Block, Box, Array]] = []
+    count = 0
+    for one in blocks:
+        if batch and count + one[0].chunks > chunks:
+            yield batch
+            batch, count = [], 0
+        batch.append(one)
+        count += one[0].chunks
+    if batch:
+        yield batch
+
+
+def _place(block: zarr.Block, part: Box, target: Array) -> Bytes | None:
+    """Where the bytes of a block are wanted, if they are all wanted, in one piece."""
+    if not contains(part, block.box):
+        return None
+    place = target[within(block.box, part)]
+    return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
 
 
 # System calls ---------------------------------------------------------------------------------------------
