@@ -172,12 +172,16 @@ def test_what_tensorstore_writes_is_read_to_the_bit(made: tuple[Stack, Array], d
             digest = _zarr.digest(lambda start, stop, content=content: content[start:stop], stack, len(content))
             expected["/".join(map(str, index))] = len(content), digest
         reader = FileReader(folder, stack, expected, lambda path: None)
-        for box in [*data.draw(st.lists(strategies.boxes(array.shape), max_size=3)), whole(array.shape)]:
-            around = np.zeros([side + data.draw(st.integers(0, 1)) for side in extent(box)], array.dtype)
-            target = around[tuple(slice(0, side) for side in extent(box))]
-            for pending in reader.read([(box, target)]):
+        boxes = data.draw(st.lists(strategies.boxes(array.shape), max_size=4))
+        for together in (boxes, [whole(array.shape)]):
+            wanted: list[tuple[Box, Array]] = []
+            for box in together:
+                around = np.zeros([side + data.draw(st.integers(0, 1)) for side in extent(box)], array.dtype)
+                wanted.append((box, around[tuple(slice(0, side) for side in extent(box))]))
+            for pending in reader.read(wanted):
                 pending.result()
-            assert bits(target) == bits(array[cut(box)])
+            for box, target in wanted:
+                assert bits(target) == bits(array[cut(box)])
 
 
 # The system's ways ----------------------------------------------------------------------------------------
