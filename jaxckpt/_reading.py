@@ -365,7 +365,10 @@ def _require_metadata(store: Store, manifest: Manifest, numbers: Sequence[int]) 
     problems: list[str] = []
     for number, key, text in zip(numbers, keys, store.read_all(keys), strict=True):
         if text is None or hashlib.sha256(text).hexdigest() != manifest.stacks[number].sha256:
-            problems.append(f"{store.url}/{key} {'is missing' if text is None else 'is not the one that was saved'}")
+            told = f"{store.url}/{key} {'is missing' if text is None else 'is not the one that was saved'}"
+            if len(problems) < 20:  # naming the leaves of each of thousands would take time of stacks × leaves
+                told += f"; it describes {_leaves_at(manifest, number, (0, manifest.stacks[number].rows))}"
+            problems.append(told)
     if problems:
         raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
 

@@ -347,6 +347,12 @@ def test_what_is_no_plain_file_is_an_error_that_names_leaf_and_file(
         assert str(file) in said
 
 
+def test_a_missing_zarr_json_is_an_error_that_names_its_leaves(saved: Path, file: Path) -> None:
+    (metadata := file.parents[2] / "zarr.json").unlink()
+    for said in refused(saved):
+        assert f"{metadata} is missing; it describes 'a/w'" in said
+
+
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(
     saved: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,6 @@ def test_what_is_deleted(fault: Fault, tmp_path: Path) -> None:
                     jaxckpt.load_numpy(subject.path)
                 said = str(caught.value)
                 assert any(f"{name} is missing" in said for name in subject.held(file))
-                # Of a stack's folder, its zarr.json may be told first, which holds no leaf.
                 assert any(f"'{leaf}'" in said for hit in subject.held(file).values() for leaf in hit)
 
 
