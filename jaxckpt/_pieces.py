@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from jaxckpt._grid import Box, contains, extent, intersection, within
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -47,32 +49,35 @@ class Pieces:
                 np.copyto(as_bits(out)[within(common, self.box)], as_bits(array)[within(common, held)])
         return out
 
-    def block(self, box: Box, scratch: Array) -> Array:
-        """The bytes of one box in C order: in place where they lie so, else copied into `scratch`.
-
-        What of the box lies outside of these pieces becomes zero.
-        """
-        (start, stop), (origin, _) = box[0], self.box[0]
-        first, last = (start - origin) // self.group_rows, -(-(stop - origin) // self.group_rows)
-        found = [piece for group in self.groups[first:last] for piece in group]
+    def in_place(self, box: Box) -> Bytes | None:
+        """The bytes of one box in C order, if they lie so in one piece."""
+        if not contains(self.box, box):
+            return None
+        found = self._touching(box)
         if len(found) > 1:
-            found = [piece for piece in found if intersection(piece[0], box)]
-        if len(found) == 1 and contains(found[0][0], box) and contains(self.box, box):
-            part = found[0][1][within(box, found[0][0])]
-            if part.flags.c_contiguous:
-                return part.reshape(-1).view(np.uint8)
+            found = [piece for piece in found if contains(piece[0], box)]
+        if len(found) != 1 or not contains(found[0][0], box):
+            return None
+        part = found[0][1][within(box, found[0][0])]
+        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
+    def gathered(self, box: Box, scratch: Bytes) -> Bytes:
+        """The bytes of one box in C order, copied into `scratch`; what lies outside of these pieces becomes zero."""
         shape = extent(box)
-        n_bytes = self.dtype.itemsize
-        for side in shape:
-            n_bytes *= side
-        flat = scratch[:n_bytes]
+        flat = scratch[: math.prod(shape) * self.dtype.itemsize]
         out = as_bits(flat.view(self.dtype)).reshape(shape)
         wanted = box
         if not contains(self.box, box):
             flat[:] = 0
             wanted = intersection(box, self.box) or box
-        for held, array in found:
+        for held, array in self._touching(box):
             common = intersection(held, wanted)
             if common is not None:
                 np.copyto(out[within(common, box)], as_bits(array)[within(common, held)])
         return flat
+
+    def _touching(self, box: Box) -> list[tuple[Box, Array]]:
+        """The pieces that have some of its rows."""
+        (start, stop), (origin, _) = box[0], self.box[0]
+        groups = self.groups[(start - origin) // self.group_rows : -(-(stop - origin) // self.group_rows)]
+        return [piece for group in groups for piece in group]

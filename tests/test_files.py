@@ -98,7 +98,7 @@ def test_a_block_is_what_numpy_would_cut(made: tuple[Stack, Array], data: st.Dat
     assert common is not None
     expected[tuple(slice(0, b - a) for a, b in common)] = array[cut(common)]
     scratch = np.full(expected.nbytes + 3, 0xA5, np.uint8)
-    assert bits(found.block(box, scratch)) == bits(expected)
+    assert bits(found.gathered(box, scratch)) == bits(expected)
     assert bits(found.array()) == bits(array[cut(found.box)])
 
 
