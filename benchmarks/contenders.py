@@ -42,6 +42,9 @@ class Contender:
         self.path = folder / self.name.replace(" ", "-")
         self.workload = workload
 
+    def prepare(self) -> None:
+        """Before each measurement."""
+
     def remove(self) -> None:
         if jax.process_index() == 0:
             if self.path.is_dir():
@@ -142,6 +145,17 @@ class Dcp(Contender):
 
     name = "PyTorch DCP"
     processes = (1,)
+    threads: int | None = None
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        super().__init__(folder, workload)
+        import torch
+
+        self.set_threads = torch.set_num_threads
+        self.threads = self.threads or torch.get_num_threads()
+
+    def prepare(self) -> None:
+        self.set_threads(self.threads)
 
     def save(self, tree: Tree) -> None:
         import torch.distributed.checkpoint as dcp
@@ -180,7 +194,15 @@ class Dcp(Contender):
         return {path: _tensor(host) for path, host in flat(jax.device_get(tree)).items()}
 
 
-class DcpShards(Dcp):
+class DcpOneThread(Dcp):
+    """With torch's default of a thread a core, each copy of a small tensor waits for another thread: on cores that are
+    busy, milliseconds. torchrun sets one, too."""
+
+    name = "DCP one thread"
+    threads = 1
+
+
+class DcpShards(DcpOneThread):
     """DCP in a job of several processes: each gives its part of every leaf as a DTensor's local tensor."""
 
     processes = (4,)

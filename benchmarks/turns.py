@@ -98,7 +98,7 @@ class Turns:
             return
         self.remove(contender)
         self.renew()
-        self.prepare()
+        self.prepare(contender)
         wait = self.clock(SAVE_ASYNC, contender, lambda: contender.save_async(self.tree))
         steps = len(self.values) <= STEP_LEAVES
         if steps:
@@ -112,7 +112,7 @@ class Turns:
     def save(self, contender: Contender) -> None:
         self.remove(contender)
         self.renew()
-        self.prepare()
+        self.prepare(contender)
         self.clock("save", contender, lambda: contender.save(self.tree))
         if self.round == 0:
             found = [path.stat().st_size for path in contender.path.rglob("*") if path.is_file()]
@@ -123,13 +123,13 @@ class Turns:
         for name, layout in RESTORES.items():
             if layout == ONE and jax.process_count() > 1:
                 continue
-            self.prepare()
+            self.prepare(contender)
             restored = self.clock(name, contender, lambda layout=layout: contender.restore(self.wanted[layout]))
             if self.round == 0:
                 self.require_saved(contender, restored, layout)
 
     def load_numpy(self, contender: Contender) -> None:
-        self.prepare()
+        self.prepare(contender)
         loaded = self.clock(LOAD_NUMPY, contender, contender.load_numpy)
         if self.round == 0:
             self.require_saved(contender, loaded, None)
@@ -137,7 +137,7 @@ class Turns:
     def one_leaf(self, contender: Contender) -> None:
         if not hasattr(contender, "one_leaf"):
             return
-        self.prepare(memory=False)
+        self.prepare(contender, memory=False)
         leaf = self.clock(ONE_LEAF, contender, contender.one_leaf)
         if self.round == 0:
             require(same(leaf, self.values[self.workload.one]), contender, self.workload.one)
@@ -149,7 +149,7 @@ class Turns:
     def open(self, contender: Contender) -> None:
         if not hasattr(contender, "open"):
             return
-        self.prepare(memory=False)
+        self.prepare(contender, memory=False)
         self.clock(OPEN, contender, contender.open)
 
     # What they are made of ----------------------------------------------------------------------------------
@@ -166,7 +166,8 @@ class Turns:
                 kept.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
         return result
 
-    def prepare(self, *, memory: bool = True) -> None:
+    def prepare(self, contender: Contender, *, memory: bool = True) -> None:
+        contender.prepare()
         gc.collect()
         if memory:
             with mmap.mmap(-1, max(self.workload.nbytes // jax.process_count(), 1)) as touched:
