@@ -379,6 +379,7 @@ CONTENDERS: tuple[type[Contender], ...] = (
     Floor,
     Safetensors,
     Dcp,
+    DcpOneThread,
     DcpShards,
     Orbax,
     OrbaxV1,
