@@ -26,6 +26,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from orbax.checkpoint.experimental import v1
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from workloads import Tree, Workload, flat, nested
 
 import jaxckpt
@@ -113,29 +121,21 @@ class Safetensors(Contender):
     processes = (1,)
 
     def save(self, tree: Tree) -> None:
-        from safetensors.numpy import save_file
-
         save_file(flat(jax.device_get(tree)), self.path)
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
 
     def load_numpy(self) -> Tree:
-        from safetensors.numpy import load_file
-
         return nested(load_file(self.path))
 
     def restore(self, wanted: Tree) -> Tree:
         return jax.device_put(self.load_numpy(), jax.tree.map(lambda leaf: leaf.sharding, wanted))
 
     def one_leaf(self) -> Array:
-        from safetensors import safe_open
-
         with safe_open(self.path, "numpy") as file:
             return file.get_tensor(self.workload.one)
 
     def open(self) -> object:
-        from safetensors import safe_open
-
         with safe_open(self.path, "numpy") as file:
             return list(file.keys())
 
@@ -149,22 +149,15 @@ class Dcp(Contender):
 
     def __init__(self, folder: Path, workload: Workload) -> None:
         super().__init__(folder, workload)
-        import torch
-
-        self.set_threads = torch.set_num_threads
         self.threads = self.threads or torch.get_num_threads()
 
     def prepare(self) -> None:
-        self.set_threads(self.threads)
+        torch.set_num_threads(self.threads)
 
     def save(self, tree: Tree) -> None:
-        import torch.distributed.checkpoint as dcp
-
         dcp.save(self.state(tree), checkpoint_id=self.path, no_dist=jax.process_count() == 1)
 
     def save_async(self, tree: Tree) -> Wait:
-        import torch.distributed.checkpoint as dcp
-
         return dcp.async_save(self.state(tree), checkpoint_id=self.path, no_dist=jax.process_count() == 1).result
 
     def restore(self, wanted: Tree) -> Tree:
@@ -179,13 +172,9 @@ class Dcp(Contender):
     one_leaf_by_read = one_leaf
 
     def open(self) -> object:
-        from torch.distributed.checkpoint import FileSystemReader
-
-        return FileSystemReader(self.path).read_metadata()
+        return dcp.FileSystemReader(self.path).read_metadata()
 
     def load(self, paths: list[str]) -> dict[str, Array]:
-        import torch.distributed.checkpoint as dcp
-
         hosts = {path: np.empty(leaf.shape, leaf.dtype) for path in paths for leaf in [self.workload.leaves[path]]}
         dcp.load({path: _tensor(host) for path, host in hosts.items()}, checkpoint_id=self.path, no_dist=True)
         return hosts
@@ -195,8 +184,8 @@ class Dcp(Contender):
 
 
 class DcpOneThread(Dcp):
-    """With torch's default of a thread a core, each copy of a small tensor waits for another thread: on cores that are
-    busy, milliseconds. torchrun sets one, too."""
+    """With torch's default, a thread a core, each copy of a tensor waits for all threads: where the cores are busy,
+    milliseconds, however small it is. torchrun starts several processes with one thread each."""
 
     name = "DCP one thread"
     threads = 1
@@ -208,8 +197,6 @@ class DcpShards(DcpOneThread):
     processes = (4,)
 
     def __init__(self, folder: Path, workload: Workload) -> None:
-        import torch.distributed as dist
-
         super().__init__(folder, workload)
         count = jax.process_count()
         dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=jax.process_index(), world_size=count)
@@ -217,8 +204,6 @@ class DcpShards(DcpOneThread):
         self.meshes = {rows: dist.init_device_mesh("cpu", (rows, count // rows)) for rows in (2, 4)}
 
     def restore(self, wanted: Tree) -> Tree:
-        import torch.distributed.checkpoint as dcp
-
         leaves = flat(wanted)
         parts = {path: _Part.of(leaf) for path, leaf in leaves.items()}
         hosts = {path: np.empty(part.shape, leaves[path].dtype) for path, part in parts.items()}
@@ -245,9 +230,6 @@ class DcpShards(DcpOneThread):
         return made
 
     def dtensor(self, local: Array, leaf: Any) -> Any:
-        import torch
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
         mesh, spec = self.meshes[leaf.sharding.mesh.shape["a"]], leaf.sharding.spec
         placements = [Shard(spec.index(axis)) if axis in spec else Replicate() for axis in ("a", "b")]
         stride = torch.empty(leaf.shape, device="meta").stride()
@@ -281,8 +263,6 @@ class _Part:
 
 
 def _tensor(host: Array) -> Any:
-    import torch
-
     if host.dtype == jnp.bfloat16:  # which NumPy and torch each have their own of
         return torch.from_numpy(host.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(host)
@@ -293,10 +273,7 @@ class Orbax(Contender):
     settings: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, folder: Path, workload: Workload) -> None:
-        import orbax.checkpoint as ocp
-
         super().__init__(folder, workload)
-        self.ocp: Any = ocp
         self.checkpointer: Any = ocp.PyTreeCheckpointer(**self.settings)
         self.background: Any = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**self.settings))
         self.as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), nested(workload.leaves))
@@ -305,11 +282,11 @@ class Orbax(Contender):
         self.checkpointer.save(self.path, tree)
 
     def save_async(self, tree: Tree) -> Wait:
-        self.background.save(self.path, args=self.ocp.args.PyTreeSave(tree))
+        self.background.save(self.path, args=ocp.args.PyTreeSave(tree))
         return self.background.wait_until_finished
 
     def restore(self, wanted: Tree) -> Tree:
-        arguments = self.ocp.checkpoint_utils.construct_restore_args(wanted)
+        arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
         return self.checkpointer.restore(self.path, item=wanted, restore_args=arguments)
 
     def load_numpy(self) -> Tree:
@@ -317,7 +294,7 @@ class Orbax(Contender):
 
     def one_leaf(self) -> Array:
         one = self.workload.one
-        arguments = self.ocp.args.PyTreeRestore(
+        arguments = ocp.args.PyTreeRestore(
             item=nested({one: 0}), restore_args=nested({one: flat(self.as_numpy)[one]}), partial_restore=True
         )
         return flat(self.checkpointer.restore(self.path, args=arguments))[one]
@@ -345,33 +322,27 @@ class OrbaxRaw(Orbax):
 class OrbaxV1(Contender):
     name = "Orbax v1"
 
-    def __init__(self, folder: Path, workload: Workload) -> None:
-        from orbax.checkpoint.experimental import v1
-
-        super().__init__(folder, workload)
-        self.v1: Any = v1
-
     def save(self, tree: Tree) -> None:
-        self.v1.save(self.path, tree)
+        v1.save(self.path, tree)
 
     def save_async(self, tree: Tree) -> Wait:
-        return self.v1.save_async(self.path, tree).result
+        return v1.save_async(self.path, tree).result
 
     def restore(self, wanted: Tree) -> Tree:
-        return self.v1.load(self.path, wanted)
+        return v1.load(self.path, wanted)
 
     def load_numpy(self) -> Tree:
-        return self.v1.load(self.path, nested(dict.fromkeys(self.workload.leaves, np.ndarray)))
+        return v1.load(self.path, nested(dict.fromkeys(self.workload.leaves, np.ndarray)))
 
     def one_leaf(self) -> Array:
         one = self.workload.one
-        wanted = dict.fromkeys(self.workload.leaves, self.v1.PLACEHOLDER) | {one: np.ndarray}
-        return flat(self.v1.load(self.path, nested(wanted)))[one]
+        wanted = dict.fromkeys(self.workload.leaves, v1.PLACEHOLDER) | {one: np.ndarray}
+        return flat(v1.load(self.path, nested(wanted)))[one]
 
     one_leaf_by_read = one_leaf
 
     def open(self) -> object:
-        return self.v1.metadata(self.path)
+        return v1.metadata(self.path)
 
 
 CONTENDERS: tuple[type[Contender], ...] = (

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--contender", action="append", choices=ALL, help="beside jaxckpt; by default all")
     parser.add_argument("--quick", action="store_true", help="small trees, one round, nothing drawn")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children end and files go
 
     runs: list[dict[str, Any]] = []
     for folder in [arguments.dir] if arguments.dir else [Path(tempfile.gettempdir()), Path("/dev/shm")]:

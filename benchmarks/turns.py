@@ -49,8 +49,7 @@ step = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnu
 class Turns:
     def __init__(self, folder: Path) -> None:
         self.workload = workloads.workload(case["workload"], quick=case["quick"])
-        self.values = self.workload.values()
-        self.tree = self.workload.place(self.values)
+        self.tree = self.workload.place()
         self.contenders = [
             kind(folder, self.workload)
             for kind in contenders.CONTENDERS
@@ -81,7 +80,8 @@ class Turns:
                         taken[contender.name] += time.perf_counter() - begun
                 for contender in group:
                     self.remove(contender)
-            told(f"round {self.round} of {case['rounds']}")
+            if jax.process_index() == 0:
+                print(f"round {self.round} of {case['rounds']}", flush=True)
         return {
             "bytes": self.workload.nbytes,
             "title": self.workload.title,
@@ -100,7 +100,7 @@ class Turns:
         self.renew()
         self.prepare(contender)
         wait = self.clock(SAVE_ASYNC, contender, lambda: contender.save_async(self.tree))
-        steps = len(self.values) <= STEP_LEAVES
+        steps = len(self.workload.leaves) <= STEP_LEAVES
         if steps:
             self.tree = self.clock(STEP_BESIDE, contender, lambda: step(self.tree))
         wait()
@@ -140,7 +140,7 @@ class Turns:
         self.prepare(contender, memory=False)
         leaf = self.clock(ONE_LEAF, contender, contender.one_leaf)
         if self.round == 0:
-            require(same(leaf, self.values[self.workload.one]), contender, self.workload.one)
+            require(same(leaf, self.workload.value(self.workload.one)), contender, self.workload.one)
             if hasattr(contender, "one_leaf_by_read"):
                 before = bytes_read()
                 contender.one_leaf_by_read()
@@ -193,10 +193,10 @@ class Turns:
             require(same(restored, contender.data), contender, "file")
             return
         found = workloads.flat(restored)
-        require(found.keys() == self.values.keys(), contender, "tree")
+        require(found.keys() == self.workload.leaves.keys(), contender, "tree")
         shardings = self.workload.shardings(layout) if layout else {}
         for path, leaf in found.items():
-            wanted = self.values[path]
+            wanted = self.workload.value(path)
             if path in shardings:
                 pieces = [(shard.data, wanted[shard.index]) for shard in leaf.addressable_shards]
                 require(leaf.sharding.is_equivalent_to(shardings[path], leaf.ndim), contender, path)
@@ -223,11 +223,6 @@ def bytes_read() -> int:
 def meet() -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("meet")
-
-
-def told(line: str) -> None:
-    if jax.process_index() == 0:
-        print(line, flush=True)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,26 +54,28 @@ class Workload:
             }
         )
 
-    def values(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Normal numbers, which no codec makes much of; no two leaves of a workload hold the same."""
-        largest = max(int(np.prod(leaf.shape)) for leaf in self.leaves.values())
-        pool = np.random.default_rng(0).standard_normal(largest + 61 * len(self.leaves), np.float32)
-        made: dict[str, np.ndarray[Any, Any]] = {}
-        for number, (path, leaf) in enumerate(self.leaves.items()):
-            numbers = pool[61 * number :][: int(np.prod(leaf.shape))]
-            made[path] = numbers.astype(leaf.dtype).reshape(leaf.shape)
-        return made
+    def value(self, path: str) -> np.ndarray[Any, Any]:
+        """What a leaf holds: normal numbers, of which no codec makes much; no two leaves hold the same."""
+        leaf, seed = self.leaves[path], zlib.crc32(path.encode())
+        numbers = _normal_numbers()[seed % 4093 :][: int(np.prod(leaf.shape))]
+        return (numbers * np.float32(1 + seed / 2**32)).astype(leaf.dtype).reshape(leaf.shape)
 
-    def place(self, values: Mapping[str, np.ndarray[Any, Any]]) -> Tree:
+    def place(self) -> Tree:
         """The tree of JAX arrays, on the 2×4 mesh."""
         shardings = self.shardings(AS_SAVED)
         if jax.process_count() == 1:
+            values = {path: self.value(path) for path in self.leaves}
             return jax.block_until_ready(jax.device_put(nested(values), nested(shardings)))
-        placed = {
-            path: jax.make_array_from_callback(host.shape, shardings[path], lambda index, host=host: host[index])
-            for path, host in values.items()
-        }
+        placed: dict[str, jax.Array] = {}
+        for path, leaf in self.leaves.items():
+            value = self.value(path)
+            placed[path] = jax.make_array_from_callback(leaf.shape, shardings[path], value.__getitem__)
         return jax.block_until_ready(nested(placed))
+
+
+@functools.cache
+def _normal_numbers() -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal(26 << 20, np.float32)  # more than the largest leaf has
 
 
 def workload(key: str, *, quick: bool = False) -> Workload:
