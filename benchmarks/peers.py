@@ -61,7 +61,11 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 children.append(subprocess.Popen(command, env={**os.environ, "GLOG_minloglevel": "2"}))
             for child in children:
                 child.wait(max(1, LIMIT_SECONDS - (time.monotonic() - begun)))
-            found = json.loads(result.read_text()) if result.exists() else {"failed": "it ended without a result"}
+            found = (
+                json.loads(result.read_text())
+                if result.exists()
+                else {"failed": f"exit {[one.returncode for one in children]}"}
+            )
         except subprocess.TimeoutExpired:
             found = {"failed": f"not finished after {LIMIT_SECONDS} s"}
         finally:

@@ -123,9 +123,10 @@ def show(run: dict[str, Any]) -> None:
     if "failed" in run:
         console.print(f"[red]({run['workload']}) {run['filesystem']}: {run['failed']}")
         return
-    table = Table(title=f"{heading(run)}: ms (× jaxckpt), medians of {run['rounds']} rounds")
+    table = Table(title=f"{heading(run)}: ms (× jaxckpt)")
     table.add_column("")
-    for contender in run["contenders"]:
+    took_part = [contender for contender in run["contenders"] if contender in run["files"]]
+    for contender in took_part:
         table.add_column(contender, justify="right")
 
     def cell(contender: str, found: dict[str, Any] | None) -> str:
@@ -135,16 +136,16 @@ def show(run: dict[str, Any]) -> None:
         return _short(found["seconds"]["median"] * 1e3) + ratio
 
     for operation, found in run["spreads"].items():
-        table.add_row(operation, *(cell(contender, found.get(contender)) for contender in run["contenders"]))
+        table.add_row(operation, *(cell(contender, found.get(contender)) for contender in took_part))
         if operation == "open":
             cpu = {contender: one["cpu_seconds"]["median"] * 1e3 for contender, one in found.items()}
-            table.add_row("open, CPU ms", *(_short(cpu[one]) if one in cpu else "" for one in run["contenders"]))
+            table.add_row("open, CPU ms", *(_short(cpu[one]) if one in cpu else "" for one in took_part))
     for label, counts in (
         ("one leaf, KiB read", {name: count / 1024 for name, count in run["one_leaf_bytes_read"].items()}),
         ("files", {name: found["count"] for name, found in run["files"].items()}),
         ("MiB stored", {name: found["bytes"] / (1 << 20) for name, found in run["files"].items()}),
     ):
-        table.add_row(label, *(_short(counts[one]) if one in counts else "" for one in run["contenders"]))
+        table.add_row(label, *(_short(counts[one]) if one in counts else "" for one in took_part))
     console.print(table)
 
 
@@ -166,7 +167,7 @@ def draw(runs: list[dict[str, Any]]) -> None:
         if "failed" in run:
             continue
         operations = [name for name in run["spreads"] if not name.startswith("a step")]
-        peers = [name for name in run["contenders"] if name != OURS]
+        peers = [name for name in run["contenders"] if name != OURS and name in run["files"]]
         figure, axes = plt.subplots(figsize=(9, 0.8 + 0.55 * len(operations)), layout="constrained")
         for place, peer in enumerate(peers):
             found = {row: run["spreads"][name].get(peer) for row, name in enumerate(operations)}
@@ -179,7 +180,7 @@ def draw(runs: list[dict[str, Any]]) -> None:
                     [m - one["min"] for m, one in zip(middle, ratios.values(), strict=True)],
                     [one["max"] - m for m, one in zip(middle, ratios.values(), strict=True)],
                 ],
-                fmt="os^Dv<>"[place],
+                fmt="os^Dv<>PX"[place],
                 markersize=5,
                 linewidth=1,
                 label=peer,
