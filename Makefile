@@ -5,7 +5,8 @@
 #   make check   lint, types, docs, examples
 #   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
-#   make bench   small leaves and asynchronous saving, against Orbax
+#   make bench   saving and restoring beside Orbax, PyTorch DCP, safetensors and one plain file; hours; ARGS=--quick
+#                only shows that it runs, ARGS="--workload b --dir /dev/shm" runs one workload in one place
 
 # PYTHON=/path/to/python3 chooses another Python than the first that is new enough; each minor version has a stamp of
 # its own, so that choosing one makes the environment anew.
@@ -15,6 +16,7 @@ VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; v = sys.version_info; p
 	2>/dev/null)
 BIN := .venv/bin
 READY := .venv/ready-$(VERSION)
+READY_TO_BENCH := .venv/ready-to-bench-$(VERSION)
 
 .PHONY: demo test check faults bench clean
 
@@ -35,9 +37,8 @@ check: $(READY)
 	$(BIN)/python docs/run_blocks.py README.md docs/*.md
 	set -e; for example in examples/*.py; do JAXCKPT_DEMO_QUICK=1 $(BIN)/python "$$example"; done
 
-bench: $(READY)
-	$(BIN)/python benchmarks/small_leaves.py
-	$(BIN)/python benchmarks/async_save.py
+bench: $(READY_TO_BENCH)
+	$(BIN)/python benchmarks/peers.py $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site
@@ -49,3 +50,7 @@ $(READY): pyproject.toml requirements-dev.lock
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[dev]'
 	touch $(READY)
+
+$(READY_TO_BENCH): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[bench]'
+	touch $(READY_TO_BENCH)

@@ -1,4 +1,4 @@
-"""Where a benchmark begins: it starts itself again with 8 simulated devices, and with freed memory kept in the process.
+"""Where a benchmark begins: it starts itself again with simulated devices, and with freed memory kept in the process.
 
 MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_: on small virtual machines memory that a process frees goes back
 to the host, and touching it again is slow; with these settings glibc keeps what was once touched, and what is measured
@@ -11,7 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
 _KEPT_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -19,9 +18,10 @@ _KEPT_MEMORY = {
 }
 
 
-def begin(*, keep_memory: bool = True) -> None:
+def begin(*, devices: int = 8, keep_memory: bool = True) -> None:
     """Before JAX is imported."""
-    wanted = _DEVICES | (_KEPT_MEMORY if keep_memory else {})
+    simulated = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    wanted = simulated | (_KEPT_MEMORY if keep_memory else {})
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,0 +1,125 @@
+"""jaxckpt beside Orbax, PyTorch DCP, safetensors and one plain file: what each takes to save and to restore.
+
+    python benchmarks/peers.py                                    everything: see the end of the table for how long
+    python benchmarks/peers.py --workload b --dir /dev/shm        one workload, one place
+    python benchmarks/peers.py --quick                            small trees, one round: does it run?
+
+Workloads: a  1 GiB in 16 leaves       b  2,000 leaves of 64 KiB       d  20,000 leaves of 4 KiB
+           c  a transformer of 24 layers, parameters in bfloat16 and Adam's moments in float32, 2 GiB
+each on a 2×4 mesh of simulated CPU devices, in one process, and b and c also in four (jax.distributed, gloo).
+
+How a round goes is at the top of turns.py, what each contender does and how durable it is at the top of contenders.py.
+Ratios are taken within a round; a figure is a median over rounds, and the JSON has every sample. All run with freed
+memory kept in the process; see steady.py. Each workload in each place is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import steady
+
+steady.begin()
+
+import contenders
+import report
+import workloads
+
+ALL = list(dict.fromkeys(kind.name for kind in contenders.CONTENDERS))
+# Orbax takes minutes for each operation on 20,000 leaves: one of its ways is enough.
+CONTENDERS = {"d": [name for name in ALL if not name.startswith("Orbax") or name == "Orbax OCDBT"]}
+ROUNDS = {"a": 5, "b": 5, "c": 3, "d": 3}
+LIMIT_SECONDS = 5400
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One workload in one place: the case, with what was measured or why nothing was."""
+    begun = time.monotonic()
+    address = f"127.0.0.1:{_free_port()}"
+    with tempfile.TemporaryDirectory(dir=folder, prefix="peers.") as name:
+        work, result = Path(name).resolve() / "files", Path(name).resolve() / "result.json"
+        work.mkdir()
+        given = {**case, "folder": str(work), "result": str(result), "address": address}
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(case["processes"]):
+                command = [
+                    sys.executable,
+                    str(Path(__file__).with_name("turns.py")),
+                    json.dumps({**given, "rank": rank}),
+                ]
+                children.append(subprocess.Popen(command, env={**os.environ, "GLOG_minloglevel": "2"}))
+            for child in children:
+                child.wait(max(1, LIMIT_SECONDS - (time.monotonic() - begun)))
+            found = (
+                json.loads(result.read_text())
+                if result.exists()
+                else {"failed": f"exit {[one.returncode for one in children]}"}
+            )
+        except subprocess.TimeoutExpired:
+            found = {"failed": f"not finished after {LIMIT_SECONDS} s"}
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+    taken = round(time.monotonic() - begun, 1)
+    return {**case, "filesystem": report.filesystem(folder), "seconds_in_all": taken, **found}
+
+
+def _free_port() -> int:
+    # Below the range from which the kernel gives ports to outgoing connections.
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+def main() -> None:
+    parser = report.parser(__doc__ or "")
+    parser.set_defaults(dir=None)
+    parser.add_argument("--workload", choices=workloads.KEYS, help="by default all")
+    parser.add_argument("--processes", type=int, choices=(1, 4), help="by default 1, and for b and c also 4")
+    parser.add_argument("--rounds", type=int, help="by default " + ", ".join(f"{n} for {k}" for k, n in ROUNDS.items()))
+    parser.add_argument("--contender", action="append", choices=ALL, help="beside jaxckpt; by default all")
+    parser.add_argument("--quick", action="store_true", help="small trees, one round, nothing drawn")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children end and files go
+
+    runs: list[dict[str, Any]] = []
+    for folder in [arguments.dir] if arguments.dir else [Path(tempfile.gettempdir()), Path("/dev/shm")]:
+        for key in [arguments.workload] if arguments.workload else workloads.KEYS:
+            for processes in [arguments.processes] if arguments.processes else [1, 4] if key in "bc" else [1]:
+                names = [report.OURS, *arguments.contender] if arguments.contender else CONTENDERS.get(key, ALL)
+                case = {
+                    "workload": key,
+                    "processes": processes,
+                    "rounds": arguments.rounds or (1 if arguments.quick else ROUNDS[key]),
+                    "quick": arguments.quick,
+                    "contenders": names,
+                }
+                report.console.print(f"{key} in {folder}, {processes} processes …")
+                runs.append(report.summed_up(run(case, folder)))
+                report.show(runs[-1])
+    surroundings = report.surroundings(arguments.dir or Path(tempfile.gettempdir()))
+    report.write("peers", {**surroundings, "runs": runs}, arguments.json)
+    if not arguments.quick:
+        report.draw(runs)
+    minutes = sum(one["seconds_in_all"] for one in runs) / 60
+    report.console.print(f"{minutes:.0f} minutes in all")
+    if any("failed" in one for one in runs):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""One workload in one place, by all contenders in turn: started by peers.py, once for each process.
+
+A round is: for each operation, each contender; every other round runs in the opposite order. The first round is not
+counted: it warms up and compiles, and everything that is restored in it is compared with what was saved, bit for bit.
+Before each measurement dirty pages are flushed, and memory as large as the tree is touched and given back (on a virtual
+machine the first touch of memory that the host has taken back is slow), untimed. Files are read from the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import steady
+
+case = json.loads(sys.argv[1])
+steady.begin(devices=8 // case["processes"])
+
+import functools
+import gc
+import itertools
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import contenders
+import jax
+import numpy as np
+import workloads
+from contenders import Contender
+from jax.experimental import multihost_utils
+from workloads import AS_SAVED, FOUR, ONE, Tree
+
+SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
+LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
+FILES_BYTES = 5 << 30  # of all contenders that take turns together; /dev/shm is memory
+SLOW_SECONDS = 25  # a contender whose operations take longer than this takes part in two rounds only
+STEP_LEAVES = 5000  # above this a step takes minutes to compile
+
+# Its own inverse, bit for bit: after two steps the tree is what it was.
+step = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnums=0)
+
+
+class Turns:
+    def __init__(self, folder: Path) -> None:
+        self.workload = workloads.workload(case["workload"], quick=case["quick"])
+        self.tree = self.workload.place()
+        self.contenders = [
+            kind(folder, self.workload)
+            for kind in contenders.CONTENDERS
+            if kind.name in case["contenders"] and case["processes"] in kind.processes
+        ]
+        self.wanted = {layout: self.workload.wanted(layout) for layout in (AS_SAVED, FOUR, ONE)}
+        self.seconds: dict[str, dict[str, list[float]]] = {}
+        self.cpu_seconds: dict[str, dict[str, list[float]]] = {}
+        self.files: dict[str, dict[str, int]] = {}
+        self.one_leaf_bytes: dict[str, int] = {}
+        self.round = 0
+
+    def run(self) -> dict[str, Any]:
+        layouts = [AS_SAVED, FOUR, *([ONE] if jax.process_count() == 1 else [])]
+        operations = [self.save_async, self.save, *(functools.partial(self.restore, layout) for layout in layouts)]
+        if jax.process_count() == 1:
+            operations += [self.load_numpy, self.one_leaf, self.open]
+        together = max(1, FILES_BYTES // self.workload.nbytes)
+        for self.round in range(case["rounds"] + 1):
+            if self.round == 3:
+                self.contenders = self.quick_ones()
+            order = self.contenders[:: 1 if self.round % 2 else -1]
+            for start in range(0, len(order), together):
+                group = order[start : start + together]
+                for operation, contender in itertools.product(operations, group):
+                    operation(contender)
+                for contender in group:
+                    self.remove(contender)
+            if jax.process_index() == 0:
+                print(f"round {self.round} of {case['rounds']}", flush=True)
+        return {
+            "bytes": self.workload.nbytes,
+            "title": self.workload.title,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "files": self.files,
+            "one_leaf_bytes_read": self.one_leaf_bytes,
+        }
+
+    def quick_ones(self) -> list[Contender]:
+        """Of the contenders, ours and those that are not slow: as process 0 finds, for all must go on with the same."""
+        taken = [sum(of.get(one.name, [0])[0] for of in self.seconds.values()) for one in self.contenders]
+        taken = multihost_utils.broadcast_one_to_all(np.array(taken))
+        pairs = zip(self.contenders, taken, strict=True)
+        return [one for one, seconds in pairs if seconds < SLOW_SECONDS or isinstance(one, contenders.Jaxckpt)]
+
+    # Operations ---------------------------------------------------------------------------------------------
+
+    def save_async(self, contender: Contender) -> None:
+        if not hasattr(contender, "save_async"):
+            return
+        self.remove(contender)
+        self.renew()
+        self.prepare(contender)
+        wait = self.clock(SAVE_ASYNC, contender, lambda: contender.save_async(self.tree))
+        steps = len(self.workload.leaves) <= STEP_LEAVES
+        if steps:
+            self.tree = self.clock(STEP_BESIDE, contender, lambda: step(self.tree))
+        wait()
+        if steps:
+            self.tree = self.clock(STEP_ALONE, contender, lambda: step(self.tree))
+        if self.round == 0:  # what was stored is what the arrays held when the call was made
+            self.require_saved(contender, contender.restore(self.wanted[AS_SAVED]), AS_SAVED)
+
+    def save(self, contender: Contender) -> None:
+        self.remove(contender)
+        self.renew()
+        self.prepare(contender)
+        self.clock("save", contender, lambda: contender.save(self.tree))
+        if self.round == 0:
+            found = [path.stat().st_size for path in contender.path.rglob("*") if path.is_file()]
+            found = found or [contender.path.stat().st_size]
+            self.files[contender.name] = {"count": len(found), "bytes": sum(found)}
+
+    def restore(self, layout: str, contender: Contender) -> None:
+        self.prepare(contender)
+        restored = self.clock(f"restore, {layout}", contender, lambda: contender.restore(self.wanted[layout]))
+        if self.round == 0:
+            self.require_saved(contender, restored, layout)
+
+    def load_numpy(self, contender: Contender) -> None:
+        self.prepare(contender)
+        loaded = self.clock(LOAD_NUMPY, contender, contender.load_numpy)
+        if self.round == 0:
+            self.require_saved(contender, loaded, None)
+
+    def one_leaf(self, contender: Contender) -> None:
+        if not hasattr(contender, "one_leaf"):
+            return
+        self.prepare(contender, memory=False)
+        leaf = self.clock(ONE_LEAF, contender, contender.one_leaf)
+        if self.round == 0:
+            require(same(leaf, self.workload.value(self.workload.one)), contender, self.workload.one)
+            if hasattr(contender, "one_leaf_by_read"):
+                before = bytes_read()
+                contender.one_leaf_by_read()
+                self.one_leaf_bytes[contender.name] = bytes_read() - before
+
+    def open(self, contender: Contender) -> None:
+        if not hasattr(contender, "open"):
+            return
+        self.prepare(contender, memory=False)
+        self.clock(OPEN, contender, contender.open)
+
+    # What they are made of ----------------------------------------------------------------------------------
+
+    def clock(self, operation: str, contender: Contender, call: Callable[[], Any]) -> Any:
+        """What the call returns, once all arrays in it are there and every process has come as far."""
+        meet()
+        begun, begun_cpu = time.perf_counter(), time.process_time()
+        result = jax.block_until_ready(call())
+        meet()
+        ended, ended_cpu = time.perf_counter(), time.process_time()
+        if self.round:
+            for kept, sample in ((self.seconds, ended - begun), (self.cpu_seconds, ended_cpu - begun_cpu)):
+                kept.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
+        return result
+
+    def prepare(self, contender: Contender, *, memory: bool = True) -> None:
+        contender.prepare()
+        gc.collect()
+        if memory:
+            with mmap.mmap(-1, max(self.workload.nbytes // jax.process_count(), 1)) as touched:
+                np.frombuffer(touched, np.uint8)[:: mmap.PAGESIZE] = 1
+        os.sync()
+
+    def renew(self) -> None:
+        """The same arrays as new objects: JAX keeps the NumPy copy that it once made of one, and a step's have none."""
+
+        def renewed(leaf: jax.Array) -> jax.Array:
+            pieces = [shard.data for shard in leaf.addressable_shards]
+            return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+
+        self.tree = jax.tree.map(renewed, self.tree)
+
+    def remove(self, contender: Contender) -> None:
+        meet()
+        contender.remove()
+        meet()
+
+    def require_saved(self, contender: Contender, restored: Tree, layout: str | None) -> None:
+        if isinstance(contender, contenders.Floor):
+            require(same(restored, contender.data), contender, "file")
+            return
+        found = workloads.flat(restored)
+        require(found.keys() == self.workload.leaves.keys(), contender, "tree")
+        shardings = self.workload.shardings(layout) if layout else {}
+        for path, leaf in found.items():
+            wanted = self.workload.value(path)
+            if path in shardings:
+                pieces = [(shard.data, wanted[shard.index]) for shard in leaf.addressable_shards]
+                require(leaf.sharding.is_equivalent_to(shardings[path], leaf.ndim), contender, path)
+            else:
+                pieces = [(leaf, wanted)]
+            require(all(same(piece, part) for piece, part in pieces), contender, path)
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return found.shape == wanted.shape and found.dtype == wanted.dtype and found.tobytes() == wanted.tobytes()
+
+
+def require(holds: bool, contender: Contender, what: str) -> None:
+    if not holds:
+        raise SystemExit(f"{contender.name} restored another {what} than was saved")
+
+
+def bytes_read() -> int:
+    """By this process, through read calls: what is read by memory map is not counted."""
+    (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
+    return int(line.split()[1])
+
+
+def meet() -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("meet")
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)  # Orbax tells of each save
+    for told_by_torch in ("torch.distributed is disabled", "The given NumPy array is not writable"):
+        warnings.filterwarnings("ignore", told_by_torch)
+    if case["processes"] > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(case["address"], case["processes"], case["rank"], initialization_timeout=60)
+    result = Turns(Path(case["folder"])).run()
+    if jax.process_index() == 0:
+        Path(case["result"]).write_text(json.dumps(result))
+
+
+main()

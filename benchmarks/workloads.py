@@ -1,0 +1,142 @@
+"""The trees that are saved and restored: their leaves, how these lie on the mesh, and their values."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Tree = Any
+
+AS_SAVED, FOUR, ONE = "2×4", "4×1", "one device"
+_SIDES = {AS_SAVED: (2, 4), FOUR: (4, 1), ONE: (1, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: P
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A tree, by the paths of its leaves ("params/layer_00/query")."""
+
+    title: str
+    leaves: Mapping[str, Leaf]
+    one: str
+    """The leaf that is read alone."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in self.leaves.values())
+
+    def shardings(self, layout: str) -> dict[str, NamedSharding]:
+        mesh = _mesh(*_SIDES[layout])
+        return {path: NamedSharding(mesh, leaf.spec) for path, leaf in self.leaves.items()}
+
+    def wanted(self, layout: str) -> Tree:
+        """The tree as shapes, dtypes and shardings."""
+        shardings = self.shardings(layout)
+        return nested(
+            {
+                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[path])
+                for path, leaf in self.leaves.items()
+            }
+        )
+
+    def value(self, path: str) -> np.ndarray[Any, Any]:
+        """What a leaf holds: normal numbers, of which no codec makes much; no two leaves hold the same."""
+        leaf, seed = self.leaves[path], zlib.crc32(path.encode())
+        numbers = _normal_numbers()[seed % 4093 :][: int(np.prod(leaf.shape))]
+        return (numbers * np.float32(1 + seed / 2**32)).astype(leaf.dtype).reshape(leaf.shape)
+
+    def place(self) -> Tree:
+        """The tree of JAX arrays, on the 2×4 mesh."""
+        shardings = self.shardings(AS_SAVED)
+        if jax.process_count() == 1:
+            values = {path: self.value(path) for path in self.leaves}
+            return jax.block_until_ready(jax.device_put(nested(values), nested(shardings)))
+        placed: dict[str, jax.Array] = {}
+        for path, leaf in self.leaves.items():
+            value = self.value(path)
+            placed[path] = jax.make_array_from_callback(leaf.shape, shardings[path], value.__getitem__)
+        return jax.block_until_ready(nested(placed))
+
+
+@functools.cache
+def _normal_numbers() -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal(26 << 20, np.float32)  # more than the largest leaf has
+
+
+def workload(key: str, *, quick: bool = False) -> Workload:
+    """One of KEYS; `quick` makes a small one of the same kind."""
+    if key == "c":
+        return _transformer(layers=2, width=64, words=256) if quick else _transformer(layers=24, width=768, words=32768)
+    count, side = {"a": (16, 4096), "b": (2_000, 128), "d": (20_000, 32)}[key]
+    if quick:
+        count, side = min(count, 100), min(side, 256)
+    leaves = {f"leaf_{number:05d}": Leaf((side, side), np.float32, P("a", "b")) for number in range(count)}
+    size = 4 * side * side
+    title = f"{count:,} leaves of {f'{size >> 20} MiB' if size >> 20 else f'{size >> 10} KiB'}"
+    return Workload(title, leaves, f"leaf_{count // 2:05d}")
+
+
+KEYS = ("a", "b", "c", "d")
+
+
+def _transformer(*, layers: int, width: int, words: int) -> Workload:
+    """bfloat16 parameters, and Adam's two moments in float32."""
+    layer = {
+        **{name: ((width, width), P("a", "b")) for name in ("query", "key", "value")},
+        "out": ((width, width), P("b", "a")),
+        "up": ((width, 4 * width), P("a", "b")),
+        "down": ((4 * width, width), P("b", "a")),
+        "attention_norm": ((width,), P()),
+        "mlp_norm": ((width,), P()),
+    }
+    parameters = {f"layer_{number:02d}/{name}": leaf for number in range(layers) for name, leaf in layer.items()}
+    parameters |= {
+        "embed": ((words, width), P("b", "a")),
+        "unembed": ((width, words), P("a", "b")),
+        "norm": ((width,), P()),
+    }
+    leaves = {"count": Leaf((), np.int32, P())}
+    for group, dtype in (("params", jnp.bfloat16), ("adam/mu", np.float32), ("adam/nu", np.float32)):
+        leaves |= {f"{group}/{path}": Leaf(shape, dtype, spec) for path, (shape, spec) in parameters.items()}
+    return Workload(f"transformer, {layers} layers, with Adam", leaves, f"params/layer_{layers // 2:02d}/up")
+
+
+def nested(flat: Mapping[str, Any]) -> Tree:
+    """{"a/b": 1} as {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *folders, name = path.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = value
+    return tree
+
+
+def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a/b": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _mesh(rows: int, columns: int) -> Mesh:
+    # Over all processes: four devices of eight are one or more of each.
+    devices = np.array(jax.devices())[:: len(jax.devices()) // (rows * columns)]
+    return Mesh(devices.reshape(rows, columns), ("a", "b"))
