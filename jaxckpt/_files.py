@@ -90,7 +90,7 @@ class FileWriter:
                 data = pieces.gathered(block.box, scratch)
             chunks = _rows(data, block.chunks)
             numbers = slice(block.first, block.first + block.chunks)
-            sums[numbers] = [_checksum(chunk) for chunk in chunks]
+            sums[numbers] = _checksums(chunks)
             entries[numbers, 0] = np.arange(length, length + block.chunks * size, size)
             entries[numbers, 1] = size
             waiting.add(_interleaved(chunks, sums[numbers]), block.chunks * size)
@@ -185,10 +185,10 @@ class FileReader:
         sums = np.empty(len(chunks), "<u4")
         for start, begun, end in found.runs(path, first, len(chunks)):
             read_into(path, handle, start, _interleaved(chunks[begun:end], sums[begun:end]))
-        for number, (chunk, stored) in enumerate(zip(chunks, sums.tolist(), strict=True), first):
-            if _checksum(chunk) != stored:
-                box = zarr.chunk_box(self.stack, index, number)
-                raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
+        damaged = np.flatnonzero(np.array(_checksums(chunks), "<u4") != sums)
+        if len(damaged):
+            box = zarr.chunk_box(self.stack, index, first + int(damaged[0]))
+            raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
         if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
             raise DataError(f"{path} has values that are neither true nor false")
         found.note(path, first, sums)
@@ -323,10 +323,11 @@ class _Waiting:
         self._buffers, self._bytes = [], 0
 
 
-def _checksum(chunk: Any) -> int:
-    """Crc32c of a chunk, without a chance for other threads where that takes no longer than 40 µs: to get one's turn
+def _checksums(chunks: Sequence[Any]) -> list[int]:
+    """Crc32c of each chunk, without a chance for other threads where one takes no longer than 40 µs: to get its turn
     back may take Python's switch interval, 5 ms, where another thread is busy in Python."""
-    return crc32c.crc32c(chunk, 0, 0 if len(chunk) <= 1 << 20 else 1)
+    release = 0 if len(chunks[0]) <= 1 << 20 else 1
+    return [crc32c.crc32c(chunk, 0, release) for chunk in chunks]
 
 
 def _write_all(handle: int, buffers: Sequence[Any]) -> None:
