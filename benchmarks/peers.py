@@ -9,8 +9,8 @@ Workloads: a  1 GiB in 16 leaves       b  2,000 leaves of 64 KiB       d  20,000
 each on a 2×4 mesh of simulated CPU devices, in one process, and b and c also in four (jax.distributed, gloo).
 
 How a round goes is at the top of turns.py, what each contender does and how durable it is at the top of contenders.py.
-Ratios are taken within a round; a figure is a median over rounds, and the JSON has every sample. All run with freed
-memory kept in the process; see steady.py. Each workload in each place is a process of its own.
+Ratios are taken within a round; a figure is a median over rounds, and the JSON has every sample. Each workload in each
+place is a process of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-import steady
-
-steady.begin()
 
 import contenders
 import report

@@ -323,9 +323,9 @@ def _halved(length: int, current: int, free: bool) -> int:
 
 
 ROW_BYTES = 4 << 10
-"""Rows of a cell that are no longer stay whole in a chunk, where they are part of a longer row of the array. Measured on
-1 GiB in pieces with rows of 4 KiB (tmpfs, 2 cores): saved in 274 ms and restored in 231, against 376 and 327 with rows
-cut in two. Who wants the columns cut finer than they were saved reads whole rows of those pieces for it."""
+"""Rows of a cell that are no longer stay whole in a chunk, where they are part of a longer row of the array. Measured
+on 1 GiB in pieces with rows of 4 KiB (tmpfs, 2 cores): saved in 274 ms and restored in 231, against 376 and 327 with
+rows cut in two. Who wants the columns cut finer than they were saved reads whole rows of those pieces for it."""
 
 
 def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, free: Sequence[bool]) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
-"""Reading what a plan says, within the memory that it may take: objects are checked, chunks read into buffers, buffers
-handed over.
+"""Reading what a plan says, within the memory that it may take: chunks are read into buffers, buffers handed over.
 
-read ─▶ each step: buffers ─▶ each read of it: tensorstore into them ─▶ the last one has landed ─▶ delivery
+read ─▶ each step: buffers ─▶ each read of it: the store's reader fills them ─▶ the last one has landed ─▶ delivery
 """
 
 from __future__ import annotations

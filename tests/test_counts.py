@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import inspect
 import math
 import os
@@ -155,6 +157,25 @@ def test_replicas_in_one_process_are_read_once(memory: Path, counted: Counted) -
 
 
 # How many files and calls ---------------------------------------------------------------------------------
+
+
+def test_pieces_are_written_and_read_megabytes_at_a_time(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each system call gives other threads their turn, and to get one's own back may take milliseconds."""
+    calls = collections.Counter[str]()
+
+    def counted(name: str, call: Callable[..., int], *args: Any) -> int:
+        calls[name] += 1
+        return call(*args)
+
+    for name in ("writev", "preadv"):
+        monkeypatch.setattr(os, name, functools.partial(counted, name, getattr(os, name)))
+    leaf = large((16384, 4096), mesh_of(2, 4), P("x", "y"))
+    info = jaxckpt.save(memory / "ckpt", {"w": leaf}, options=jaxckpt.Options(sync=False))
+    assert_same_bits(jaxckpt.restore(memory / "ckpt")["w"], leaf)
+    most = leaf.nbytes // (4 << 20) + 2 * info.objects
+    print(f"{calls}, at most {most} each")
+    assert calls["writev"] <= most
+    assert calls["preadv"] <= most
 
 
 def test_two_thousand_small_leaves_make_few_files(memory: Path, counted: Counted) -> None:

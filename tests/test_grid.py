@@ -276,3 +276,12 @@ def test_a_box_that_is_cut_down_is_its_parts(data: st.DataObject) -> None:
         assert one_chunk or _grid.volume(part) <= most
     chunks = [set(itertools.product(*(range(*side) for side in _grid.touched(part, chunk)))) for part in parts]
     assert sum(map(len, chunks)) == len(set().union(*chunks)), "no chunk is in two parts"
+
+
+def test_short_rows_that_the_mesh_has_split_stay_whole() -> None:
+    """Such a chunk lies in its piece as in the file; where nobody split the columns, a cut along them stays cheap."""
+    bytes_ = 512 << 10
+    assert _grid.chunk_shape((2048, 1024), 4, bytes_, (False, False)) == (128, 1024)
+    assert _grid.chunk_shape((2048, 1024), 4, bytes_, (False, True)) == (256, 512)
+    assert _grid.chunk_shape((2048, 2048), 4, bytes_, (False, False)) == (256, 512), "rows of 8 KiB are cut"
+    assert _grid.chunk_shape((1, 1, 1024), 4, 1 << 10, (False, False, False)) == (1, 1, 256), "the rest is used up"
