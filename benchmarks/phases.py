@@ -1,0 +1,108 @@
+"""Where the time of a save and of a restore goes, phase by phase.
+
+    python benchmarks/phases.py [--workload a] [--rounds 5] [--dir /dev/shm]
+
+A save tells its own phases (`SaveInfo.phase_seconds`). Of a restore the calls are timed that make up its line: the
+manifest is loaded, held against the target, a plan is made, arrays are placed by `jax.device_put`; the rest is reading.
+Medians over rounds, in milliseconds, after a first one that is not counted. Freed memory is kept; see steady.py.
+"""
+
+from __future__ import annotations
+
+import steady
+
+steady.begin()
+
+import contextlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import report
+import workloads
+from rich.table import Table
+
+import jaxckpt
+from jaxckpt import _manifest, _restore
+
+PLACED = ((_manifest, "load", "open"), (_restore, "resolve", "match"), (_restore, "plan_read", "plan"))
+
+
+@contextlib.contextmanager
+def timed(places: tuple[tuple[Any, str, str], ...], laps: dict[str, float]) -> Iterator[None]:
+    """Add up the seconds that functions take, each of (module, name, phase)."""
+    originals = [getattr(module, name) for module, name, _ in places]
+
+    def timing(call: Any, phase: str) -> Any:
+        def timed_call(*args: Any, **named: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*args, **named)
+            finally:
+                laps[phase] = laps.get(phase, 0.0) + time.perf_counter() - begun
+
+        return timed_call
+
+    for (module, name, phase), original in zip(places, originals, strict=True):
+        setattr(module, name, timing(original, phase))
+    try:
+        yield
+    finally:
+        for (module, name, _), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
+
+
+def restore_phases(path: Path, wanted: Any) -> dict[str, float]:
+    laps: dict[str, float] = {}
+    begun = time.perf_counter()
+    with timed((*PLACED, (jax, "device_put", "place")), laps):
+        jax.block_until_ready(jaxckpt.restore(path, wanted))
+    total = time.perf_counter() - begun
+    return {**laps, "read, and the rest": total - sum(laps.values()), "in all": total}
+
+
+def measure(key: str, rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
+    workload = workloads.workload(key)
+    tree, wanted = workload.place(), workload.wanted(workloads.AS_SAVED)
+    found: dict[str, dict[str, list[float]]] = {"save": {}, "restore": {}}
+    for number in range(rounds + 1):
+        shutil.rmtree(folder / "ckpt", ignore_errors=True)
+        info = jaxckpt.save(folder / "ckpt", tree)
+        phases = {
+            "save": {**info.phase_seconds, "in all": info.seconds},
+            "restore": restore_phases(folder / "ckpt", wanted),
+        }
+        if number:
+            for verb, laps in phases.items():
+                for phase, seconds in laps.items():
+                    found[verb].setdefault(phase, []).append(seconds)
+    return found
+
+
+def main() -> None:
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--workload", choices=workloads.KEYS, action="append", help="by default all")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {}
+    for key in arguments.workload or workloads.KEYS:
+        with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="phases.") as name:
+            result[key] = measure(key, arguments.rounds, Path(name))
+            surroundings = report.surroundings(Path(name))
+        for verb, phases in result[key].items():
+            table = Table(title=f"({key}) {verb}, medians of {arguments.rounds} rounds")
+            for column in ("phase", "ms"):
+                table.add_column(column, justify="right" if column == "ms" else "left")
+            for phase, seconds in phases.items():
+                table.add_row(phase, f"{statistics.median(seconds) * 1e3:.1f}")
+            report.console.print(table)
+    report.write("phases", {"rounds": arguments.rounds, **surroundings, "seconds": result}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
