@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, choices=(1, 4), help="by default 1, and for b and c also 4")
     parser.add_argument("--rounds", type=int, help="by default " + ", ".join(f"{n} for {k}" for k, n in ROUNDS.items()))
     parser.add_argument("--contender", action="append", choices=ALL, help="beside jaxckpt; by default all")
+    parser.add_argument("--no-async", action="store_true", help="without save_async, and the steps beside it")
     parser.add_argument("--quick", action="store_true", help="small trees, one round, nothing drawn")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children end and files go
@@ -102,6 +103,7 @@ def main() -> None:
                     "processes": processes,
                     "rounds": arguments.rounds or (1 if arguments.quick else ROUNDS[key]),
                     "quick": arguments.quick,
+                    "no_async": arguments.no_async,
                     "contenders": names,
                 }
                 report.console.print(f"{key} in {folder}, {processes} processes …")

@@ -72,6 +72,8 @@ class Turns:
         operations = [self.save_async, self.save, *(functools.partial(self.restore, layout) for layout in layouts)]
         if jax.process_count() == 1:
             operations += [self.load_numpy, self.one_leaf, self.open]
+        if case["no_async"]:
+            operations.remove(self.save_async)
         together = max(1, FILES_BYTES // self.workload.nbytes)
         for self.round in range(case["rounds"] + 1):
             if self.round == 3:
