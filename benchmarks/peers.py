@@ -86,7 +86,11 @@ def main() -> None:
     parser.set_defaults(dir=None)
     parser.add_argument("--workload", choices=workloads.KEYS, help="by default all")
     parser.add_argument("--processes", type=int, choices=(1, 4), help="by default 1, and for b and c also 4")
-    parser.add_argument("--rounds", type=int, help="by default " + ", ".join(f"{n} for {k}" for k, n in ROUNDS.items()))
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="0 counts the first, cold one; by default " + ", ".join(f"{n} for {k}" for k, n in ROUNDS.items()),
+    )
     parser.add_argument("--contender", action="append", choices=ALL, help="beside jaxckpt; by default all")
     parser.add_argument("--no-async", action="store_true", help="without save_async, and the steps beside it")
     parser.add_argument("--quick", action="store_true", help="small trees, one round, nothing drawn")
@@ -101,7 +105,7 @@ def main() -> None:
                 case = {
                     "workload": key,
                     "processes": processes,
-                    "rounds": arguments.rounds or (1 if arguments.quick else ROUNDS[key]),
+                    "rounds": (1 if arguments.quick else ROUNDS[key]) if arguments.rounds is None else arguments.rounds,
                     "quick": arguments.quick,
                     "no_async": arguments.no_async,
                     "contenders": names,

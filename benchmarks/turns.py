@@ -1,7 +1,8 @@
 """One workload in one place, by all contenders in turn: started by peers.py, once for each process.
 
 A round is: for each operation, each contender; every other round runs in the opposite order. The first round is not
-counted: it warms up and compiles, and everything that is restored in it is compared with what was saved, bit for bit.
+counted, unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what
+was saved, bit for bit.
 Before each measurement, untimed, dirty pages are flushed, and memory twice as large as the tree is touched and given
 back: on a virtual machine the first touch of memory that the host has taken back is slow. (Kept in the process, freed
 memory would add up over ten libraries.) What is restored lies in fresh memory for all. Files are read from the page
@@ -174,7 +175,7 @@ class Turns:
         result = jax.block_until_ready(call())
         meet()
         ended, ended_cpu = time.perf_counter(), time.process_time()
-        if self.round:
+        if self.round or not case["rounds"]:
             for kept, sample in ((self.seconds, ended - begun), (self.cpu_seconds, ended_cpu - begun_cpu)):
                 kept.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
         return result
