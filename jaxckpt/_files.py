@@ -2,7 +2,7 @@
 
 tensorstore's zarr3 driver would do all of this, and does where chunks are compressed or lie on an object store. But a
 checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes 0.9 s of CPU to write 1 GiB and 0.7 s
-to read it, where the file system alone takes 0.3 and 0.25, and this module 0.4 and 0.35 (docs/performance.md). The
+to read it, where the file system alone takes 0.3 and 0.25, and this module 0.5 and 0.4 (docs/performance.md). The
 files are such as it would write.
 
 write:  object ─▶ blocks of chunks ─▶ where they lie, or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
