@@ -1,6 +1,7 @@
 """What the benchmarks have in common beside the figures: where they ran, and the files that the result goes to.
 
-The lower half is of runs of peers.py: {"title", "seconds": {operation: {contender: [a number a round]}}, ...}.
+The lower half is of runs of peers.py: {"workload", "pairs": {peer: {"seconds": {operation: {contender: [a number a
+round]}}, ...}}, ...}.
 """
 
 from __future__ import annotations
@@ -95,17 +96,24 @@ def _lines(path: str) -> list[str]:
 
 
 def summed_up(run: dict[str, Any]) -> dict[str, Any]:
-    """The run, with the spread of each figure, and of its ratio to ours within a round."""
-    spreads: dict[str, dict[str, dict[str, Any]]] = {}
-    for operation, of in run.get("seconds", {}).items():
-        for contender, seconds in of.items():
-            # One that is slow took part in the first rounds only.
-            ratios = [other / ours for other, ours in zip(seconds, of[OURS], strict=False)]
-            spreads.setdefault(operation, {})[contender] = {
-                "seconds": _spread(seconds),
-                "cpu_seconds": _spread(run["cpu_seconds"][operation][contender]),
-                "times_jaxckpt": _spread(ratios),
-            }
+    """The run, with the spread of each figure, and of its ratio to ours within a round. Ours is of all pairs."""
+    samples: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for peer, pair in run["pairs"].items():
+        for operation, seconds in pair.get("seconds", {}).items():
+            of, cpu_seconds = samples.setdefault(operation, {}), pair["cpu_seconds"][operation]
+            for name in (OURS, peer):
+                found = of.setdefault(name, {"seconds": [], "cpu_seconds": [], "times_jaxckpt": []})
+                found["seconds"] += seconds.get(name, [])
+                found["cpu_seconds"] += cpu_seconds.get(name, [])
+                found["times_jaxckpt"] += [
+                    other / ours for other, ours in zip(seconds.get(name, []), seconds[OURS], strict=False)
+                ]
+    spreads = {
+        operation: {
+            name: {what: _spread(one) for what, one in found.items()} for name, found in of.items() if found["seconds"]
+        }
+        for operation, of in samples.items()
+    }
     return {**run, "spreads": spreads}
 
 
@@ -115,17 +123,21 @@ def _spread(samples: list[float]) -> dict[str, float]:
 
 def heading(run: dict[str, Any]) -> str:
     processes = f"{run['processes']} processes" if run["processes"] > 1 else "one process"
-    return f"({run['workload']}) {run['title']}, {run['filesystem']}, {processes}"
+    return f"({run['workload']}) {workload(run)}, {run['filesystem']}, {processes}"
+
+
+def workload(run: dict[str, Any]) -> str:
+    return next((pair["title"] for pair in run["pairs"].values() if "title" in pair), "failed")
 
 
 def show(run: dict[str, Any]) -> None:
     """Milliseconds, and how many times ours: medians over rounds."""
-    if "failed" in run:
-        console.print(f"[red]({run['workload']}) {run['filesystem']}: {run['failed']}")
-        return
+    for peer, pair in run["pairs"].items():
+        if "failed" in pair:
+            console.print(f"[red]({run['workload']}) {run['filesystem']}: {peer}: {pair['failed']}")
     table = Table(title=f"{heading(run)}: ms (× jaxckpt)")
     table.add_column("")
-    took_part = [contender for contender in run["contenders"] if contender in run["files"]]
+    took_part = [OURS, *(peer for peer, pair in run["pairs"].items() if "seconds" in pair)]
     for contender in took_part:
         table.add_column(contender, justify="right")
 
@@ -140,11 +152,12 @@ def show(run: dict[str, Any]) -> None:
         if operation == "open":
             cpu = {contender: one["cpu_seconds"]["median"] * 1e3 for contender, one in found.items()}
             table.add_row("open, CPU ms", *(_short(cpu[one]) if one in cpu else "" for one in took_part))
-    for label, counts in (
-        ("one leaf, KiB read", {name: count / 1024 for name, count in run["one_leaf_bytes_read"].items()}),
-        ("files", {name: found["count"] for name, found in run["files"].items()}),
-        ("MiB stored", {name: found["bytes"] / (1 << 20) for name, found in run["files"].items()}),
+    for label, key, of in (
+        ("one leaf, KiB read", "one_leaf_bytes_read", lambda found: found / 1024),
+        ("files", "files", lambda found: found["count"]),
+        ("MiB stored", "files", lambda found: found["bytes"] / (1 << 20)),
     ):
+        counts = {name: of(found) for pair in run["pairs"].values() for name, found in pair.get(key, {}).items()}
         table.add_row(label, *(_short(counts[one]) if one in counts else "" for one in took_part))
     console.print(table)
 
@@ -164,10 +177,8 @@ def draw(runs: list[dict[str, Any]]) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "jaxckpt"  # the same figures give the same file
     PICTURES.mkdir(exist_ok=True)
     for run in runs:
-        if "failed" in run:
-            continue
         operations = [name for name in run["spreads"] if not name.startswith("a step")]
-        peers = [name for name in run["contenders"] if name != OURS and name in run["files"]]
+        peers = [name for name, pair in run["pairs"].items() if "seconds" in pair]
         figure, axes = plt.subplots(figsize=(9, 0.8 + 0.55 * len(operations)), layout="constrained")
         for place, peer in enumerate(peers):
             found = {row: run["spreads"][name].get(peer) for row, name in enumerate(operations)}

@@ -1,12 +1,11 @@
-"""One workload in one place, by all contenders in turn: started by peers.py, once for each process.
+"""One workload in one place, by jaxckpt and one other in turn: started by peers.py, once for each process.
 
-A round is: for each operation, each contender; every other round runs in the opposite order. The first round is not
-counted, unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what
-was saved, bit for bit.
-Before each measurement, untimed, dirty pages are flushed, and memory twice as large as the tree is touched and given
-back: on a virtual machine the first touch of memory that the host has taken back is slow. (Kept in the process, freed
-memory would add up over ten libraries.) What is restored lies in fresh memory for all. Files are read from the page
-cache.
+A round is: for each operation, both; every other round runs in the opposite order. The first round is not counted,
+unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what was
+saved, bit for bit.
+Memory that is freed is kept in the process (steady.py), for both alike. Before each measurement, untimed, dirty pages
+are flushed, and memory twice as large as the tree is touched and given back: on a virtual machine the first touch of
+memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page cache.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from pathlib import Path
 import steady
 
 case = json.loads(sys.argv[1])
-steady.begin(devices=8 // case["processes"], keep_memory=False)
+steady.begin(devices=8 // case["processes"], keep_memory=True)
 
-import ctypes
 import functools
 import gc
 import itertools
@@ -42,11 +40,8 @@ from workloads import AS_SAVED, FOUR, ONE, Tree
 
 SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
-FILES_BYTES = 3 << 30  # of all contenders that take turns together; /dev/shm is memory
-SLOW_SECONDS = 25  # a contender whose operations take longer than this takes part in two rounds only
+SLOW_SECONDS = 40  # where a round of the other takes longer than this, two rounds are enough
 STEP_LEAVES = 5000  # above this a step takes minutes to compile
-
-_libc = ctypes.CDLL(None)
 
 # Its own inverse, bit for bit: after two steps the tree is what it was.
 step = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnums=0)
@@ -75,20 +70,19 @@ class Turns:
             operations += [self.load_numpy, self.one_leaf, self.open]
         if case["no_async"]:
             operations.remove(self.save_async)
-        together = max(1, FILES_BYTES // self.workload.nbytes)
         for self.round in range(case["rounds"] + 1):
-            if self.round == 3:
-                self.contenders = self.quick_ones()
+            begun = time.monotonic()
             order = self.contenders[:: 1 if self.round % 2 else -1]
-            for start in range(0, len(order), together):
-                group = order[start : start + together]
-                for operation, contender in itertools.product(operations, group):
-                    operation(contender)
-                for contender in group:
-                    self.remove(contender)
+            for operation, contender in itertools.product(operations, order):
+                operation(contender)
+            for contender in order:
+                self.remove(contender)
             if jax.process_index() == 0:  # all rounds so far: where memory ends, they are not lost
-                print(f"round {self.round} of {case['rounds']}", flush=True)
                 result.write_text(json.dumps(self.found()))
+            # As process 0 finds: all must go on with the same.
+            slow = multihost_utils.broadcast_one_to_all(np.array(time.monotonic() - begun > SLOW_SECONDS))
+            if slow and self.round >= 2:
+                break
 
     def found(self) -> dict[str, Any]:
         return {
@@ -100,13 +94,6 @@ class Turns:
             "files": self.files,
             "one_leaf_bytes_read": self.one_leaf_bytes,
         }
-
-    def quick_ones(self) -> list[Contender]:
-        """Of the contenders, ours and those that are not slow: as process 0 finds, for all must go on with the same."""
-        taken = [sum(of.get(one.name, [0])[0] for of in self.seconds.values()) for one in self.contenders]
-        taken = multihost_utils.broadcast_one_to_all(np.array(taken))
-        pairs = zip(self.contenders, taken, strict=True)
-        return [one for one, seconds in pairs if seconds < SLOW_SECONDS or isinstance(one, contenders.Jaxckpt)]
 
     # Operations ---------------------------------------------------------------------------------------------
 
@@ -183,7 +170,6 @@ class Turns:
     def prepare(self, contender: Contender, *, memory: bool = True) -> None:
         contender.prepare()
         gc.collect()
-        _libc.malloc_trim(0)  # what ten libraries have freed would add up
         if memory:
             with mmap.mmap(-1, 2 * max(self.workload.nbytes // jax.process_count(), 1)) as touched:
                 touched.madvise(mmap.MADV_HUGEPAGE)  # as NumPy asks for
