@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import math
-import os
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._errors import InputError
+from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._layout import (
     Placement,
@@ -28,21 +28,21 @@ from jaxckpt._layout import (
 )
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
-from jaxckpt._place import store_at
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
 from jaxckpt._reading import read_box
 from jaxckpt._restore import kept, on_host
-from jaxckpt._store import Array, Store
+from jaxckpt._source import Native, Source
+from jaxckpt._store import Array
 from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve
 from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
 
 
-def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Checkpoint:
+def open(path: Location, *, options: Options | None = None) -> Checkpoint:
     """Open a checkpoint to look into it; only its manifest is read.
 
     Args:
-        path: Where `save` wrote.
+        path: Where `save` wrote, or another checkpoint that `restore` takes.
         options: See `Options`.
 
     Returns:
@@ -59,22 +59,21 @@ def open(path: str | os.PathLike[str], *, options: Options | None = None) -> Che
         array([ 8,  9, 10, 11])
     """
     options = options or Options()
-    store = store_at(path, options)
-    manifest, _ = manifests.load(store, options.manifest_sha256)
-    return Checkpoint(store, manifest, options)
+    source, _ = source_at(path, options)
+    return Checkpoint(source, options)
 
 
 class LazyLeaf:
     """A leaf of a checkpoint. Indexing it as a NumPy array reads the chunks that are touched, and no others."""
 
-    __slots__ = ("_manifest", "_number", "_options", "_record", "_store")
+    __slots__ = ("_manifest", "_number", "_options", "_record", "_source")
 
-    def __init__(self, store: Store, manifest: Manifest, number: int, options: Options) -> None:
-        self._store = store
-        self._manifest = manifest
+    def __init__(self, source: Source, number: int, options: Options) -> None:
+        self._source = source
+        self._manifest: Manifest = source.manifest
         self._number = number
         self._options = options
-        self._record: LeafRecord = manifest.leaves[number]
+        self._record: LeafRecord = source.manifest.leaves[number]
 
     @property
     def path(self) -> str:
@@ -129,7 +128,7 @@ class LazyLeaf:
         if self._record.stack is None:
             return np.asarray(self.value)[index]
         box, rest = _hull(index, self.shape)
-        return read_box(self._store, self._manifest, self._number, box, self._options)[rest]
+        return read_box(self._source, self._number, box, self._options)[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = np.asarray(self.value if self._record.stack is None else self[...])
@@ -210,20 +209,25 @@ def _axis_hull(part: Any, length: int) -> tuple[tuple[int, int], Any]:
 class Checkpoint:
     """An opened checkpoint: a mapping of leaf paths to lazy leaves."""
 
-    def __init__(self, store: Store, manifest: Manifest, options: Options) -> None:
-        self._store = store
-        self._manifest = manifest
+    def __init__(self, source: Source, options: Options) -> None:
+        self._source = source
+        self._manifest: Manifest = source.manifest
         self._options = options
-        self._numbers = manifest.numbers
+        self._numbers = source.manifest.numbers
 
     @property
     def path(self) -> str:
         """Where it is."""
-        return self._store.url
+        return self._source.url
+
+    @property
+    def format(self) -> str:
+        """ "jaxckpt", or what other format it is in."""
+        return self._manifest.format
 
     @property
     def save_id(self) -> str:
-        """Unique id of the save that made it."""
+        """Unique id of the save that made it; empty in other formats, as are date and libraries."""
         return self._manifest.save_id
 
     @property
@@ -242,7 +246,9 @@ class Checkpoint:
 
         Read and checked when asked for. Raises DataError.
         """
-        return manifests.load_states(self._store, self._manifest)
+        if not isinstance(self._source, Native):
+            return []
+        return manifests.load_states(self._source.store, self._manifest)
 
     @property
     def libraries(self) -> Mapping[str, str]:
@@ -285,7 +291,7 @@ class Checkpoint:
         return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
 
     def _leaf(self, number: int) -> LazyLeaf:
-        return LazyLeaf(self._store, self._manifest, number, self._options)
+        return LazyLeaf(self._source, number, self._options)
 
     def plan(
         self,

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxckpt import _manifest as manifests
 from jaxckpt._errors import TreeError, listing
+from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, cut_down, volume, whole
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
-from jaxckpt._place import store_at
 from jaxckpt._progress import reporting
 from jaxckpt._reading import read_box
 from jaxckpt._restore import fetch
-from jaxckpt._store import Array, Store
+from jaxckpt._source import Source
+from jaxckpt._store import Array
 from jaxckpt._target import Goal
 from jaxckpt._tree import DTYPES, Select, Structure, decode_value, prune, selector, show
 
@@ -109,8 +108,8 @@ class Delta:
 
 
 def diff(
-    path_a: str | os.PathLike[str],
-    path_b: str | os.PathLike[str],
+    path_a: Location,
+    path_b: Location,
     *,
     select: Select | None = None,
     options: Options | None = None,
@@ -120,8 +119,8 @@ def diff(
     Any process may call it alone; no JAX backend is started. Both are read in boxes, within `options.host_bytes`.
 
     Args:
-        path_a: Where `save` wrote one.
-        path_b: Where it wrote the other.
+        path_a: Where `save` wrote one, or another checkpoint that `restore` takes.
+        path_b: The other.
         select: Only these leaves, as for `restore`, of either.
         options: See `Options`; `manifest_sha256` is not used.
 
@@ -158,14 +157,14 @@ def diff(
             leaves[path] = _with(leaves[path], part_a, part_b)
             if a.shape(path) is not None:
                 report(part_a.nbytes + part_b.nbytes)
-    return Delta(a.store.url, b.store.url, tuple(leaves.values()), a.structure(chosen) == b.structure(chosen))
+    return Delta(a.source.url, b.source.url, tuple(leaves.values()), a.structure(chosen) == b.structure(chosen))
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
     """One of the two checkpoints."""
 
-    store: Store
+    source: Source
     manifest: Manifest
     numbers: dict[str, int]
     """Number of each leaf by its path."""
@@ -173,10 +172,9 @@ class _Side:
     options: Options
 
     @classmethod
-    def at(cls, path: str | os.PathLike[str], options: Options) -> _Side:
-        store = store_at(path, options)
-        manifest, _ = manifests.load(store)
-        return cls(store, manifest, manifest.numbers, options)
+    def at(cls, path: Location, options: Options) -> _Side:
+        source, _ = source_at(path, replace(options, manifest_sha256=None))
+        return cls(source, source.manifest, source.manifest.numbers, options)
 
     def structure(self, chosen: set[str]) -> Structure:
         """The containers, as far as they hold the chosen leaves."""
@@ -213,11 +211,11 @@ class _Side:
         return np.asarray(value, object if isinstance(value, str | bytes) else None)
 
     def box(self, path: str, box: Box) -> Array:
-        return read_box(self.store, self.manifest, self.numbers[path], box, self.options)
+        return read_box(self.source, self.numbers[path], box, self.options)
 
     def fetch(self, paths: list[str]) -> list[Array]:
         goals = dict.fromkeys((self.numbers[path] for path in paths), Goal("numpy"))
-        values = fetch(self.store, self.manifest, goals, replace(self.options, progress=None))
+        values = fetch(self.source, goals, replace(self.options, progress=None))
         return [values[self.numbers[path]] for path in paths]
 
 

@@ -56,7 +56,7 @@ class FileWriter:
     """Whether an object reaches the disk before it counts as written."""
 
     def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
-        return _workers().submit(lambda: self._write(index, pieces))
+        return submit(lambda: self._write(index, pieces))
 
     def _write(self, index: tuple[int, ...], pieces: Pieces) -> tuple[int, str]:
         path = _path(self.folder, index)
@@ -129,7 +129,7 @@ class FileReader:
             for index, part, _ in indexed_objects_of(self.stack, box):
                 parts.setdefault(index, []).append((part, target[within(part, box)]))
                 touched[-1].append(index)
-        work = {index: _workers().submit(functools.partial(self._read, index, found)) for index, found in parts.items()}
+        work = {index: submit(functools.partial(self._read, index, found)) for index, found in parts.items()}
         return [_All([work[index] for index in indices]) for indices in touched]
 
     def _read(self, index: tuple[int, ...], parts: Sequence[_Part]) -> None:
@@ -394,6 +394,11 @@ def _workers() -> _Workers:
 
 
 os.register_at_fork(after_in_child=_workers.cache_clear)
+
+
+def submit(work: Callable[[], T]) -> Future[T]:
+    """Have a piece of work done by the threads that move bytes; it must not wait for another such piece."""
+    return _workers().submit(work)
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Shape of a leaf that lies in a stack, of the raw data where it is a PRNG key."""
         return tuple(self.stacks[self.place(leaf)[0]].shape)
 
+    def leaf_bytes(self, leaf: LeafRecord) -> int:
+        """Bytes of the data of a leaf; 0 of one that lies in no stack."""
+        if leaf.stack is None:
+            return 0
+        return math.prod(self.leaf_shape(leaf)) * DTYPES[self.stacks[leaf.stack].dtype].itemsize
+
     def leaf_layout(self, leaf: LeafRecord) -> tuple[MeshRecord | None, Spec, LayoutRecord]:
         """(mesh, spec, record) of the layout a leaf was saved in."""
         record = self.layouts[leaf.layout] if leaf.layout is not None else LayoutRecord()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import math
 from collections import deque
@@ -18,40 +17,29 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxckpt import _manifest as manifests
 from jaxckpt import _zarr as zarr
 from jaxckpt._bucket import Bucket, Held
-from jaxckpt._errors import DataError, NotACheckpointError, listing
+from jaxckpt._errors import DataError, NotACheckpointError
 from jaxckpt._grid import Box, extent, intersection, volume, within
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import Read, ReadStep, Region, Run, Stack, Want, indexed_objects_of, plan_read, read_bytes
 from jaxckpt._progress import Report
-from jaxckpt._store import Array, ArrayReader, Pending, Store, aligned_empty, storage_errors
-from jaxckpt._tree import DTYPES, show
+from jaxckpt._source import Native, Source, leaves_at
+from jaxckpt._store import Array, ArrayReader, Pending, aligned_empty, storage_errors
+from jaxckpt._tree import DTYPES
 
 
 @contextlib.contextmanager
-def undisturbed(store: Store, manifest: Manifest) -> Generator[None]:
+def undisturbed(source: Source) -> Generator[None]:
     """Where data is missing or another because the checkpoint is, say that instead of calling it corrupt."""
     try:
         yield
     except DataError as error:
-        became = fate(store, manifest)
+        became = source.fate()
         if became is None:
             raise
-        raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being read") from error
-
-
-def fate(store: Store, manifest: Manifest) -> str | None:
-    """What became of a checkpoint since its manifest was read; None where it is still the same."""
-    try:
-        now, _ = manifests.load(store)
-    except NotACheckpointError:
-        return "deleted"
-    if now == manifest:
-        return None
-    return "replaced by another" if now.save_id != manifest.save_id else "relieved of some of its leaves"
+        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being read") from error
 
 
 # What is read ---------------------------------------------------------------------------------------------
@@ -74,8 +62,7 @@ class Delivery(Protocol):
 
 
 def read(
-    store: Store,
-    manifest: Manifest,
+    source: Source,
     stacks: Sequence[Stack],
     steps: Sequence[ReadStep],
     options: Options,
@@ -83,24 +70,23 @@ def read(
     report: Report,
 ) -> None:
     """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
-    _require_metadata(store, manifest, list(dict.fromkeys(step.stack for step in steps)))
+    source.require_metadata(list(dict.fromkeys(step.stack for step in steps)))
     window = _Window(options.host_bytes)
     arrays: dict[int, ArrayReader] = {}
     with contextlib.ExitStack() as ended:
         fetched = None
-        if isinstance(store, Bucket):
-            fetched = _Fetched(store, manifest, stacks, steps, options)
+        if isinstance(source, Native) and isinstance(source.store, Bucket):
+            fetched = _Fetched(source.store, source.manifest, stacks, steps, options)
             ended.callback(fetched.close)
         for step in steps:
             stack = stacks[step.stack]
             window.take(step.held_bytes)
             filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
             if step.stack not in arrays and fetched is None:
-                expected = manifest.stacks[step.stack].objects
-                arrays[step.stack] = store.array_reader(manifest.data, stack, expected)
+                arrays[step.stack] = source.array_reader(step.stack)
             for read in step.reads:
                 window.take(read.held_bytes)
-                leaves = functools.partial(_leaves_at, manifest, step.stack)
+                leaves = functools.partial(leaves_at, source.manifest, step.stack)
                 reading = _Reading(read, filling, report, leaves)
                 if fetched is None:
                     reading.begin(arrays[step.stack])
@@ -175,7 +161,7 @@ class _Fetched:
             problem = self._held.problem(one.key, stack, one.index, one.length, one.digest)
             if problem:
                 rows = stack.object[0]
-                leaves = _leaves_at(self._manifest, number, (one.index[0] * rows, (one.index[0] + 1) * rows))
+                leaves = leaves_at(self._manifest, number, (one.index[0] * rows, (one.index[0] + 1) * rows))
                 where = f"{self._store.url}/{self._manifest.data}/{one.key}"
                 raise DataError(f"{where} {problem}; it holds {leaves}")
         reading.begin(self._held.array_reader(stack, [one.key for one in wanted]))
@@ -355,29 +341,6 @@ def assign(target: Array, source: Array) -> None:
         target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
 
 
-def _require_metadata(store: Store, manifest: Manifest, numbers: Sequence[int]) -> None:
-    """Raise DataError unless the zarr.json of each stack is as it was saved.
-
-    Nothing is taken from it, but other readers of Zarr do.
-    """
-    keys = [f"{manifest.data}/{manifest.stacks[number].name}/zarr.json" for number in numbers]
-    problems: list[str] = []
-    for number, key, text in zip(numbers, keys, store.read_all(keys), strict=True):
-        if text is None or hashlib.sha256(text).hexdigest() != manifest.stacks[number].sha256:
-            told = f"{store.url}/{key} {'is missing' if text is None else 'is not the one that was saved'}"
-            if len(problems) < 20:  # naming the leaves of each of thousands would take time of stacks × leaves
-                told += f"; it describes {_leaves_at(manifest, number, (0, manifest.stacks[number].rows))}"
-            problems.append(told)
-    if problems:
-        raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
-
-
-def _leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
-    """The leaves in a range of rows of a stack, for an error message."""
-    found = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
-    return ", ".join(map(show, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-
 # One box --------------------------------------------------------------------------------------------------
 
 
@@ -394,8 +357,9 @@ class _OneBox:
         raise NotImplementedError  # what the host wants is kept
 
 
-def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: Options) -> Array:
+def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     """One box of one leaf, as a NumPy array of the stored dtype."""
+    manifest = source.manifest
     stack, row = manifest.place(manifest.leaves[number])
     stacks = manifest.arrays
     if not volume(box):
@@ -403,6 +367,6 @@ def read_box(store: Store, manifest: Manifest, number: int, box: Box, options: O
     # One step however large: the buffer is the result.
     steps = plan_read(stacks, [Want(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
-    with undisturbed(store, manifest):
-        read(store, manifest, stacks, steps, options, delivery, lambda moved: None)
+    with undisturbed(source):
+        read(source, stacks, steps, options, delivery, lambda moved: None)
     return delivery.array

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jaxckpt import _manifest as manifests
 from jaxckpt._coord import Group
 from jaxckpt._errors import DataError, ManifestError, PeersDisagreeError
+from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, extent, volume, whole
 from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes, memory_kind
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
-from jaxckpt._place import store_at
 from jaxckpt._plan import ReadStep, Stack, Want, plan_read, read_bytes
 from jaxckpt._progress import reporting
 from jaxckpt._reading import Buffers, assign, read, undisturbed
-from jaxckpt._store import Array, Store
+from jaxckpt._source import Source
+from jaxckpt._store import Array
 from jaxckpt._target import Goal, Rename, Request, numpy_goals, resolve
 from jaxckpt._tree import DTYPES, Select, Tree, decode_value, show
 
@@ -35,7 +33,7 @@ costs 300 µs; larger ones are read piece by piece into buffers that JAX takes o
 
 
 def restore(
-    path: str | os.PathLike[str],
+    path: Location,
     target: Tree = None,
     *,
     mesh: Mesh | None = None,
@@ -50,7 +48,8 @@ def restore(
     Each process reads the chunks that its own devices need, none of them twice.
 
     Args:
-        path: Where `save` wrote.
+        path: Where `save` wrote; or a checkpoint of Orbax, PyTorch DCP or safetensors, or what `rank_files` and its
+            kind have made of others.
         target: What is wanted: a pytree, or a prefix of one, of jax.ShapeDtypeStruct (with or without sharding), of
             jax.sharding.Sharding, or of arrays whose shape, dtype and sharding are wanted (their values are not
             looked at). NumPy arrays and Python scalars in it ask for such. Without it, the tree as it was saved.
@@ -89,26 +88,25 @@ def restore(
     options = options or Options()
     group = Group.current(options.timeout_seconds)  # first of all: a call that raises counts like any other
     with group.meeting("opening the checkpoint") as meeting:
-        store = store_at(path, options)
-        manifest, content = manifests.load(store, options.manifest_sha256)
-        digests = meeting.gather(hashlib.sha256(content).hexdigest())
+        source, digest = source_at(path, options)
+        digests = meeting.gather(digest)
         if len(set(digests)) > 1:
             raise PeersDisagreeError(
-                f"the processes see different checkpoints at {store.url}: it was replaced meanwhile, or is not shared"
+                f"the processes see different checkpoints at {source.url}: it was replaced meanwhile, or is not shared"
             )
         meeting.share("")
     with group.meeting("restoring") as meeting:
-        goals, build = resolve(manifest, Request(target, mesh, specs, select, rename, strict), options)
-        result = build(fetch(store, manifest, goals, options))
+        goals, build = resolve(source.manifest, Request(target, mesh, specs, select, rename, strict), options)
+        result = build(fetch(source, goals, options))
         meeting.barrier()
     return result
 
 
-def load_numpy(path: str | os.PathLike[str], *, select: Select | None = None, options: Options | None = None) -> Tree:
+def load_numpy(path: Location, *, select: Select | None = None, options: Options | None = None) -> Tree:
     """Read a checkpoint into host memory, for inference or a look: no mesh, no devices, no JAX backend is started.
 
     Args:
-        path: Where `save` wrote.
+        path: Where `save` wrote, or another checkpoint that `restore` takes.
         select: Only these leaves, as for `restore`.
         options: See `Options`.
 
@@ -126,10 +124,9 @@ def load_numpy(path: str | os.PathLike[str], *, select: Select | None = None, op
         {'w': array([0, 1, 2])}
     """
     options = options or Options()
-    store = store_at(path, options)
-    manifest, _ = manifests.load(store, options.manifest_sha256)
-    goals, build = numpy_goals(manifest, select)
-    return build(fetch(store, manifest, goals, options))
+    source, _ = source_at(path, options)
+    goals, build = numpy_goals(source.manifest, select)
+    return build(fetch(source, goals, options))
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -188,8 +185,9 @@ def kept(goal: Goal) -> bool:
     return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
 
 
-def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
+def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
     """The value of every goal by leaf number."""
+    manifest = source.manifest
     stacks = manifest.arrays
     homes = _Homes(stacks, options)
     values: dict[int, Any] = {}
@@ -208,8 +206,8 @@ def fetch(store: Store, manifest: Manifest, goals: Mapping[int, Goal], options: 
     steps = plan_read(stacks, wants, options.host_bytes)
     leaves = _Leaves(manifest, stacks, by_stack, homes, values)
     total = sum(step.n_bytes for step in steps)
-    with undisturbed(store, manifest), reporting("restore", total, options.progress) as report:
-        read(store, manifest, stacks, steps, options, leaves, report)
+    with undisturbed(source), reporting("restore", total, options.progress) as report:
+        read(source, stacks, steps, options, leaves, report)
     leaves.empty_leaves()
     return values
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +13,14 @@ from typing import TypeVar
 from jaxckpt import _manifest as manifests
 from jaxckpt import _zarr as zarr
 from jaxckpt._errors import CorruptError, DataError, NotACheckpointError, StorageError, listing
-from jaxckpt._grid import Box
+from jaxckpt._formats import Location, source_at
+from jaxckpt._grid import Box, cut_down, volume, whole
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
-from jaxckpt._place import store_at
 from jaxckpt._plan import Stack
 from jaxckpt._progress import reporting, show_bytes
-from jaxckpt._reading import fate
+from jaxckpt._reading import read_box
+from jaxckpt._source import Foreign, Native
 from jaxckpt._store import MANIFEST, Store
 from jaxckpt._tree import show
 
@@ -105,13 +105,14 @@ def _hit(problems: list[Problem]) -> str:
     return f": {', '.join(hit[:3])}" + (f" and {len(hit) - 3} more" if len(hit) > 3 else "")
 
 
-def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Options | None = None) -> VerifyReport:
+def verify(path: Location, *, quick: bool = False, options: Options | None = None) -> VerifyReport:
     """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
 
     Any process may call it alone; no JAX backend is started. Objects are read in parallel, some MiB of each at a time.
 
     Args:
-        path: Where `save` wrote.
+        path: Where `save` wrote. Of another checkpoint that `restore` takes, every byte is read and decoded: what its
+            format can tell is told, coverage and lengths at least, and checksums where it has some.
         quick: Only whether every object is there and of its length, and the small files as they were: one look at
             each file, or on an object store one request for each object's last byte.
         options: `progress`, `manifest_sha256` and those of the storage; see `Options`.
@@ -132,11 +133,15 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Option
         True
     """
     options = options or Options()
-    store = store_at(path, options)
     try:
-        manifest, _ = manifests.load(store, options.manifest_sha256)
+        source, _ = source_at(path, options)
     except CorruptError as error:
-        return VerifyReport(store.url, quick, (Problem(None, None, MANIFEST, f"cannot be used: {error}"),), 0, 0, 0)
+        # Of a foreign checkpoint, whatever file it was is named in the error.
+        problem = Problem(None, None, MANIFEST, f"cannot be used: {error}")
+        return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
+    if not isinstance(source, Native):
+        return _verify_foreign(source, quick, options)
+    store, manifest = source.store, source.manifest
     files = list(_files(manifest))
     misfits = store.misfits({file.key: file.length for file in files})
     found = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
@@ -148,7 +153,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Option
         for file, problems in _checked(functools.partial(_check, store), rest):
             found.extend(problems)
             report(file.length)
-    became = fate(store, manifest) if found else None
+    became = source.fate() if found else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
     places = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
@@ -156,6 +161,26 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False, options: Option
         key=lambda problem: (-1 if problem.leaf is None else places[problem.leaf], problem.box or (), problem.object)
     )
     return VerifyReport(store.url, quick, tuple(found), len(manifest.leaves), len(files), total)
+
+
+def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
+    """Read all of it, box by box; what can be told without that was told when it was opened."""
+    manifest, found, total = source.manifest, list[Problem](), 0
+    arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
+    sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
+    with reporting("verify", sum(sizes.values()), options.progress) as report:
+        for number in arrays:
+            leaf = manifest.leaves[number]
+            stack = manifest.arrays[manifest.place(leaf)[0]]
+            fits = max(1, options.host_bytes // 4 // stack.itemsize)
+            for box in cut_down(whole(stack.shape), (stack.chunk[1:],), lambda box, fits=fits: volume(box) <= fits):
+                try:
+                    read_box(source, number, box, options)
+                except (DataError, StorageError) as error:
+                    found.append(Problem(leaf.path, box, source.url, f"cannot be read: {error}"))
+                report(volume(box) * stack.itemsize)
+            total += sizes[number]
+    return VerifyReport(source.url, quick, tuple(found), len(manifest.leaves), len(arrays), total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,11 @@ ROWS = [
     ["_folder", "_bucket"],
     ["_place"],
     ["_manifest"],
+    ["_source"],
+    ["_shards"],
+    ["_unpickle"],
+    ["_safetensors", "_dcp", "_orbax", "_mindspore", "_oneflow", "_colossalai"],
+    ["_formats"],
     ["_layout"],
     ["_target"],
     ["_draft"],
@@ -33,8 +38,9 @@ ROWS = [
     ["_staging", "_reading"],
     ["_save", "_restore"],
     ["_audit", "_verify", "_diff"],
-    ["_foreign"],
+    ["_convert"],
     ["_checkpointer"],
+    ["orbax"],
     ["_cli"],
 ]
 ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}

@@ -1,0 +1,68 @@
+"""Which format a checkpoint is in: ours, or one of those that are read as if they were."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxckpt import _manifest as manifests
+from jaxckpt._errors import NotACheckpointError
+from jaxckpt._options import Options
+from jaxckpt._place import store_at
+from jaxckpt._source import Foreign, Native
+
+Location = str | os.PathLike[str] | Foreign
+"""Where a checkpoint is: a path or URL, or what a function such as `jaxckpt.rank_files` has made of several files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A foreign format that tells its own global layout."""
+
+    name: str
+
+    recognises: Callable[[str, Collection[str]], bool]
+    """Whether a local path is one, from the names in its folder; none where it is a file."""
+
+    open: Callable[[str], Foreign]
+
+
+FORMATS: tuple[Format, ...] = ()
+
+
+def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
+    """What can be read at a location, and a digest of all that is known of it without reading its arrays.
+
+    Raises NotACheckpointError, ManifestError; DataError where a foreign checkpoint is damaged.
+    """
+    if isinstance(location, Foreign):
+        return location, _digest(location)
+    store = store_at(location, options)
+    try:
+        manifest, content = manifests.load(store, options.manifest_sha256)
+    except NotACheckpointError:
+        found = _foreign(os.fspath(location))
+        if found is None:
+            raise
+        return found, _digest(found)
+    return Native(store, manifest), hashlib.sha256(content).hexdigest()
+
+
+def _foreign(path: str) -> Foreign | None:
+    """A checkpoint of another library at a local path."""
+    path = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+    try:
+        names = os.listdir(path)
+    except NotADirectoryError:
+        names = []
+    except OSError:  # it was not there, or not to be read, for ours either
+        return None
+    return next((form.open(path) for form in FORMATS if form.recognises(path, names)), None)
+
+
+def _digest(source: Foreign) -> str:
+    return hashlib.sha256(msgspec.json.encode(source.manifest)).hexdigest()
