@@ -44,7 +44,7 @@ from jaxckpt._tree import (
 )
 
 Value = Any
-"""A leaf's jax.Array or NumPy array."""
+"""A leaf's jax.Array or NumPy array; or what has shape and dtype, and is read when it is indexed."""
 
 
 @dataclass(slots=True)

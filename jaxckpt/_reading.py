@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 from jaxckpt import _zarr as zarr
 from jaxckpt._bucket import Bucket, Held
 from jaxckpt._errors import DataError, NotACheckpointError
-from jaxckpt._grid import Box, extent, intersection, volume, within
+from jaxckpt._grid import Box, cut_down, extent, intersection, volume, whole, within
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import Read, ReadStep, Region, Run, Stack, Want, indexed_objects_of, plan_read, read_bytes
@@ -339,6 +339,42 @@ def assign(target: Array, source: Array) -> None:
     # What an unsafe cast loses was asked for: NumPy need not warn of it again.
     with np.errstate(all="ignore"):
         target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array of a checkpoint; an index of slices reads what it touches."""
+
+    source: Source
+    number: int
+    options: Options
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.manifest.leaf_shape(self.source.manifest.leaves[self.number])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        manifest = self.source.manifest
+        return DTYPES[manifest.stacks[manifest.place(manifest.leaves[self.number])[0]].dtype]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Array:
+        box = tuple(part.indices(side)[:2] for part, side in zip(index, self.shape, strict=True))
+        return read_box(self.source, self.number, box, self.options)
+
+    def slabs(self) -> Iterator[Array]:
+        """All of it in C order, in pieces that fit `options.host_bytes`."""
+        manifest = self.source.manifest
+        stack = manifest.arrays[manifest.place(manifest.leaves[self.number])[0]]
+        fits = max(1, read_bytes(self.options.host_bytes) // stack.itemsize)
+        # Whole rows of chunks where they fit, so that no chunk is read twice; else cut along the next dimension.
+        sides = [max(1, side) for side in stack.shape]
+        grids = [
+            [1] * dim + [chunk * max(1, fits // (chunk * math.prod(sides[dim + 1 :])))] + sides[dim + 1 :]
+            for dim, chunk in enumerate(stack.chunk[1:])
+        ]
+        for box in cut_down(whole(stack.shape), grids, lambda box: volume(box) <= fits):
+            yield self[tuple(slice(*side) for side in box)]
 
 
 # One box --------------------------------------------------------------------------------------------------

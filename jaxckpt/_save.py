@@ -184,12 +184,15 @@ class Asked:
     """The arguments of a save."""
 
     path: str | os.PathLike[str]
-    tree: Tree
+    tree: Tree = None
     mesh: Mesh | None = None
     specs: Specs = None
     metadata: Any = None
     overwrite: bool = False
     process_state: Mapping[str, Any] | None = None
+    draft: Draft | None = None
+    """What is saved instead of a tree."""
+
     step: StepRecord | None = None
     """What a Checkpointer notes; its metrics are taken from process 0."""
 
@@ -437,11 +440,11 @@ def _prepare(asked: Asked, options: Options, group: Group, *, background: bool) 
             store = store_at(asked.path, options)
             manifests.require_json(asked.metadata, "metadata")
             state = None if asked.process_state is None else manifests.encode_state(asked.process_state)
-            draft = describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
+            draft = asked.draft or describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
             plan = _planned(draft, options, group)
             digest = _digest_of(draft, plan, asked) if group.count > 1 else ""
         # What the caller may change, and what should be freed when the caller lets go of it, is not held.
-        asked = replace(asked, tree=None, metadata=copy.deepcopy(asked.metadata))
+        asked = replace(asked, tree=None, draft=None, metadata=copy.deepcopy(asked.metadata))
         return _Job(group, meeting, entered.pop_all(), store, draft, plan, digest, asked, state, options, clock)
 
 

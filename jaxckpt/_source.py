@@ -86,9 +86,10 @@ class Native:
             now, _ = manifests.load(self.store)
         except NotACheckpointError:
             return "deleted"
-        if now == self.manifest:
-            return None
-        return "replaced by another" if now.save_id != self.manifest.save_id else "relieved of some of its leaves"
+        if now.save_id != self.manifest.save_id:
+            return "replaced by another"
+        stacks = {stack.name for stack in now.stacks}
+        return "relieved of some of its leaves" if any(s.name not in stacks for s in self.manifest.stacks) else None
 
 
 def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:

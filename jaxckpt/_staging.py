@@ -74,8 +74,13 @@ class Staged:
             self.obj.box,
             self.dtype,
             self.group_rows,
-            [[(box, np.asarray(array)[part].reshape(extent(box))) for box, array, part in group] for group in groups],
+            [[(box, _host(array)[part].reshape(extent(box))) for box, array, part in group] for group in groups],
         )
+
+
+def _host(array: Any) -> Any:
+    """What NumPy can index: of another checkpoint's array, an index reads just that."""
+    return np.asarray(array) if isinstance(array, jax.Array) else array
 
 
 def stage(plan: SavePlan, draft: Draft, *, hold: bool, stack_bytes: int) -> Generator[Staged]:

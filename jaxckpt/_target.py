@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
@@ -41,6 +42,7 @@ from jaxckpt._tree import (
     flatten,
     lossless,
     nested,
+    paths_of,
     prune,
     renamer,
     selector,
@@ -110,6 +112,19 @@ def _builder(structure: Structure, manifest: Manifest, goals: Mapping[int, Goal]
     """Makes the tree of the leaves that have a goal."""
     some = len(goals) < len(manifest.leaves)
     return functools.partial(unflatten, prune(structure, {number: number for number in goals}) if some else structure)
+
+
+def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
+    """The manifest of the selected leaves alone, by their new paths; the data stays where it is. Raises TreeError."""
+    structure, _ = _renamed(manifest, rename)
+    structure = prune(structure, {number: number for number in _selected(manifest, select)})
+    paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
+    leaves = [
+        msgspec.structs.replace(manifest.leaves[number], path=path)
+        for path, number in zip(paths, numbers, strict=True)
+    ]
+    tree = prune(structure, {old: new for new, old in enumerate(numbers)})
+    return msgspec.structs.replace(manifest, tree=tree, leaves=leaves)
 
 
 @dataclass(frozen=True, slots=True)

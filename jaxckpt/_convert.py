@@ -1,0 +1,220 @@
+"""From one format to another, and from one layout to another, in bounded memory.
+
+source ─▶ its manifest, narrowed to what is wanted ─▶ ours: a Draft whose values are read when an object is written
+                                                    ─▶ others: leaf by leaf, slab by slab
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxckpt import _export as export
+from jaxckpt._draft import Draft
+from jaxckpt._errors import CheckpointExistsError, InputError, SpecError, listing
+from jaxckpt._formats import Location, source_at
+from jaxckpt._grid import Layout, mesh_layout
+from jaxckpt._layout import Specs, by_axis_name, fit_spec, mesh_axes, resolve_specs
+from jaxckpt._manifest import LayoutRecord, LeafRecord, Manifest, MeshRecord
+from jaxckpt._options import Options
+from jaxckpt._reading import Stored
+from jaxckpt._save import Asked, start
+from jaxckpt._save_plan import ArrayLeaf
+from jaxckpt._source import Source
+from jaxckpt._target import Rename, narrowed
+from jaxckpt._tree import DTYPES, Select, show
+
+
+def convert(
+    source: Location,
+    destination: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    mesh_shape: Mapping[str, int] | None = None,
+    specs: Specs = None,
+    select: Select | None = None,
+    rename: Rename | None = None,
+    chunk_bytes: int | None = None,
+    overwrite: bool = False,
+    options: Options | None = None,
+) -> None:
+    """Write a checkpoint anew: in another format, for another mesh, in other chunks, or only some of its leaves.
+
+    Any host can do it: no devices are used, and at most about `options.host_bytes` of memory beside Python and JAX. In
+    a job of several processes all of them call it, and process 0 writes.
+
+    Args:
+        source: A checkpoint of any format that `restore` takes, or what `rank_files` and its kind have made.
+        destination: Where the new one goes: as for `save`, or a local path in other formats.
+        format: "jaxckpt"; "safetensors" (a file where `destination` ends in ".safetensors", else a folder of shards
+            with their index); "npz"; "zarr" (a group with one array a leaf); "orbax". By default it follows from the
+            destination's suffix: .safetensors, .npz, .zarr, else "jaxckpt".
+        mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
+            decides how they are cut into objects and what spec they are restored with. By default as they were.
+        specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
+            leaf). Without it each keeps its own, by axis name.
+        select: Only these leaves, by their old paths, as for `restore`.
+        rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
+        chunk_bytes: As `Options.chunk_bytes`.
+        overwrite: Replace what is at `destination`.
+        options: See `Options`.
+
+    Raises:
+        NotACheckpointError, CorruptError, StorageError: As `restore`.
+        SpecError: A spec does not fit its leaf or the mesh.
+        TreeError: Leaves that the format cannot hold; one error lists them.
+        CheckpointExistsError: Something is at `destination`.
+
+    Example:
+        >>> import numpy as np, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/convert", {"w": np.arange(3.0)}, overwrite=True)
+        >>> jaxckpt.convert("/tmp/jaxckpt-doc/convert", "/tmp/jaxckpt-doc/convert.safetensors", overwrite=True)
+        >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/convert.safetensors")
+        {'w': array([0., 1., 2.])}
+    """
+    options = options or Options()
+    if chunk_bytes is not None:
+        options = replace(options, chunk_bytes=chunk_bytes)
+    if specs is not None and mesh_shape is None:
+        raise InputError("convert(specs=…) needs mesh_shape=: the axis sizes of the mesh that the specs are of")
+    name = format or _BY_SUFFIX.get(os.path.splitext(os.fspath(destination))[1], "jaxckpt")
+    if name != "jaxckpt" and name not in _WRITERS:
+        raise InputError(f"format={format!r}; expected one of {', '.join(['jaxckpt', *_WRITERS])}")
+    found, _ = source_at(source, options)
+    found = replace(found, manifest=narrowed(found.manifest, select, rename))
+    if name == "jaxckpt":
+        draft = _drafted(found, mesh_shape, specs, options)
+        metadata = found.manifest.metadata
+        asked = Asked(destination, metadata=metadata, overwrite=overwrite, draft=draft, step=found.manifest.step)
+        start(asked, replace(options, manifest_sha256=None), background=False).wait()
+        return
+    if mesh_shape is not None:
+        raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
+    with _published(os.path.abspath(os.path.expanduser(os.fspath(destination))), overwrite) as path:
+        _WRITERS[name](found, path, options)
+
+
+_BY_SUFFIX = {".safetensors": "safetensors", ".npz": "npz", ".zarr": "zarr"}
+
+_WRITERS: dict[str, Callable[[Source, str, Options], None]] = {
+    "safetensors": export.write_safetensors,
+    "npz": export.write_npz,
+    "zarr": export.write_zarr,
+}
+
+
+@contextlib.contextmanager
+def _published(path: str, overwrite: bool) -> Generator[str]:
+    """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointExistsError(f"{path} is there already; pass overwrite=True to replace it")
+    parent = os.path.dirname(path)
+    os.makedirs(parent, exist_ok=True)
+    stem, suffix = os.path.splitext(os.path.basename(path))
+    draft = os.path.join(parent, f".{stem}-{uuid.uuid4().hex}{suffix}")
+    try:
+        yield draft
+        export.sync(draft)
+        if os.path.isdir(path) and not os.path.islink(path):
+            old = f"{draft}.old"
+            os.rename(path, old)
+            os.rename(draft, path)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(draft, path)
+        export.sync(parent, deep=False)
+    except BaseException:
+        if os.path.isdir(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)
+        raise
+
+
+# To our own format ----------------------------------------------------------------------------------------
+
+
+def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options) -> Draft:
+    """The checkpoint as a tree to be saved, cut for the mesh that is asked for, or for the one that it has."""
+    manifest = source.manifest
+    draft = Draft(manifest.tree)
+    draft.table.meshes, draft.table.layouts = list(manifest.meshes), list(manifest.layouts)
+    chosen = _Layouts(manifest, mesh_shape, specs, options)
+    for number, leaf in enumerate(manifest.leaves):
+        layout = leaf.layout
+        if leaf.stack is not None:
+            shape, stack = manifest.leaf_shape(leaf), manifest.stacks[leaf.stack]
+            cells = Layout((1,) * len(shape), ((0,),))
+            if leaf.kind in ("jax", "key"):
+                layout, cells = chosen.of(leaf, shape)
+            draft.arrays.append(ArrayLeaf(number, stack.dtype, shape, cells))
+            draft.values[number] = Stored(source, number, options)
+        draft.records.append(msgspec.structs.replace(leaf, stack=None, row=None, layout=layout))
+    chosen.raise_problems()
+    draft.table.meshes, draft.table.layouts = chosen.meshes, chosen.layouts
+    return draft
+
+
+class _Layouts:
+    """The layouts of leaves in the new checkpoint. Process 0 holds all."""
+
+    def __init__(
+        self, manifest: Manifest, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options
+    ) -> None:
+        self._manifest = manifest
+        self._options = options
+        self._axes = None if mesh_shape is None else mesh_axes(mesh_shape)
+        self._specs: dict[str, Any] = {}
+        if specs is not None:
+            arrays = [(leaf.path, self._as_leaf(leaf)) for leaf in manifest.leaves if leaf.kind in ("jax", "key")]
+            self._specs = resolve_specs(specs, arrays)
+        self._problems: list[str] = []
+        self.meshes = list(manifest.meshes)
+        self.layouts = list(manifest.layouts)
+        if self._axes is not None:
+            n_devices = int(np.prod(list(self._axes.values())))
+            self.meshes = [MeshRecord(self._axes, list(range(n_devices)), ["Auto"] * len(self._axes))]
+            self.layouts = []
+
+    def _as_leaf(self, leaf: LeafRecord) -> Any:
+        # What a `specs` function may look at.
+        shape, stack = self._manifest.leaf_shape(leaf), self._manifest.place(leaf)[0]
+        return np.broadcast_to(np.empty((), DTYPES[self._manifest.stacks[stack].dtype]), shape)
+
+    def of(self, leaf: LeafRecord, shape: tuple[int, ...]) -> tuple[int, Layout]:
+        """(number of the layout record, cells) of a leaf."""
+        mesh, spec, record = self._manifest.leaf_layout(leaf)
+        axes = self._axes
+        if axes is not None:
+            wanted = self._specs.get(leaf.path)
+            user_shape = shape[:-1] if leaf.kind == "key" else shape
+            spec, problem = fit_spec(
+                axes, by_axis_name(spec, axes) if wanted is None else wanted, user_shape, self._options
+            )
+            if problem:
+                self._problems.append(f"{show(leaf.path)}: {problem}")
+                spec = ()
+            record = LayoutRecord(0, [list(entry) for entry in spec])
+        elif mesh is not None:
+            axes = mesh.axes
+        if record not in self.layouts:
+            self.layouts.append(record)
+        if axes is None or 0 in shape:
+            cells = Layout((1,) * len(shape), ((0,),))
+        else:
+            places = np.zeros(tuple(axes.values()), np.int64)
+            cells = mesh_layout(places, list(axes), spec, len(shape))
+        return self.layouts.index(record), cells
+
+    def raise_problems(self) -> None:
+        if self._problems:
+            raise SpecError(f"{len(self._problems)} leaves do not fit their specs:\n{listing(self._problems)}")
