@@ -6,12 +6,13 @@ that names the array and the box.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +27,23 @@ from jaxckpt._tree import DTYPES, show
 
 SPAN_BYTES = 4 << 20
 """What lies scattered over no more bytes of a file than this is read with all that lies between."""
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Generator[int]:
+    """A file to read. Raises DataError where it is missing, StorageError where it cannot be read."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing") from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +67,8 @@ class FileBlock(Block):
         size = DTYPES[self.dtype].itemsize
         strides = _c_strides(self.shape) if self.strides is None else self.strides
         offset = self.offset + size * sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-        try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                _fill(self.path, handle, offset, tuple(size * stride for stride in strides), as_bits(target))
-            finally:
-                os.close(handle)
-        except FileNotFoundError as error:
-            raise DataError(f"{self.path} is missing") from error
-        except OSError as error:
-            raise StorageError(error.errno or errno.EIO, f"cannot read {self.path}: {error.strerror}") from error
+        with opened(self.path) as handle:
+            _fill(self.path, handle, offset, tuple(size * stride for stride in strides), as_bits(target))
 
     @property
     def end(self) -> int:

@@ -1,0 +1,131 @@
+"""The header of a .safetensors file: what others write is read bit for bit, what is damaged is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt._errors import DataError, JaxckptError
+from jaxckpt._safetensors import read_header
+from jaxckpt._source import ForeignArray
+from jaxckpt._tree import DTYPES
+
+
+def read(array: ForeignArray) -> np.ndarray:
+    target = np.empty(array.shape, DTYPES[array.dtype])
+    array.block.read(tuple((0, side) for side in array.shape), target)
+    return target
+
+
+def raw(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str, shape: list[int], first: int, last: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize(
+    "name", "bool uint8 int8 int16 uint16 float16 int32 uint32 float32 int64 uint64 float64".split()
+)
+def test_what_the_library_writes_is_read(tmp_path: Path, name: str) -> None:
+    data = np.arange(24).reshape(2, 3, 4).astype(name)
+    tensors = {"b": data, "a": data[0].copy(), "scalar": np.array(data[0, 0, 0]), "empty": data[:0].copy()}
+    safetensors = pytest.importorskip("safetensors.numpy", reason="the library itself writes the file")
+    safetensors.save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "np"})
+    found = read_header(str(tmp_path / "x.safetensors"))
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        np.testing.assert_array_equal(read(found[key]), tensor, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("BF16", "bfloat16"),
+        ("F8_E4M3", "float8_e4m3fn"),
+        ("F8_E5M2", "float8_e5m2"),
+        ("F8_E8M0", "float8_e8m0fnu"),
+        ("F8_E4M3FNUZ", "float8_e4m3fnuz"),
+        ("F8_E5M2FNUZ", "float8_e5m2fnuz"),
+        ("C64", "complex64"),
+    ],
+)
+def test_every_bit_of_the_other_dtypes_comes_back(tmp_path: Path, stored: str, name: str) -> None:
+    bits = np.arange(256, dtype=np.uint8).tobytes()
+    count = 256 // DTYPES[name].itemsize
+    (tmp_path / "x").write_bytes(raw({"w": entry(stored, [count], 0, 256)}, bits))
+    found = read(read_header(str(tmp_path / "x"))["w"])
+    assert found.dtype == getattr(ml_dtypes, name, np.complex64)
+    assert found.tobytes() == bits
+
+
+W = entry("F32", [2], 0, 8)
+DATA = bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no .safetensors file, or was cut"),
+        (b"1234567", "no .safetensors file, or was cut"),
+        (raw({"w": W}, DATA, 1 << 60), "its header would be 1152921504606846976 bytes"),
+        (raw({"w": W}, DATA, 200), "its header would be 200 bytes"),
+        (raw({"w": W}, DATA)[:-1], "bytes long, expected"),
+        (raw({"w": W}, DATA + b"x"), "bytes long, expected"),
+        (raw(b' {"w": 1}'), "does not start with"),
+        (raw(b"\xff{"), "is damaged"),
+        (raw(b'{"\xff": 1}'), "is damaged"),
+        (raw(b"[" * 100_000), "is damaged"),
+        (raw(b'{"a":' * 100_000), "is damaged"),
+        (raw(b'{"w": 1, "w": 2}'), "two of its keys are the same"),
+        (raw({"w": 1}), "is damaged"),
+        (raw({"w": W | {"more": 1}}, DATA), "is damaged"),
+        (raw({"w": W, "__metadata__": {"a": 1}}, DATA), "is damaged"),
+        (raw({"w": entry("F32", [2.0], 0, 8)}, DATA), "is damaged"),  # pyright: ignore[reportArgumentType]
+        (raw({"w": entry("F32", [-2], 0, 8)}, DATA), "is damaged"),
+        (raw({"w": entry("F32", [1 << 70], 0, 8)}, DATA), "is damaged"),
+        (raw({"w": entry("F33", [2], 0, 8)}, DATA), "'w' has dtype 'F33', which the format lacks"),
+        (raw({"w": entry("F32", [3], 0, 8)}, DATA), r"'w' has 8 bytes, expected 12 of F32\[3\]"),
+        (raw({"w": entry("F32", [2], 8, 0)}, DATA), "those of 'w', leave a hole"),
+        (raw({"w": entry("F32", [0, 1 << 62, 1 << 62], 0, 0)}), "beyond what can be addressed"),
+        (raw({"v": W, "w": entry("F32", [2], 4, 12)}, DATA + DATA), "those of 'w', overlap .* expected to start at 8"),
+        (raw({"v": W, "w": entry("F32", [2], 12, 20)}, DATA * 3), "those of 'w', leave a hole .* start at 8"),
+    ],
+)
+def test_a_damaged_header_is_told(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(DataError, match=told):
+        read_header(str(tmp_path / "x"))
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="x is missing"):
+        read_header(str(tmp_path / "x"))
+
+
+WHOLE = raw({"v": W, "__metadata__": {"a": "b"}, "w": entry("BF16", [2, 2], 8, 16)}, bytes(range(16)))
+
+
+@given(st.integers(0, len(WHOLE) - 1), st.integers(1, 255), st.booleans())
+def test_a_flipped_or_cut_file_gives_an_error_or_arrays_inside_it(
+    tmp_path_factory: pytest.TempPathFactory, at: int, flip: int, cut: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "flipped"
+    path.write_bytes(WHOLE[:at] if cut else WHOLE[:at] + bytes([WHOLE[at] ^ flip]) + WHOLE[at + 1 :])
+    try:
+        found = read_header(str(path))
+    except JaxckptError:
+        return
+    assert not cut
+    for array in found.values():
+        if array.dtype in DTYPES:
+            read(array)
