@@ -345,3 +345,34 @@ def test_memory_is_bounded(tmp_path: Path, run_python: processes.RunPython, form
     out = tmp_path / ("out.safetensors" if format == "safetensors" else "out")
     program = MEMORY.format(small=tmp_path / "small", large=tmp_path / "large", out=out, format=format)
     assert int(run_python(program)) < 320 << 20  # of 768 MiB; options.host_bytes are 256 MiB
+
+
+# Several processes ----------------------------------------------------------------------------------------
+
+JOB = """
+import json, numpy as np, jax, jaxckpt
+from jax.sharding import Mesh, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+restored = jaxckpt.restore(args["file"], mesh=mesh, specs=P("data", "model"))
+for n in range(3):
+    for shard in restored[f"w{n}"].addressable_shards:
+        wanted = np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32)[shard.index]
+        assert np.array_equal(shard.data, wanted)
+jaxckpt.convert(args["file"], args["to"], mesh_shape={"data": 2, "model": 4}, specs=P("data"))
+again = jaxckpt.restore(args["to"], mesh=mesh)
+assert again["w1"].sharding.spec == P("data")
+print(len(restored["w0"].addressable_shards))
+"""
+
+
+def test_every_process_reads_its_own_of_a_foreign_file_and_one_converts(
+    tmp_path: Path, run_processes: processes.RunProcesses
+) -> None:
+    tree = {f"w{n}": np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32) for n in range(3)}
+    jaxckpt.save(tmp_path / "from", tree)
+    jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
+    arguments = {"file": str(tmp_path / "w.safetensors"), "to": str(tmp_path / "to")}
+    done = run_processes(JOB, processes=2, devices_per_process=4, args=arguments)
+    assert [one.stdout.split() for one in done] == [["4"], ["4"]]
+    assert jaxckpt.diff(tmp_path / "from", tmp_path / "to").leaves[0].differing == 0
