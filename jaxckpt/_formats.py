@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxckpt import _manifest as manifests
+from jaxckpt import _orbax as orbax
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
@@ -31,7 +32,7 @@ class Format:
     open: Callable[[str], Foreign]
 
 
-FORMATS: tuple[Format, ...] = ()
+FORMATS: tuple[Format, ...] = (Format("orbax", orbax.recognises, orbax.open_orbax),)
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
