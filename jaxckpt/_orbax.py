@@ -172,6 +172,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     deleted = (_decoded(f"{path}/_CHECKPOINT_DELETION", dict[str, Any]) or {}).get("checkpointable_name")
     metadata: dict[str, Any] = {}
     items: dict[str, Tree] = {}
+    left_out: list[str] = []
     for name in sorted(_names(path)):
         folder = f"{path}/{name}"
         if not os.path.isdir(folder) or TEMPORARY in name or name == deleted:
@@ -179,7 +180,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
         try:
             items[name], found = _read_item(folder)
         except _Unread as error:
-            warnings.warn(f"{folder} is left out: {error}", stacklevel=2)
+            left_out.append(f"{folder} is left out: {error}")
             continue
         if record.handler(name) == "ArrayCheckpointHandler" and isinstance(items[name], dict):
             items[name] = items[name].get("checkpoint", items[name])
@@ -190,7 +191,9 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     if record.custom_metadata:
         metadata["custom_metadata"] = record.custom_metadata
     if not items:
-        raise DataError(f"{path} has no item that can be read")
+        raise DataError(f"{path} has no item that can be read\n{listing(left_out)}".rstrip())
+    for told in left_out:
+        warnings.warn(told, stacklevel=2)
     whole = {"default"} if record.handler("state") != "PyTreeHandler" else {"state"}
     return items[min(items)] if set(items) == whole else items, metadata
 

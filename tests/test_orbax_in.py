@@ -476,7 +476,8 @@ def test_any_byte_of_a_checkpoint_may_be_flipped(tmp_path: Path) -> None:
                 assert {name: value.shape for name, value in found.items()} == {"v": (700,), "w": (600,)}
             elif file.name != "_METADATA":  # there it may be a key
                 assert_same(found, tree)
-    assert min(told.values()) > 10
+    assert told[False] > 100
+    assert told[True] > 0
 
 
 def test_a_database_that_lacks_a_file_is_an_error(tmp_path: Path) -> None:
