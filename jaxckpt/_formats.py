@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxckpt import _manifest as manifests
+from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
@@ -32,7 +33,10 @@ class Format:
     open: Callable[[str], Foreign]
 
 
-FORMATS: tuple[Format, ...] = (Format("safetensors", safetensors.recognises, safetensors.open_safetensors),)
+FORMATS: tuple[Format, ...] = (
+    Format("orbax", orbax.recognises, orbax.open_orbax),
+    Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
+)
 """In the order in which they are asked."""
 
 
