@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
+from jaxckpt import _torch as torch
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
@@ -31,7 +33,10 @@ class Format:
     open: Callable[[str], Foreign]
 
 
-FORMATS: tuple[Format, ...] = ()
+FORMATS: tuple[Format, ...] = (
+    Format("dcp", dcp.recognises, dcp.open_dcp),
+    Format("torch", torch.recognises, torch.open_torch),
+)
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:

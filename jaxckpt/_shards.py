@@ -124,6 +124,10 @@ class Tiled(Block):
             if common is not None:
                 block.read(within_box(common, held), target[within(common, box)])
 
+    def check(self) -> None:
+        for _, block in self.parts:
+            block.check()
+
 
 @dataclass(frozen=True, slots=True)
 class Replicas(Block):
@@ -146,6 +150,20 @@ class Replicas(Block):
                     f"{show(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and {name},"
                     " which should hold replicas"
                 )
+
+    def check(self) -> None:
+        for block in self.blocks:
+            block.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable(Block):
+    """What a checkpoint holds and nobody can read, so that the leaves around it can be."""
+
+    reason: str
+
+    def read(self, box: Box, target: Array) -> None:
+        raise DataError(self.reason)
 
 
 def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
