@@ -19,9 +19,11 @@ from jaxckpt._options import Options
 from jaxckpt._pieces import Array, Pieces, as_bits
 from jaxckpt._plan import Stack
 from jaxckpt._reading import Stored
-from jaxckpt._safetensors import DTYPE_NAMES
+from jaxckpt._safetensors import DTYPE_OF, INDEX
 from jaxckpt._source import Source
-from jaxckpt._tree import DTYPES, decode_value, show
+from jaxckpt._tree import decode_value, show
+
+_SAFETENSORS_DTYPES = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file of a folder of safetensors, at most, but for a larger tensor: as Hugging Face does."""
@@ -36,7 +38,7 @@ def write_safetensors(source: Source, path: str, options: Options) -> None:
     The format: 8 bytes of the header's length, the header (JSON), the tensors (github.com/huggingface/safetensors).
     """
     arrays = _arrays(source, options)
-    _require(source, {name: d.dtype.name in DTYPE_NAMES for name, d in arrays.items()}, "safetensors has no")
+    _require(source, {name: d.dtype.name in _SAFETENSORS_DTYPES for name, d in arrays.items()}, "safetensors has no")
     if path.endswith(".safetensors"):
         _write_tensors(path, arrays)
         return
@@ -50,16 +52,14 @@ def write_safetensors(source: Source, path: str, options: Options) -> None:
         shards[-1][name] = data
         held += size
     os.mkdir(path)
-    files = {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)
-    }
+    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
     for file, shard in files.items():
         _write_tensors(os.path.join(path, file), shard)
     index = {
         "metadata": {"total_size": sum(map(_n_bytes, arrays.values()))},
         "weight_map": {name: file for file, shard in files.items() for name in shard},
     }
-    with open(os.path.join(path, "model.safetensors.index.json"), "w") as file:
+    with open(os.path.join(path, f"model{INDEX}"), "w") as file:
         json.dump(index, file, indent=2)
 
 
@@ -71,7 +71,7 @@ def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
     for name, data in ordered:
         end = offset + _n_bytes(data)
         header[name] = {
-            "dtype": DTYPE_NAMES[data.dtype.name],
+            "dtype": _SAFETENSORS_DTYPES[data.dtype.name],
             "shape": list(data.shape),
             "data_offsets": [offset, end],
         }
@@ -111,9 +111,7 @@ def write_zarr(source: Source, path: str, options: Options) -> None:
     if both := groups & arrays.keys():
         raise TreeError(f"{show(min(both))} is both a leaf and a container of others; give rename=")
     values = {
-        leaf.path: {"kind": leaf.kind, "value": leaf.value}
-        for leaf in source.manifest.leaves
-        if leaf.value is not None
+        leaf.path: {"kind": leaf.kind, "value": leaf.value} for leaf in source.manifest.leaves if leaf.value is not None
     }
     for name in sorted(groups):
         folder = os.path.join(path, name)
@@ -145,7 +143,9 @@ def _write_zarr_array(folder: str, data: Data, options: Options) -> None:
 
 def _is_node_name(name: str) -> bool:
     """Whether Zarr v3 allows a node of this name, and a file system has nothing against it."""
-    return bool(name) and name.strip(".") != "" and not name.startswith("__") and name != "zarr.json" and "\0" not in name
+    return (
+        bool(name) and name.strip(".") != "" and not name.startswith("__") and name != "zarr.json" and "\0" not in name
+    )
 
 
 def _heads(path: str) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _heads(path: str) -> Iterator[str]:
 
 
 def _arrays(source: Source, options: Options, *, keep_values: bool = False) -> dict[str, Data]:
-    """The leaves as arrays by path, numbers of Python's as 0-d ones unless they are kept elsewhere. Raises TreeError."""
+    """The leaves as arrays by path, Python's numbers as 0-d ones unless they are kept elsewhere. Raises TreeError."""
     found: dict[str, Data] = {}
     problems: list[str] = []
     # Two slabs are in memory, one of them on its way.
@@ -169,9 +169,10 @@ def _arrays(source: Source, options: Options, *, keep_values: bool = False) -> d
             found[leaf.path] = Stored(source, number, options)
         elif keep_values and leaf.value is not None:
             continue
-        elif leaf.kind in ("bool", "int", "float", "complex") and (
-            array := np.asarray(decode_value(leaf.kind, leaf.value or ""))
-        ).dtype != object:
+        elif (
+            leaf.kind in ("bool", "int", "float", "complex")
+            and (array := np.asarray(decode_value(leaf.kind, leaf.value or ""))).dtype != object
+        ):
             found[leaf.path] = array
         else:
             problems.append(f"{show(leaf.path)} is a {leaf.kind}")
@@ -206,7 +207,7 @@ def _slabs(data: Data) -> Iterator[Array]:
 
 
 def _write(file: BinaryIO, data: Array) -> None:
-    rest = memoryview(data)
+    rest = data.data
     while rest:
         rest = rest[file.write(rest) :]
 

@@ -11,6 +11,7 @@ import msgspec
 
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
+from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
@@ -36,7 +37,9 @@ class Format:
 FORMATS: tuple[Format, ...] = (
     Format("dcp", dcp.recognises, dcp.open_dcp),
     Format("torch", torch.recognises, torch.open_torch),
+    Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
 )
+"""In the order in which they are asked."""
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
@@ -50,7 +53,8 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
     try:
         manifest, content = manifests.load(store, options.manifest_sha256)
     except NotACheckpointError:
-        found = _foreign(os.fspath(location))
+        # Who expects a certain manifest does not mean a checkpoint that has none.
+        found = None if options.manifest_sha256 else _foreign(os.fspath(location))
         if found is None:
             raise
         return found, _digest(found)

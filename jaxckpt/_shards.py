@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import os
+import stat
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,10 +32,13 @@ SPAN_BYTES = 4 << 20
 
 @contextlib.contextmanager
 def opened(path: str) -> Generator[int]:
-    """A file to read. Raises DataError where it is missing, StorageError where it cannot be read."""
+    """A file to read. Raises DataError where it is missing or no plain file, StorageError where it cannot be read."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK a pipe, which somebody has put there, would be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise DataError(f"{path} is no plain file")
             yield handle
         finally:
             os.close(handle)

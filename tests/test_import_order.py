@@ -39,6 +39,7 @@ ROWS = [
     ["_staging", "_reading"],
     ["_save", "_restore"],
     ["_audit", "_verify", "_diff"],
+    ["_export"],
     ["_convert"],
     ["_checkpointer"],
     ["orbax"],
