@@ -50,9 +50,7 @@ def write_safetensors(source: Source, path: str, options: Options) -> None:
         shards[-1][name] = data
         held += size
     os.mkdir(path)
-    files = {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)
-    }
+    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
     for file, shard in files.items():
         _write_tensors(os.path.join(path, file), shard)
     index = {
@@ -111,9 +109,7 @@ def write_zarr(source: Source, path: str, options: Options) -> None:
     if both := groups & arrays.keys():
         raise TreeError(f"{show(min(both))} is both a leaf and a container of others; give rename=")
     values = {
-        leaf.path: {"kind": leaf.kind, "value": leaf.value}
-        for leaf in source.manifest.leaves
-        if leaf.value is not None
+        leaf.path: {"kind": leaf.kind, "value": leaf.value} for leaf in source.manifest.leaves if leaf.value is not None
     }
     for name in sorted(groups):
         folder = os.path.join(path, name)
@@ -145,7 +141,9 @@ def _write_zarr_array(folder: str, data: Data, options: Options) -> None:
 
 def _is_node_name(name: str) -> bool:
     """Whether Zarr v3 allows a node of this name, and a file system has nothing against it."""
-    return bool(name) and name.strip(".") != "" and not name.startswith("__") and name != "zarr.json" and "\0" not in name
+    return (
+        bool(name) and name.strip(".") != "" and not name.startswith("__") and name != "zarr.json" and "\0" not in name
+    )
 
 
 def _heads(path: str) -> Iterator[str]:
@@ -169,9 +167,10 @@ def _arrays(source: Source, options: Options, *, keep_values: bool = False) -> d
             found[leaf.path] = Stored(source, number, options)
         elif keep_values and leaf.value is not None:
             continue
-        elif leaf.kind in ("bool", "int", "float", "complex") and (
-            array := np.asarray(decode_value(leaf.kind, leaf.value or ""))
-        ).dtype != object:
+        elif (
+            leaf.kind in ("bool", "int", "float", "complex")
+            and (array := np.asarray(decode_value(leaf.kind, leaf.value or ""))).dtype != object
+        ):
             found[leaf.path] = array
         else:
             problems.append(f"{show(leaf.path)} is a {leaf.kind}")

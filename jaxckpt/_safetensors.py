@@ -23,27 +23,30 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_BYTES = (1 << 63) - 1
 """Of a tensor, its sides of 0 counted as 1: what NumPy can give a shape to."""
 
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F64": "float64",
-    "C64": "complex64",
+DTYPE_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+    "complex64": "C64",
 }
+"""What the format calls our dtypes."""
+
+_DTYPES = {theirs: ours for ours, theirs in DTYPE_NAMES.items()}
 
 # Of an element. What NumPy and JAX lack keeps its own name, under which it is refused.
 _BITS = {name: 8 * DTYPES[ours].itemsize for name, ours in _DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}

@@ -120,8 +120,7 @@ def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -
     structure = prune(structure, {number: number for number in _selected(manifest, select)})
     paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
     leaves = [
-        msgspec.structs.replace(manifest.leaves[number], path=path)
-        for path, number in zip(paths, numbers, strict=True)
+        msgspec.structs.replace(manifest.leaves[number], path=path) for path, number in zip(paths, numbers, strict=True)
     ]
     tree = prune(structure, {old: new for new, old in enumerate(numbers)})
     return msgspec.structs.replace(manifest, tree=tree, leaves=leaves)
