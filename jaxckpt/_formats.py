@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxckpt import _manifest as manifests
+from jaxckpt import _mindspore as mindspore
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
@@ -31,7 +32,7 @@ class Format:
     open: Callable[[str], Foreign]
 
 
-FORMATS: tuple[Format, ...] = ()
+FORMATS: tuple[Format, ...] = (Format(mindspore.FORMAT, mindspore.recognises, mindspore.open_mindspore),)
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:

@@ -65,7 +65,7 @@ class FileBlock(Block):
         if not target.size:
             return
         size = DTYPES[self.dtype].itemsize
-        strides = _c_strides(self.shape) if self.strides is None else self.strides
+        strides = c_strides(self.shape) if self.strides is None else self.strides
         offset = self.offset + size * sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
         with opened(self.path) as handle:
             _fill(self.path, handle, offset, tuple(size * stride for stride in strides), as_bits(target))
@@ -73,14 +73,15 @@ class FileBlock(Block):
     @property
     def end(self) -> int:
         """Bytes from the start of the file to the end of the last element."""
-        strides = _c_strides(self.shape) if self.strides is None else self.strides
+        strides = c_strides(self.shape) if self.strides is None else self.strides
         if 0 in self.shape:
             return self.offset
         last = sum((side - 1) * stride for side, stride in zip(self.shape, strides, strict=True))
         return self.offset + DTYPES[self.dtype].itemsize * (last + 1)
 
 
-def _c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next along each dimension, in C order."""
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
 
 
@@ -91,7 +92,7 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
     in_order = span == target.nbytes and all(
         side == 1 or stride == wanted * target.itemsize
-        for side, stride, wanted in zip(shape, strides, _c_strides(shape), strict=True)
+        for side, stride, wanted in zip(shape, strides, c_strides(shape), strict=True)
     )
     if in_order and target.flags.c_contiguous:
         files.read_into(path, handle, offset, [target.reshape(-1).view(np.uint8)])
