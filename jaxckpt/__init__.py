@@ -7,6 +7,7 @@ weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, witho
 
 from jaxckpt._audit import Checkpoint, LazyLeaf, RestorePlan, open
 from jaxckpt._checkpointer import Checkpointer
+from jaxckpt._convert import convert
 from jaxckpt._diff import Delta, LeafDelta, diff
 from jaxckpt._errors import (
     CheckpointExistsError,
@@ -69,6 +70,7 @@ __all__ = [
     "StorageError",
     "TreeError",
     "VerifyReport",
+    "convert",
     "diff",
     "load_numpy",
     "mindspore_ranks",

@@ -19,9 +19,11 @@ from jaxckpt._options import Options
 from jaxckpt._pieces import Array, Pieces, as_bits
 from jaxckpt._plan import Stack
 from jaxckpt._reading import Stored
-from jaxckpt._safetensors import DTYPE_NAMES
+from jaxckpt._safetensors import DTYPE_OF, INDEX
 from jaxckpt._source import Source
-from jaxckpt._tree import DTYPES, decode_value, show
+from jaxckpt._tree import decode_value, show
+
+_SAFETENSORS_DTYPES = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file of a folder of safetensors, at most, but for a larger tensor: as Hugging Face does."""
@@ -36,7 +38,7 @@ def write_safetensors(source: Source, path: str, options: Options) -> None:
     The format: 8 bytes of the header's length, the header (JSON), the tensors (github.com/huggingface/safetensors).
     """
     arrays = _arrays(source, options)
-    _require(source, {name: d.dtype.name in DTYPE_NAMES for name, d in arrays.items()}, "safetensors has no")
+    _require(source, {name: d.dtype.name in _SAFETENSORS_DTYPES for name, d in arrays.items()}, "safetensors has no")
     if path.endswith(".safetensors"):
         _write_tensors(path, arrays)
         return
@@ -57,7 +59,7 @@ def write_safetensors(source: Source, path: str, options: Options) -> None:
         "metadata": {"total_size": sum(map(_n_bytes, arrays.values()))},
         "weight_map": {name: file for file, shard in files.items() for name in shard},
     }
-    with open(os.path.join(path, "model.safetensors.index.json"), "w") as file:
+    with open(os.path.join(path, f"model{INDEX}"), "w") as file:
         json.dump(index, file, indent=2)
 
 
@@ -69,7 +71,7 @@ def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
     for name, data in ordered:
         end = offset + _n_bytes(data)
         header[name] = {
-            "dtype": DTYPE_NAMES[data.dtype.name],
+            "dtype": _SAFETENSORS_DTYPES[data.dtype.name],
             "shape": list(data.shape),
             "data_offsets": [offset, end],
         }
@@ -157,7 +159,7 @@ def _heads(path: str) -> Iterator[str]:
 
 
 def _arrays(source: Source, options: Options, *, keep_values: bool = False) -> dict[str, Data]:
-    """The leaves as arrays by path, numbers of Python's as 0-d ones unless they are kept elsewhere. Raises TreeError."""
+    """The leaves as arrays by path, Python's numbers as 0-d ones unless they are kept elsewhere. Raises TreeError."""
     found: dict[str, Data] = {}
     problems: list[str] = []
     # Two slabs are in memory, one of them on its way.
@@ -205,7 +207,7 @@ def _slabs(data: Data) -> Iterator[Array]:
 
 
 def _write(file: BinaryIO, data: Array) -> None:
-    rest = memoryview(data)
+    rest = data.data
     while rest:
         rest = rest[file.write(rest) :]
 

@@ -11,6 +11,7 @@ import msgspec
 
 from jaxckpt import _manifest as manifests
 from jaxckpt import _mindspore as mindspore
+from jaxckpt import _safetensors as safetensors
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
@@ -32,7 +33,11 @@ class Format:
     open: Callable[[str], Foreign]
 
 
-FORMATS: tuple[Format, ...] = (Format(mindspore.FORMAT, mindspore.recognises, mindspore.open_mindspore),)
+FORMATS: tuple[Format, ...] = (
+    Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
+    Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
+)
+"""In the order in which they are asked."""
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:

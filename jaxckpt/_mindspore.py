@@ -13,7 +13,6 @@ stay in the file until they are asked for.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -27,17 +26,15 @@ import numpy as np
 from jaxckpt._errors import DataError, InputError
 from jaxckpt._grid import Box, Spec
 from jaxckpt._layout import Specs
+from jaxckpt._protobuf import LENGTH, VARINT, Field, Message
 from jaxckpt._rank_files import MAX_RANKS, Files, Held, assemble, by_name, common_url, paths_in, paths_of
 from jaxckpt._safetensors import read_header
 from jaxckpt._shards import FileBlock, flat_boxes, from_boxes, from_ranks, opened, replicas, tiled
 from jaxckpt._source import Foreign, ForeignArray, compose
 from jaxckpt._tree import DTYPES, MAX_RANK, component, show
 
-FORMAT = "mindspore"
-
 MAX_STRATEGY_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
-MAX_NAME_BYTES = 1 << 16
 
 _DTYPES = {
     theirs: theirs.lower()
@@ -63,7 +60,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 def open_mindspore(path: str) -> Foreign:
     """A .ckpt file: a dict of names. Raises DataError."""
-    return compose(path, read_ckpt(path), FORMAT)
+    return compose(path, read_ckpt(path), "mindspore")
 
 
 def mindspore_ranks(
@@ -109,7 +106,7 @@ def mindspore_ranks(
         found = assemble(held, mesh_shape, specs)
     else:
         found = _put_together(held, read_strategy(os.path.abspath(os.path.expanduser(os.fspath(strategy)))))
-    return compose(common_url(paths), found, FORMAT)
+    return compose(common_url(paths), found, "mindspore")
 
 
 # Strategies -----------------------------------------------------------------------------------------------
@@ -179,7 +176,7 @@ def read_strategy(path: str) -> Strategy:
             raise DataError(f"{path} is {size} bytes long; a strategy file has at most {MAX_STRATEGY_BYTES}")
         content = os.pread(handle, size, 0)
         # A message starts with the number of its stage.
-        record = _from_json(path, content) if content.lstrip()[:1] == b"{" else _from_wire(_Wire(path, handle, size))
+        record = _from_json(path, content) if content.lstrip()[:1] == b"{" else _from_wire(Message(path, handle, size))
     if not record.parallel_layout_item:
         raise DataError(f"the strategy file {path} has no arrays")
     merged = [re.fullmatch(r"([0-9]{1,7})-(.+)", name) for name in record.parallel_layout_item]
@@ -206,7 +203,7 @@ def _put_together(held: Held, strategy: Strategy) -> dict[str, ForeignArray | st
     n_devices = _devices_of_a_stage(strategy)
     if max(held) >= n_devices * (max(strategy) + 1):
         raise DataError(
-            f"there is a rank {max(held)}, but the strategy has {n_devices} devices in each of {max(strategy) + 1} stages"
+            f"there is a rank {max(held)}, the strategy has {n_devices} devices in each of {max(strategy) + 1} stages"
         )
     for name, parts in arrays.items():
         stages = [stage for stage, layouts in strategy.items() if name in layouts]
@@ -343,7 +340,7 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
         size = os.fstat(handle).st_size
         if size >= 17 and os.pread(handle, len(_TRAILER), size - 17) == _TRAILER:
             size -= 17
-        wire = _Wire(path, handle, size)
+        wire = Message(path, handle, size)
         runs: list[_Value] = []
         for value in _values(wire):
             if runs and value.tag != runs[0].tag:
@@ -410,13 +407,13 @@ def _text(path: str, value: _Value, handle: int, n_bytes: int) -> str:
         raise DataError(f"{path}: {show(value.tag)} is no text: {error}") from error
 
 
-def _values(wire: _Wire) -> Iterator[_Value]:
+def _values(wire: Message) -> Iterator[_Value]:
     for field in wire.fields(0, wire.size):
         if field.number == 1:
             yield _value(wire, field)
 
 
-def _value(wire: _Wire, outer: _Field) -> _Value:
+def _value(wire: Message, outer: Field) -> _Value:
     fields = wire.once(outer, "a value", {1, 2, 3})
     tag = wire.text(fields.get(1), "its name")
     if 3 in fields:
@@ -426,120 +423,14 @@ def _value(wire: _Wire, outer: _Field) -> _Value:
     tensor = wire.once(fields[2], f"the tensor {show(tag)}", {2, 3})
     dims = tuple(wire.integers(fields[2], 1, MAX_RANK))
     kind = wire.text(tensor.get(2), f"the type of {show(tag)}")
-    if 3 not in tensor or tensor[3].kind != _LENGTH:
+    if 3 not in tensor or tensor[3].kind != LENGTH:
         raise DataError(f"{wire.path} is damaged: {show(tag)} has no content")
     if any(side < 0 for side in dims):
         raise DataError(f"{wire.path} is damaged: {show(tag)} has shape {list(dims)}")
     return _Value(tag, kind, dims, tensor[3].start, tensor[3].stop)
 
 
-# Protobuf's wire format -----------------------------------------------------------------------------------
-
-_VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
-_WINDOW_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    number: int
-    kind: int
-    start: int
-    stop: int
-    value: int = 0
-    """Of a varint."""
-
-
-class _Wire:
-    """A protobuf message in a file."""
-
-    def __init__(self, path: str, handle: int, size: int) -> None:
-        self.path = path
-        self.size = size
-        self._handle = handle
-        self._window = (0, b"")
-
-    def _byte(self, at: int) -> int:
-        start, held = self._window
-        if not start <= at < start + len(held):
-            start, held = self._window = (at, os.pread(self._handle, _WINDOW_BYTES, at))
-            if not held:
-                raise DataError(f"{self.path} was cut while it was read")
-        return held[at - start]
-
-    def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """(number, where it ends), of 64 bits."""
-        value = 0
-        for shift in range(0, 70, 7):
-            if at >= end:
-                raise self.damaged(at, "a number is cut")
-            byte = self._byte(at)
-            at += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value & (1 << 64) - 1, at
-        raise self.damaged(at, "a number is too long")
-
-    def damaged(self, at: int, why: str) -> DataError:
-        return DataError(f"{self.path} is damaged, encrypted, or no file of MindSpore: at byte {at} {why}")
-
-    def fields(self, at: int, end: int) -> Iterator[_Field]:
-        """The fields of the message between two places."""
-        while at < end:
-            key, start = self._varint(at, end)
-            number, kind = key >> 3, key & 7
-            value = 0
-            if kind == _VARINT:
-                value, stop = self._varint(start, end)
-            elif kind == _LENGTH:
-                length, start = self._varint(start, end)
-                stop = start + length
-            elif kind in (_EIGHT, _FOUR):
-                stop = start + (8 if kind == _EIGHT else 4)
-            else:
-                raise self.damaged(at, f"there is a field of type {kind}")
-            if stop > end or not number:
-                raise self.damaged(at, f"field {number} reaches to {stop}, the message to {end}")
-            yield _Field(number, kind, start, stop, value)
-            at = stop
-
-    def once(self, outer: _Field, what: str, numbers: Collection[int]) -> dict[int, _Field]:
-        """The fields of an inner message that can be there once, by number."""
-        found: dict[int, _Field] = {}
-        for field in self.inner(outer, what):
-            if field.number in numbers and found.setdefault(field.number, field) is not field:
-                raise self.damaged(field.start, f"{what} has field {field.number} twice")
-        return found
-
-    def inner(self, outer: _Field, what: str) -> Iterator[_Field]:
-        if outer.kind != _LENGTH:
-            raise self.damaged(outer.start, f"{what} is no message")
-        return self.fields(outer.start, outer.stop)
-
-    def text(self, field: _Field | None, what: str) -> str:
-        if field is None or field.kind != _LENGTH or field.stop - field.start > MAX_NAME_BYTES:
-            raise self.damaged(field.start if field else self.size, f"{what} is missing or too long")
-        raw = os.pread(self._handle, field.stop - field.start, field.start)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
-            raise self.damaged(field.start, f"{what} is no text") from error
-
-    def integers(self, outer: _Field, number: int, most: int) -> list[int]:
-        """A repeated field of signed integers, packed or not."""
-        found: list[int] = []
-        for field in self.inner(outer, "a list"):
-            if field.number != number:
-                continue
-            at = field.start
-            while at < field.stop:
-                value, at = self._varint(at, field.stop)
-                found.append(value - (value >> 63 << 64))
-                if len(found) > most:
-                    raise self.damaged(at, f"a list is longer than {most}")
-        return found
-
-
-def _from_wire(wire: _Wire) -> _StrategyFile:
+def _from_wire(wire: Message) -> _StrategyFile:
     layouts: dict[str, Any] = {}
     operators: dict[str, Any] = {}
     for outer in wire.fields(0, wire.size):
@@ -566,7 +457,7 @@ _LISTS = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape", 4: "indices_
 _NUMBERS = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
 
 
-def _layout(wire: _Wire, outer: _Field) -> dict[str, Any]:
+def _layout(wire: Message, outer: Field) -> dict[str, Any]:
     fields = wire.once(outer, "a layout", _LISTS.keys() | _NUMBERS.keys())
     if not {1, 2} <= fields.keys():
         raise wire.damaged(outer.start, "a layout has no dev_matrix or no tensor_map")
@@ -574,8 +465,8 @@ def _layout(wire: _Wire, outer: _Field) -> dict[str, Any]:
     for number, field in fields.items():
         if number in _LISTS:
             record[_LISTS[number]] = wire.integers(field, 1, MAX_RANKS)
-        elif field.kind != _VARINT:
+        elif field.kind != VARINT:
             raise wire.damaged(field.start, f"{_NUMBERS[number]} is no number")
         else:
-            record[_NUMBERS[number]] = field.value - (field.value >> 63 << 64)
+            record[_NUMBERS[number]] = field.value
     return record

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
 
-from jaxckpt._errors import DataError
+from jaxckpt._errors import DataError, InputError, TreeError
 from jaxckpt._shards import FileBlock, opened
-from jaxckpt._source import ForeignArray
-from jaxckpt._tree import DTYPES, show
+from jaxckpt._source import Foreign, ForeignArray, compose
+from jaxckpt._tree import DTYPES, Tree, nested, show
 
 MAX_HEADER_BYTES = 100_000_000
 """What the format allows."""
@@ -23,33 +24,30 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_BYTES = (1 << 63) - 1
 """Of a tensor, its sides of 0 counted as 1: what NumPy can give a shape to."""
 
-DTYPE_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-    "complex64": "C64",
+DTYPE_OF = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
 }
-"""What the format calls our dtypes."""
-
-_DTYPES = {theirs: ours for ours, theirs in DTYPE_NAMES.items()}
 
 # Of an element. What NumPy and JAX lack keeps its own name, under which it is refused.
-_BITS = {name: 8 * DTYPES[ours].itemsize for name, ours in _DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_BITS = {name: 8 * DTYPES[ours].itemsize for name, ours in DTYPE_OF.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
@@ -88,7 +86,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
             )
         if _BITS[entry.dtype] * math.prod(side or 1 for side in entry.shape) > 8 * MAX_BYTES:
             raise DataError(f"{path}: {show(name)} has shape {list(entry.shape)}, beyond what can be addressed")
-        dtype = _DTYPES.get(entry.dtype, entry.dtype)
+        dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
         found[name] = ForeignArray(dtype, entry.shape, FileBlock(path, start + first, dtype, entry.shape))
         end = last
     if start + end != size:
@@ -119,3 +117,74 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) < len(pairs):
         raise ValueError("two of its keys are the same")
     return record
+
+
+# Files and folders as checkpoints --------------------------------------------------------------------------
+
+INDEX = ".safetensors.index.json"
+
+
+def recognises(path: str, names: Collection[str]) -> bool:
+    """A .safetensors file; a folder with the index of several, or with one alone."""
+    if not names:
+        return path.endswith(".safetensors")
+    return any(name.endswith(INDEX) for name in names) or len(_tensor_files(names)) == 1
+
+
+def open_safetensors(path: str) -> Foreign:
+    """Tensors by name: nested dicts where names have "/", as ours have, else one flat dict, as Hugging Face's are."""
+    return compose(path, _as_tree(_tensors(path)), "safetensors")
+
+
+def _tensors(path: str) -> dict[str, ForeignArray]:
+    if not os.path.isdir(path):
+        return read_header(path)
+    names = os.listdir(path)
+    indices = sorted(name for name in names if name.endswith(INDEX))
+    if not indices:
+        return read_header(os.path.join(path, _tensor_files(names)[0]))
+    if len(indices) > 1:
+        raise InputError(f"{path} has several indices ({', '.join(indices[:5])}): give a folder for each")
+    index = os.path.join(path, indices[0])
+    found: dict[str, ForeignArray] = {}
+    files: dict[str, set[str]] = {}
+    for name, file in _weight_map(index).items():
+        files.setdefault(file, set()).add(name)
+    for file, expected in files.items():
+        if os.path.basename(file) != file or file not in names:
+            raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
+        held = read_header(os.path.join(path, file))
+        if odd := sorted(held.keys() ^ expected):
+            where = "is there but not in the index" if odd[0] in held else "is in the index but not there"
+            raise DataError(f"{os.path.join(path, file)}: the tensor {show(odd[0])} {where} ({indices[0]})")
+        found |= held
+    return found
+
+
+def _weight_map(index: str) -> dict[str, str]:
+    with opened(index) as handle:
+        size = os.fstat(handle).st_size
+        if size > MAX_HEADER_BYTES:
+            raise DataError(f"{index} is {size} bytes long, over {MAX_HEADER_BYTES}")
+        text = os.pread(handle, size, 0)
+    try:
+        return msgspec.json.decode(text, type=_Index).weight_map
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{index} is damaged: {str(error)[:200]}") from error
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _tensor_files(names: Collection[str]) -> list[str]:
+    return [name for name in names if name.endswith(".safetensors")]
+
+
+def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
+    if any("/" in name for name in tensors):
+        try:
+            return nested(tensors)
+        except TreeError:  # one name is both a leaf and a container of others
+            pass
+    return tensors

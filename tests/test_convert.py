@@ -1,0 +1,378 @@
+"""convert: other layouts, other formats, in bounded memory; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import processes
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt._reading import Stored
+
+DTYPES = (
+    *(np.float32, np.float64, np.float16, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    *(np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.bool_, np.complex64),
+)
+
+
+def mesh_of(rows: int, columns: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: rows * columns]).reshape(rows, columns), ("data", "model"))
+
+
+def same(a: Any, b: Any) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def bits(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Any bits of a dtype, not a number among them."""
+    raw = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+    return (raw & 1 if dtype is np.bool_ else raw).view(dtype).reshape(shape)
+
+
+@pytest.fixture
+def everything(tmp_path: Path) -> tuple[Path, Any]:
+    """A tree of all kinds of leaves and containers, saved from a 2×4 mesh."""
+    mesh = mesh_of(2, 4)
+    tree = {
+        "layers": [
+            {"w": jax.device_put(bits(np.float32, (16, 24), n), NamedSharding(mesh, P("data", "model")))}
+            for n in range(20)
+        ],
+        "embed": jax.device_put(bits(jnp.bfloat16, (128, 40)), NamedSharding(mesh, P(("data", "model")))),
+        "keys": jax.random.split(jax.random.key(3), 4),
+        "empty": jnp.zeros((0, 3)),
+        "step": 7,
+        "name": "x" * 5000,
+        "host": (np.arange(6).reshape(2, 3), np.float32(2.5), None, {}, b"raw", 1 + 2j, True),
+    }
+    jaxckpt.save(tmp_path / "from", tree, metadata={"note": [1, 2]})
+    return tmp_path / "from", tree
+
+
+# Our own format -------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_same_bit_by_bit(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = everything
+    jaxckpt.convert(path, tmp_path / "to")
+    assert jaxckpt.diff(path, tmp_path / "to").identical
+    assert jaxckpt.verify(tmp_path / "to").ok
+    copy, original = jaxckpt.open(tmp_path / "to"), jaxckpt.open(path)
+    assert copy.metadata == {"note": [1, 2]}
+    assert {name: str(leaf.layout) for name, leaf in copy.leaves.items()} == {
+        name: str(leaf.layout) for name, leaf in original.leaves.items()
+    }
+    restored = jaxckpt.restore(tmp_path / "to")
+    assert restored["embed"].sharding.spec == P(("data", "model"))
+    assert jax.random.key_impl(restored["keys"]) == jax.random.key_impl(jax.random.key(0))
+
+
+def test_another_mesh_and_other_specs(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, tree = everything
+    jaxckpt.convert(
+        path,
+        tmp_path / "to",
+        mesh_shape={"data": 8},
+        specs=lambda path, leaf: P("data") if leaf.shape[:1] == (16,) else P(),
+    )
+    assert jaxckpt.diff(path, tmp_path / "to").identical
+    opened = jaxckpt.open(tmp_path / "to")
+    assert opened["layers/3/w"].spec == P("data")
+    assert opened["embed"].spec == P()
+    restored = jaxckpt.restore(tmp_path / "to", mesh=Mesh(np.array(jax.devices()), ("data",)))
+    assert restored["layers"][3]["w"].sharding.spec == P("data")
+    assert same(restored["layers"][3]["w"], tree["layers"][3]["w"])
+
+
+def test_each_process_of_the_new_mesh_reads_its_own(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": jnp.asarray(bits(np.int32, (1024, 1024)))})
+    over_read = []
+    for spec, name in ((P(), "whole"), (P(None, "x"), "columns")):
+        jaxckpt.convert(tmp_path / "from", tmp_path / name, mesh_shape={"x": 16}, specs=spec)
+        plan = jaxckpt.open(tmp_path / name).plan(mesh={"x": 16}, specs=P(None, "x"), devices_per_process=1)
+        over_read.append(plan.over_read)
+    assert over_read[0] > 3
+    assert over_read[1] < 1.01
+
+
+def test_specs_follow_by_axis_name_where_none_are_given(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = everything
+    jaxckpt.convert(path, tmp_path / "to", mesh_shape={"model": 2})
+    assert jaxckpt.open(tmp_path / "to")["layers/0/w"].spec == P(None, "model")
+
+
+def test_neither_number_need_divide_the_other(tmp_path: Path) -> None:
+    data = bits(np.float32, (30, 7))
+    three = Mesh(np.array(jax.devices()[:3]), ("x",))
+    jaxckpt.save(tmp_path / "3", {"w": jax.device_put(data, NamedSharding(three, P("x")))})
+    jaxckpt.convert(tmp_path / "3", tmp_path / "5", mesh_shape={"x": 5})
+    restored = jaxckpt.restore(tmp_path / "5", mesh=Mesh(np.array(jax.devices()[:5]), ("x",)))["w"]
+    assert restored.sharding.spec == P("x")
+    assert same(restored, data)
+
+
+def test_smaller_chunks_for_a_reader_of_small_boxes(tmp_path: Path, bytes_read: Callable[[], int]) -> None:
+    jaxckpt.save(tmp_path / "large", {"w": bits(np.float32, (1024, 1024))})
+    jaxckpt.convert(tmp_path / "large", tmp_path / "small", chunk_bytes=4096)
+    counts = []
+    for name in ("large", "small"):
+        leaf, before = jaxckpt.open(tmp_path / name)["w"], bytes_read()
+        assert leaf[5, 7].shape == ()
+        counts.append(bytes_read() - before)
+    assert counts[0] > 500_000
+    assert counts[1] < 25_000
+
+
+def test_selected_and_renamed(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, tree = everything
+    jaxckpt.convert(
+        path, tmp_path / "to", select=["layers/1*/w", "step"], rename={"layers": "model/blocks", "step": "s"}
+    )
+    loaded = jaxckpt.load_numpy(tmp_path / "to")
+    assert set(loaded) == {"model", "s"}
+    assert set(loaded["model"]["blocks"]) == {1, *range(10, 20)} or set(loaded["model"]["blocks"]) == {
+        str(n) for n in (1, *range(10, 20))
+    }
+    found = jaxckpt.open(tmp_path / "to")
+    assert same(found["model/blocks/12/w"][...], tree["layers"][12]["w"])
+    assert jaxckpt.verify(tmp_path / "to").ok
+
+
+def test_what_is_there_is_kept_unless_told(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = everything
+    for name in ("to", "to.safetensors", "to.npz", "to.zarr"):
+        select = None if name == "to" else "layers"
+        jaxckpt.convert(path, tmp_path / name, select=select)
+        with pytest.raises(jaxckpt.CheckpointExistsError, match="overwrite"):
+            jaxckpt.convert(path, tmp_path / name, select=select)
+        jaxckpt.convert(path, tmp_path / name, select="layers/0", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["from", "to", "to.npz", "to.safetensors", "to.zarr"]
+    assert len(jaxckpt.load_numpy(tmp_path / "to.safetensors")["layers"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"specs": P("x")}, jaxckpt.InputError, "needs mesh_shape="),
+        ({"mesh_shape": {"x": 7}, "specs": P("x")}, jaxckpt.SpecError, "(?s)leaves do not fit.*does not divide"),
+        ({"mesh_shape": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.SpecError, "did you mean"),
+        ({"format": "hdf5"}, jaxckpt.InputError, "expected one of jaxckpt, safetensors"),
+        ({"select": "nothing"}, jaxckpt.TreeError, "matches none"),
+        ({"format": "zarr", "mesh_shape": {"x": 2}}, jaxckpt.InputError, "has no layout"),
+        ({"format": "npz"}, jaxckpt.TreeError, "'name' is a str"),
+        ({"format": "npz", "select": "embed"}, jaxckpt.TreeError, r"'embed' \(bfloat16\)"),
+    ],
+)
+def test_what_cannot_be_is_told_and_leaves_nothing(
+    everything: tuple[Path, Any], tmp_path: Path, arguments: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    path, _ = everything
+    with pytest.raises(error, match=told):
+        jaxckpt.convert(path, tmp_path / "to", **arguments)
+    assert os.listdir(tmp_path) == ["from"]
+
+
+def test_damage_ends_a_conversion_without_a_trace(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = everything
+    (victim,) = path.glob("data-*/*-float32-16x24/c/0/0/0")
+    content = bytearray(victim.read_bytes())
+    content[100] ^= 1
+    victim.write_bytes(content)
+    for name in ("to", "to.safetensors", "to.zarr"):
+        with pytest.raises(jaxckpt.DataError, match="layers/"):
+            jaxckpt.convert(path, tmp_path / name, select="layers")
+    assert [name for name in os.listdir(tmp_path) if name not in ("from", "to")] == []
+    with pytest.raises(jaxckpt.NotACheckpointError):
+        jaxckpt.open(tmp_path / "to")
+
+
+# Others ---------------------------------------------------------------------------------------------------
+
+
+def arrays_of_all_dtypes() -> dict[str, Any]:
+    return {f"a.{np.dtype(dtype).name}": bits(dtype, (5, 3), n) for n, dtype in enumerate(DTYPES)}
+
+
+def test_safetensors_out_and_in(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    tree = arrays_of_all_dtypes() | {"scalar": np.float32(3), "none": np.zeros((0, 2), np.int8), "n": 3}
+    jaxckpt.save(tmp_path / "from", tree)
+    jaxckpt.convert(tmp_path / "from", tmp_path / "to.safetensors")
+    ours = jaxckpt.load_numpy(tmp_path / "to.safetensors")
+    assert ours.keys() == tree.keys()
+    assert all(same(ours[name], value) for name, value in tree.items())
+    jaxckpt.convert(tmp_path / "from", tmp_path / "fit.safetensors", select=lambda name: "float8" not in name)
+    theirs = numpy.load_file(tmp_path / "fit.safetensors")  # its NumPy reader has no float8
+    assert theirs.keys() == {name for name in tree if "float8" not in name}
+    assert all(same(value, tree[name]) for name, value in theirs.items())
+    assert jaxckpt.open(tmp_path / "to.safetensors").format == "safetensors"
+    assert jaxckpt.verify(tmp_path / "to.safetensors").ok
+
+
+def test_theirs_is_read_onto_a_mesh(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    tensors = {f"model.layers.{n}.weight": bits(jnp.bfloat16, (24, 8), n) for n in range(5)}
+    numpy.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    restored = jaxckpt.restore(
+        tmp_path / "model.safetensors",
+        mesh=mesh_of(2, 4),
+        specs=P("data", "model"),
+        rename=lambda p: p.replace(".", "/"),
+    )
+    weight = restored["model"]["layers"]["2"]["weight"]
+    assert weight.sharding.spec == P("data", "model")
+    assert same(weight, tensors["model.layers.2.weight"])
+    box = jaxckpt.open(tmp_path / "model.safetensors")["model.layers.1.weight"][3:5, ::2]
+    assert same(box, tensors["model.layers.1.weight"][3:5, ::2])
+
+
+def test_shards_with_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    tree = {"model": {"layers": [{"kernel": bits(np.float32, (10, 10), n)} for n in range(7)]}}
+    jaxckpt.save(tmp_path / "from", tree)
+    monkeypatch.setattr("jaxckpt._export.SHARD_BYTES", 1000)
+    jaxckpt.convert(
+        tmp_path / "from",
+        tmp_path / "to",
+        format="safetensors",
+        rename=lambda path: path.replace("/", ".").replace("kernel", "weight"),
+    )
+    index = json.loads((tmp_path / "to/model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 2800}
+    assert len(set(index["weight_map"].values())) == 4
+    for name, file in index["weight_map"].items():
+        n = int(name.split(".")[2])
+        assert same(numpy.load_file(tmp_path / "to" / file)[name], tree["model"]["layers"][n]["kernel"])
+    assert same(jaxckpt.load_numpy(tmp_path / "to")["model.layers.6.weight"], tree["model"]["layers"][6]["kernel"])
+    assert jaxckpt.verify(tmp_path / "to").ok
+
+
+def test_an_index_that_tells_something_else_is_refused(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    numpy.save_file({"a": np.zeros(3), "b": np.ones(2)}, tmp_path / "1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for weights, told in (
+        ({"a": "1.safetensors"}, "'b' is there but not in the index"),
+        ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not there"),
+        ({"b": "2.safetensors"}, "2.safetensors', which is not in its folder"),
+        ({"a": "../1.safetensors"}, "not in its folder"),
+    ):
+        index.write_text(json.dumps({"weight_map": weights}))
+        with pytest.raises(jaxckpt.DataError, match=told):
+            jaxckpt.open(tmp_path)
+    index.write_text("{")
+    with pytest.raises(jaxckpt.DataError, match="is damaged"):
+        jaxckpt.open(tmp_path)
+
+
+def test_npz_out(tmp_path: Path) -> None:
+    tree = {np.dtype(d).name: bits(d, (4, 6), n) for n, d in enumerate(DTYPES) if np.dtype(d).isbuiltin == 1} | {
+        "deep": {"er": np.arange(3)},
+        "n": 2.5,
+        "zero": np.zeros((3, 0)),
+    }
+    jaxckpt.save(tmp_path / "from", tree)
+    jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz")
+    with np.load(tmp_path / "to.npz", allow_pickle=False) as loaded:
+        assert same(loaded["deep/er"], tree["deep"]["er"])
+        assert all(same(loaded[name], value) for name, value in tree.items() if name != "deep")
+
+
+def test_zarr_out(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    path, tree = everything
+    jaxckpt.convert(path, tmp_path / "to.zarr", select=lambda path: path not in ("name", "host/4"))
+    group = zarr.open_group(tmp_path / "to.zarr", mode="r")
+    assert same(group["layers/3/w"][...], tree["layers"][3]["w"])
+    assert same(group["embed"][...], np.asarray(tree["embed"]).view(np.uint16))
+    assert group["embed"].attrs["jaxckpt"] == {"dtype": "bfloat16"}
+    assert group["empty"].shape == (0, 3)
+    assert group.attrs["jaxckpt"]["values"]["step"] == {"kind": "int", "value": "7"}
+
+
+def test_a_name_that_leaves_the_group_is_refused(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"..": {"x": np.zeros(3)}, "__a": np.zeros(2), "zarr.json": np.ones(1)})
+    with pytest.raises(jaxckpt.TreeError, match=r"(?s)3 of these.*'\.\./x'.*'__a'.*'zarr.json'"):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "to.zarr")
+    assert os.listdir(tmp_path) == ["from"]
+
+
+# Reading in slabs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (0, 4), (33, 5), (3, 4, 5), (2, 3, 70), (1, 1, 200)])
+def test_slabs_are_all_of_it_in_order(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    data = bits(np.float32, shape)
+    options = jaxckpt.Options(chunk_bytes=64, object_bytes=256)
+    jaxckpt.save(tmp_path / "from", {"w": data}, options=options)
+    source = jaxckpt.open(tmp_path / "from")._source
+    for host_bytes in (4, 300, 2000, 1 << 20):
+        stored = Stored(source, 0, jaxckpt.Options(host_bytes=host_bytes))
+        slabs = list(stored.slabs())
+        assert b"".join(slab.tobytes() for slab in slabs) == data.tobytes()
+        assert all(slab.nbytes <= max(host_bytes // 4, 64) for slab in slabs)
+
+
+MEMORY = """
+import resource, sys
+import jaxckpt
+jaxckpt.convert("{small}", "{out}", format="{format}", overwrite=True)
+def peak():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) << 10
+before = peak()
+jaxckpt.convert("{large}", "{out}", format="{format}", overwrite=True)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("format", ["jaxckpt", "safetensors", "npz", "zarr"])
+def test_memory_is_bounded(tmp_path: Path, run_python: processes.RunPython, format: str) -> None:
+    options = jaxckpt.Options(sync=False)
+    jaxckpt.save(tmp_path / "small", {"w": np.zeros((512, 512), np.float32)}, options=options)
+    jaxckpt.save(tmp_path / "large", {f"w{n}": np.zeros((8192, 6144), np.float32) for n in range(4)}, options=options)
+    out = tmp_path / ("out.safetensors" if format == "safetensors" else "out")
+    program = MEMORY.format(small=tmp_path / "small", large=tmp_path / "large", out=out, format=format)
+    assert int(run_python(program)) < 320 << 20  # of 768 MiB; options.host_bytes are 256 MiB
+
+
+# Several processes ----------------------------------------------------------------------------------------
+
+JOB = """
+import json, numpy as np, jax, jaxckpt
+from jax.sharding import Mesh, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+restored = jaxckpt.restore(args["file"], mesh=mesh, specs=P("data", "model"))
+for n in range(3):
+    for shard in restored[f"w{n}"].addressable_shards:
+        wanted = np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32)[shard.index]
+        assert np.array_equal(shard.data, wanted)
+jaxckpt.convert(args["file"], args["to"], mesh_shape={"data": 2, "model": 4}, specs=P("data"))
+again = jaxckpt.restore(args["to"], mesh=mesh)
+assert again["w1"].sharding.spec == P("data")
+print(len(restored["w0"].addressable_shards))
+"""
+
+
+def test_every_process_reads_its_own_of_a_foreign_file_and_one_converts(
+    tmp_path: Path, run_processes: processes.RunProcesses
+) -> None:
+    tree = {f"w{n}": np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32) for n in range(3)}
+    jaxckpt.save(tmp_path / "from", tree)
+    jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
+    arguments = {"file": str(tmp_path / "w.safetensors"), "to": str(tmp_path / "to")}
+    done = run_processes(JOB, processes=2, devices_per_process=4, args=arguments)
+    assert [one.stdout.split() for one in done] == [["4"], ["4"]]
+    assert jaxckpt.diff(tmp_path / "from", tmp_path / "to").leaves[0].differing == 0
