@@ -98,9 +98,9 @@ def mindspore_ranks(
         >>> found = jaxckpt.mindspore_ranks(ranks, strategy="strategy.ckpt")  # doctest: +SKIP
         >>> state = jaxckpt.restore(found, mesh=jax.make_mesh((1,), ("x",)), specs=jax.P())  # doctest: +SKIP
     """
-    paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
     if strategy is not None and (mesh_shape is not None or specs is not None):
         raise InputError("a strategy says what mesh_shape= and specs= would; pass one or the other")
+    paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
     held = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
     if strategy is None:
         found = assemble(held, mesh_shape, specs)
@@ -217,9 +217,7 @@ def _put_together(held: Held, strategy: Strategy) -> dict[str, ForeignArray | st
             if local:  # what stages share is saved by one of them
                 of_stages.append((stage, _laid_out(name, local, strategy[stage][name])))
         if not of_stages:
-            raise DataError(
-                f"{show(name)} is in none of the ranks of stage {', '.join(map(str, stages))}, which train it"
-            )
+            raise DataError(f"{show(name)} is in no rank of stage {', '.join(map(str, stages))}, where it is trained")
         first = of_stages[0][1]
         for stage, other in of_stages[1:]:
             if (other.shape, other.dtype) != (first.shape, first.dtype):
