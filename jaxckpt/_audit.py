@@ -288,7 +288,8 @@ class Checkpoint:
         return len(self._numbers)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
+        made = f"saved {self.created}" if self.created else self.format
+        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, {made}>"
 
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)

@@ -238,6 +238,14 @@ def test_theirs_is_read_onto_a_mesh(tmp_path: Path) -> None:
     assert same(box, tensors["model.layers.1.weight"][3:5, ::2])
 
 
+def test_an_expected_manifest_is_not_one_that_has_none(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.zeros(3)})
+    jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
+    with pytest.raises(jaxckpt.NotACheckpointError):
+        jaxckpt.open(tmp_path / "w.safetensors", options=jaxckpt.Options(manifest_sha256="0" * 64))
+    assert "safetensors>" in repr(jaxckpt.open(tmp_path / "w.safetensors"))
+
+
 def test_shards_with_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numpy = pytest.importorskip("safetensors.numpy")
     tree = {"model": {"layers": [{"kernel": bits(np.float32, (10, 10), n)} for n in range(7)]}}
