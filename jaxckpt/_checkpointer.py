@@ -567,7 +567,7 @@ def _metric(name: str, value: Any) -> float | None:
 
 def _target_of(init: Callable[[], Tree]) -> Tree:
     """What `init` makes, without its data."""
-    if hasattr(init, "lower"):  # jitted: its results are arrays, all of them
+    if isinstance(init, jax.stages.Wrapped):  # jitted: its results are arrays, all of them
         shapes = jax.eval_shape(init)
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
             return shapes

@@ -52,9 +52,11 @@ def restore(
             kind have made of others.
         target: What is wanted: a pytree, or a prefix of one, of jax.ShapeDtypeStruct (with or without sharding), of
             jax.sharding.Sharding, or of arrays whose shape, dtype and sharding are wanted (their values are not
-            looked at). NumPy arrays and Python scalars in it ask for such. Without it, the tree as it was saved.
+            looked at). NumPy arrays and Python scalars in it ask for such; functions that no checkpoint holds stay.
+            Without it, the tree as it was saved.
         mesh: Where leaves go for which `target` gives no sharding: saved specs are carried over by axis name; axes
-            that this mesh lacks are dropped. Leaves saved without a spec are replicated.
+            that this mesh lacks are dropped. Leaves saved without a spec are replicated. A sharding on an AbstractMesh,
+            as jax.eval_shape gives under jax.set_mesh, is meant on this mesh, or on that of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved ones.
         select: Restore only these leaves: a glob over saved paths ("params/**"; a container's path selects all below

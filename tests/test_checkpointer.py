@@ -332,6 +332,21 @@ def test_a_jitted_init_is_not_run_to_restore(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tree["w"], np.arange(8.0))
 
 
+def test_an_equinox_module_is_restored_whole(tmp_path: Path) -> None:
+    eqx = pytest.importorskip("equinox")
+
+    def init() -> Any:
+        return eqx.nn.MLP(2, 2, 4, depth=1, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    for last in (None, 1):
+        with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+            found, model = checkpoints.restore_or_init(eqx.filter_jit(init))  # functions are among its results
+            assert (found, model.activation) == (last, jax.nn.gelu)
+            assert eqx.tree_equal(model, init())
+            if last is None:
+                checkpoints.save(1, eqx.filter(model, eqx.is_array))
+
+
 def test_going_back_is_not_done_unnoticed(tmp_path: Path) -> None:
     checkpoints = filled(tmp_path, range(5))
     with pytest.raises(jaxckpt.CheckpointExistsError, match="step 3"):
