@@ -60,7 +60,6 @@ with tempfile.TemporaryDirectory() as folder:
     shapes = jax.eval_shape(init)
     state = train(jax.jit(init, out_shardings=nn.get_sharding(shapes, mesh))(), 20, "on 2×4, saved")
     jaxckpt.save(f"{folder}/step-20", state)  # apply_fn and tx are static: no leaves, and not saved
-
     abstract = jax.eval_shape(jax.jit(init, out_shardings=nn.get_sharding(shapes, other)))  # with shardings, no data
     resumed = train(jaxckpt.restore(f"{folder}/step-20", abstract), 20, "on 3×2, restored at step 20")
 

@@ -49,7 +49,6 @@ with tempfile.TemporaryDirectory() as folder, jaxckpt.Checkpointer(f"{folder}/ad
         tuning = adapt()
         nnx.update(tuning, jaxckpt.restore(f"{folder}/base", nnx.state(tuning, FROZEN)))
         state = train(tuning, range(5), checkpoints.save)
-
     with jax.set_mesh(other):
         graph, base, adapters = nnx.split(nnx.eval_shape(adapt), FROZEN, ...)  # shapes and specs, no data
         base, adapters = jaxckpt.restore(f"{folder}/base", base), checkpoints.restore(target=adapters, mesh=other)
