@@ -25,6 +25,7 @@ from jaxckpt._grid import Layout, mesh_layout
 from jaxckpt._layout import Specs, by_axis_name, fit_spec, mesh_axes, resolve_specs
 from jaxckpt._manifest import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._options import Options
+from jaxckpt._orbax_out import write_orbax
 from jaxckpt._reading import Stored
 from jaxckpt._save import Asked, start
 from jaxckpt._save_plan import ArrayLeaf
@@ -108,6 +109,7 @@ _WRITERS: dict[str, Callable[[Source, str, Options], None]] = {
     "safetensors": export.write_safetensors,
     "npz": export.write_npz,
     "zarr": export.write_zarr,
+    "orbax": write_orbax,
 }
 
 
