@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxckpt import _colossalai as colossalai
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
 from jaxckpt import _safetensors as safetensors
@@ -36,6 +37,7 @@ class Format:
 
 FORMATS: tuple[Format, ...] = (
     Format("dcp", dcp.recognises, dcp.open_dcp),
+    Format("colossalai", colossalai.recognises, colossalai.open_colossalai),
     Format("torch", torch.recognises, torch.open_torch),
     Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
 )
