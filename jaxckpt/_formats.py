@@ -12,6 +12,8 @@ import msgspec
 from jaxckpt import _colossalai as colossalai
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
+from jaxckpt import _mindspore as mindspore
+from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
 from jaxckpt._errors import NotACheckpointError
@@ -38,8 +40,10 @@ class Format:
 FORMATS: tuple[Format, ...] = (
     Format("dcp", dcp.recognises, dcp.open_dcp),
     Format("colossalai", colossalai.recognises, colossalai.open_colossalai),
+    Format("orbax", orbax.recognises, orbax.open_orbax),
     Format("torch", torch.recognises, torch.open_torch),
     Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
+    Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
 )
 """In the order in which they are asked."""
 
