@@ -13,6 +13,7 @@ from jaxckpt import _colossalai as colossalai
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
 from jaxckpt import _mindspore as mindspore
+from jaxckpt import _oneflow as oneflow
 from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
@@ -44,6 +45,7 @@ FORMATS: tuple[Format, ...] = (
     Format("torch", torch.recognises, torch.open_torch),
     Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
     Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
+    Format("oneflow", oneflow.recognises, oneflow.open_oneflow),
 )
 """In the order in which they are asked."""
 

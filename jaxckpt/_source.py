@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -261,6 +262,8 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
         return f"has dtype {value.dtype}, which NumPy and JAX lack", None
     if len(value.shape) > MAX_RANK:
         return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
+    if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:
+        return f"has shape {list(value.shape)}, which is beyond what can be addressed", None
     return value, None
 
 

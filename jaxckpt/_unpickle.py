@@ -600,10 +600,11 @@ def unreadable(reason: str) -> ForeignArray:
     return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
 
 
-def as_tree(value: Any, where: str) -> Tree:
+def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda found: None) -> Tree:
     """What was unpickled as a tree that `compose` takes; leaves that are no data become unreadable ones.
 
-    Raises DataError where it is too large or too deep for a tree, as what contains itself is.
+    `rebuild` knows some Objects: it returns leaves for them, and None for the others. Raises DataError where it is too
+    large or too deep for a tree, as what contains itself is.
     """
     left = MAX_VALUES
 
@@ -635,6 +636,8 @@ def as_tree(value: Any, where: str) -> Tree:
             return walk(node.array, depth + 1)
         if kind is Object and node.name in ("builtins.set", "builtins.frozenset"):
             return unreadable("is a set, which no pytree has")
+        if kind is Object and (found := rebuild(node)) is not None:
+            return found
         if kind is Object:
             return unreadable(f"holds what {node.name[:200]} would make, which only running code could tell")
         if kind is Global:
@@ -642,6 +645,12 @@ def as_tree(value: Any, where: str) -> Tree:
         return unreadable(f"holds a {kind.__name__.strip('_')}")
 
     return walk(value, 0)
+
+
+def array_in(value: Any) -> ForeignArray | None:
+    """A NumPy array that was unpickled; None for what is none, or of a dtype that is none of ours."""
+    found = value.array if isinstance(value, _NumpyArray) else value
+    return found if isinstance(found, ForeignArray) else None
 
 
 def _is_utf8(text: str) -> bool:
