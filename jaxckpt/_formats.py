@@ -11,8 +11,8 @@ import msgspec
 
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
-from jaxckpt import _orbax as orbax
 from jaxckpt import _mindspore as mindspore
+from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
 from jaxckpt._errors import NotACheckpointError
