@@ -12,7 +12,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -22,8 +22,8 @@ from jaxckpt._errors import DataError
 from jaxckpt._grid import Box, extent, intersection, volume, within
 from jaxckpt._pieces import Array, as_bits
 from jaxckpt._shards import FileBlock, c_strides, flat_boxes, opened
-from jaxckpt._source import Block, ForeignArray
-from jaxckpt._tree import DTYPES, show
+from jaxckpt._source import Block, Foreign, ForeignArray, compose
+from jaxckpt._tree import DTYPES, nested, show
 
 MAX_HEADER_BYTES = 10_000
 """Of the .npy header of a member: as NumPy has it."""
@@ -41,6 +41,16 @@ SNAPSHOT_BYTES = 16 << 20
 """Fewest bytes from one of them to the next."""
 
 _MOST_INFLATED = 1032  # times: what deflate can reach
+
+
+def recognises(path: str, names: Collection[str]) -> bool:
+    """A file of that suffix."""
+    return not names and path.endswith(".npz") and os.path.isfile(path)
+
+
+def open_npz(path: str) -> Foreign:
+    """Arrays by name, nested dicts where names have "/": what `convert` writes, and numpy.savez. Raises DataError."""
+    return compose(path, nested(read_npz(path)), "npz")
 
 
 def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:

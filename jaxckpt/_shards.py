@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import os
+import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,10 +32,13 @@ SPAN_BYTES = 4 << 20
 
 @contextlib.contextmanager
 def opened(path: str) -> Generator[int]:
-    """A file to read. Raises DataError where it is missing, StorageError where it cannot be read."""
+    """A file to read. Raises DataError where it is missing or no plain file, StorageError where it cannot be read."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK a pipe, which somebody has put there, would be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise DataError(f"{path} is no plain file")
             yield handle
         finally:
             os.close(handle)
@@ -125,6 +129,10 @@ class Tiled(Block):
             if common is not None:
                 block.read(within_box(common, held), target[within(common, box)])
 
+    def check(self) -> None:
+        for _, block in self.parts:
+            block.check()
+
 
 @dataclass(frozen=True, slots=True)
 class Replicas(Block):
@@ -147,6 +155,20 @@ class Replicas(Block):
                     f"{show(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and {name},"
                     " which should hold replicas"
                 )
+
+    def check(self) -> None:
+        for block in self.blocks:
+            block.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable(Block):
+    """What a checkpoint holds and nobody can read, so that the leaves around it can be."""
+
+    reason: str
+
+    def read(self, box: Box, target: Array) -> None:
+        raise DataError(self.reason)
 
 
 def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:

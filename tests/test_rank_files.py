@@ -108,6 +108,7 @@ def test_converted_checkpoints_are_the_same(tmp_path: Path) -> None:
     assert jaxckpt.diff(found, tmp_path / "ours").identical
     jaxckpt.convert(found, tmp_path / "one.npz")
     np.testing.assert_array_equal(np.load(tmp_path / "one.npz")["w"], W)
+    assert jaxckpt.diff(found, tmp_path / "one.npz").identical
 
 
 # Coverage -------------------------------------------------------------------------------------------------
