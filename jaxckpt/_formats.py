@@ -38,8 +38,8 @@ class Format:
 
 
 FORMATS: tuple[Format, ...] = (
-    Format("orbax", orbax.recognises, orbax.open_orbax),
     Format("dcp", dcp.recognises, dcp.open_dcp),
+    Format("orbax", orbax.recognises, orbax.open_orbax),
     Format("torch", torch.recognises, torch.open_torch),
     Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
     Format("npz", npz.recognises, npz.open_npz),
