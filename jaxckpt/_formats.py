@@ -12,6 +12,7 @@ import msgspec
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
 from jaxckpt import _mindspore as mindspore
+from jaxckpt import _npz as npz
 from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
@@ -41,6 +42,7 @@ FORMATS: tuple[Format, ...] = (
     Format("orbax", orbax.recognises, orbax.open_orbax),
     Format("torch", torch.recognises, torch.open_torch),
     Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
+    Format("npz", npz.recognises, npz.open_npz),
     Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
 )
 """In the order in which they are asked."""
