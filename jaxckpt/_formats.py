@@ -13,7 +13,11 @@ from jaxckpt import _colossalai as colossalai
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
 from jaxckpt import _mindspore as mindspore
+<<<<<<< HEAD
 from jaxckpt import _oneflow as oneflow
+=======
+from jaxckpt import _npz as npz
+>>>>>>> a3505e9167f461eadf6b8cc38d1627ecc9ab584a
 from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
@@ -44,6 +48,7 @@ FORMATS: tuple[Format, ...] = (
     Format("orbax", orbax.recognises, orbax.open_orbax),
     Format("torch", torch.recognises, torch.open_torch),
     Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
+    Format("npz", npz.recognises, npz.open_npz),
     Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
     Format("oneflow", oneflow.recognises, oneflow.open_oneflow),
 )

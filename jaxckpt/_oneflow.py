@@ -91,11 +91,15 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
         SpecError: A spec does not fit the mesh or its array.
 
     Example:
-        >>> import jax, jaxckpt
-        >>> ranks = {0: "model_0", 1: "model_1"}
-        >>> specs = {"linear.weight": jax.P("model")}
-        >>> found = jaxckpt.oneflow_ranks(ranks, mesh_shape={"model": 2}, specs=specs)  # doctest: +SKIP
-        >>> jaxckpt.convert(found, "ours")  # doctest: +SKIP
+        >>> import os, jax, numpy as np, jaxckpt
+        >>> for rank in range(2):
+        ...     os.makedirs(f"/tmp/jaxckpt-doc/oneflow{rank}/w", exist_ok=True)
+        ...     np.float32([rank, rank]).tofile(f"/tmp/jaxckpt-doc/oneflow{rank}/w/out")
+        ...     with open(f"/tmp/jaxckpt-doc/oneflow{rank}/w/meta", "w") as file:
+        ...         print("shape { dim: 2 } data_type: kFloat", file=file)
+        >>> ranks = {rank: f"/tmp/jaxckpt-doc/oneflow{rank}" for rank in range(2)}
+        >>> jaxckpt.load_numpy(jaxckpt.oneflow_ranks(ranks, specs={"w": jax.P("rank")}))
+        {'w': array([0., 0., 1., 1.], dtype=float32)}
     """
     paths = paths_of(files)
     held: dict[int, dict[str, Any]] = {}

@@ -139,9 +139,11 @@ class _Machine:
     def run(self) -> Any:
         operations = _OPERATIONS
         while True:
-            if self._next >= len(self._window):
+            try:
+                code = self._window[self._next]
+            except IndexError:
                 self._fill(1)
-            code = self._window[self._next]
+                continue
             self._next += 1
             operation = operations[code]
             if operation is None:
@@ -169,11 +171,12 @@ class _Machine:
         self._first, self._window, self._next = self.at, self._window[self._next :] + more, 0
 
     def take(self, count: int) -> bytes:
-        if self._next + count > len(self._window):
+        start, end = self._next, self._next + count
+        if end > len(self._window):
             self._fill(count)
-        start = self._next
-        self._next = start + count
-        return self._window[start : start + count]
+            start, end = 0, count
+        self._next = end
+        return self._window[start:end]
 
     def number(self, count: int) -> int:
         return int.from_bytes(self.take(count), "little")
@@ -331,9 +334,7 @@ class _Machine:
         if isinstance(called, Global):
             function = self._calls.get(called.name)
             if function is not None:
-                self._budget -= len(found) + sum(
-                    len(arg) for arg in found if isinstance(arg, (str, bytes, tuple, list, dict))
-                )
+                self._budget -= len(found) + sum([len(arg) for arg in found if isinstance(arg, _SIZED)])
                 if self._budget < 0:
                     raise ValueError("its calls would copy far more than it holds")
                 self.push(function(*found))
@@ -357,6 +358,7 @@ class _Machine:
         self.push(self._persistent(identity))
 
 
+_SIZED = (str, bytes, tuple, list, dict)
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, as protocols 0 to 2 write them
 
 
@@ -558,8 +560,9 @@ def sizes(value: Any) -> tuple[int, ...]:
     found = cast("Sequence[Any]", value)
     if len(found) > MAX_RANK:
         raise ValueError(f"an array has {len(found)} dimensions; at most {MAX_RANK} can be read")
-    if not all(type(side) is int and 0 <= side < 1 << 63 for side in found):
-        raise ValueError("a shape has something else than sizes")
+    for side in found:
+        if type(side) is not int or not 0 <= side < 1 << 63:
+            raise ValueError("a shape has something else than sizes")
     return tuple(found)
 
 

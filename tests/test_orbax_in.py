@@ -23,6 +23,7 @@ from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadat
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
+from jaxckpt._convert import convert
 from jaxckpt._errors import DataError, JaxckptError, NotACheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax")
@@ -193,6 +194,13 @@ def test_boxes_verify_diff_and_plan(saved: tuple[Path, Any], tmp_path: Path) -> 
     jaxckpt.save(tmp_path / "ours", jaxckpt.restore(path))
     assert jaxckpt.diff(path, tmp_path / "ours").identical
     assert checkpoint.plan(mesh=mesh(4, 2)).read_bytes >= checkpoint.plan(mesh=mesh(4, 2)).needed_bytes > 0
+
+
+def test_it_is_converted(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    path, wanted = saved
+    convert(path, tmp_path / "ours")
+    assert_same(jaxckpt.restore(tmp_path / "ours"), wanted)
+    assert jaxckpt.diff(path, tmp_path / "ours").identical
 
 
 def test_orbax_is_not_imported(tmp_path: Path, run_python: Callable[..., str]) -> None:
