@@ -13,11 +13,8 @@ from jaxckpt import _colossalai as colossalai
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
 from jaxckpt import _mindspore as mindspore
-<<<<<<< HEAD
-from jaxckpt import _oneflow as oneflow
-=======
 from jaxckpt import _npz as npz
->>>>>>> a3505e9167f461eadf6b8cc38d1627ecc9ab584a
+from jaxckpt import _oneflow as oneflow
 from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
