@@ -29,8 +29,11 @@ from jaxckpt._errors import (
     StorageError,
     TreeError,
 )
+from jaxckpt._mindspore import mindspore_ranks
+from jaxckpt._oneflow import oneflow_ranks
 from jaxckpt._options import Options
 from jaxckpt._progress import Progress
+from jaxckpt._rank_files import rank_files
 from jaxckpt._restore import load_numpy, restore
 from jaxckpt._save import PendingSave, SaveInfo, save, save_async
 from jaxckpt._verify import Problem, VerifyReport, verify
@@ -71,7 +74,10 @@ __all__ = [
     "convert",
     "diff",
     "load_numpy",
+    "mindspore_ranks",
+    "oneflow_ranks",
     "open",
+    "rank_files",
     "restore",
     "save",
     "save_async",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -111,6 +112,13 @@ class Block(abc.ABC):
         Called by several threads at once.
         """
 
+    def check(self) -> None:
+        """Compare what is stored with the checksums that are stored with it, where the format has any.
+
+        Raises DataError, StorageError.
+        """
+        return
+
 
 class StartedBlock(Block):
     """One whose reading needs no thread of ours."""
@@ -142,7 +150,9 @@ class ForeignArray:
 
     block: Block
 
-    kind: Literal["jax", "numpy", "numpy_scalar", "key"] = "jax"
+    kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
+    """The last two are arrays of bytes, a str's in UTF-8."""
+
     impl: str | None = None
     """PRNG implementation, for kind "key"."""
 
@@ -272,6 +282,8 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
         return f"has dtype {value.dtype}, which NumPy and JAX lack", None
     if len(value.shape) > MAX_RANK:
         return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
+    if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:
+        return f"has shape {list(value.shape)}, which is beyond what can be addressed", None
     return value, None
 
 
