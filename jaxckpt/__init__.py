@@ -30,6 +30,7 @@ from jaxckpt._errors import (
     TreeError,
 )
 from jaxckpt._mindspore import mindspore_ranks
+from jaxckpt._oneflow import oneflow_ranks
 from jaxckpt._options import Options
 from jaxckpt._progress import Progress
 from jaxckpt._rank_files import rank_files
@@ -74,6 +75,7 @@ __all__ = [
     "diff",
     "load_numpy",
     "mindspore_ranks",
+    "oneflow_ranks",
     "open",
     "rank_files",
     "restore",

@@ -26,6 +26,7 @@ from jaxckpt._layout import Specs, by_axis_name, fit_spec, mesh_axes, resolve_sp
 from jaxckpt._manifest import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._mindspore import mindspore_ranks
 from jaxckpt._options import Options
+from jaxckpt._orbax_out import write_orbax
 from jaxckpt._reading import Stored
 from jaxckpt._save import Asked, start
 from jaxckpt._save_plan import ArrayLeaf
@@ -118,6 +119,7 @@ _WRITERS: dict[str, Callable[[Source, str, Options], None]] = {
     "safetensors": export.write_safetensors,
     "npz": export.write_npz,
     "zarr": export.write_zarr,
+    "orbax": write_orbax,
 }
 
 

@@ -27,7 +27,7 @@ from jaxckpt._errors import DataError, InputError
 from jaxckpt._grid import Box, Spec
 from jaxckpt._layout import Specs
 from jaxckpt._protobuf import LENGTH, VARINT, Field, Message
-from jaxckpt._rank_files import MAX_RANKS, Files, Held, assemble, by_name, common_url, paths_in, paths_of
+from jaxckpt._rank_files import MAX_RANKS, Files, Held, assemble, by_name, common_url, listed, paths_in, paths_of
 from jaxckpt._safetensors import read_header
 from jaxckpt._shards import FileBlock, flat_boxes, from_boxes, from_ranks, opened, replicas, tiled
 from jaxckpt._source import Foreign, ForeignArray, compose
@@ -81,7 +81,7 @@ def mindspore_ranks(
             rank_1, … with one file each.
         strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, of one pipeline stage or
             merged; or a folder of those of all stages. An array that it lacks is whole in each rank. The axes of its
-            device matrices are named "d0", "d1", … from the left.
+            device matrices are named "d0", "d1", … from the left, that of several pipeline stages "stage".
         mesh_shape: Without a strategy, the mesh that the ranks were numbered on, row by row, as for `rank_files`.
         specs: Without a strategy, how each array was split over that mesh, as for `rank_files`.
 
@@ -93,10 +93,13 @@ def mindspore_ranks(
         TreeError: An array of a dtype that NumPy and JAX lack.
 
     Example:
-        >>> import jax, jaxckpt
-        >>> ranks = {0: "rank_0/net.ckpt", 1: "rank_1/net.ckpt"}
-        >>> found = jaxckpt.mindspore_ranks(ranks, strategy="strategy.ckpt")  # doctest: +SKIP
-        >>> state = jaxckpt.restore(found, mesh=jax.make_mesh((1,), ("x",)), specs=jax.P())  # doctest: +SKIP
+        >>> import jax, numpy as np, jaxckpt
+        >>> for rank in range(2):
+        ...     info = jaxckpt.save("/tmp/jaxckpt-doc/part", {"w": np.arange(3) + 3 * rank}, overwrite=True)
+        ...     jaxckpt.convert(info.path, f"/tmp/jaxckpt-doc/ranks/rank_{rank}/w.safetensors", overwrite=True)
+        >>> found = jaxckpt.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
+        >>> jaxckpt.load_numpy(found)
+        {'w': array([0, 1, 2, 3, 4, 5])}
     """
     if strategy is not None and (mesh_shape is not None or specs is not None):
         raise InputError("a strategy says what mesh_shape= and specs= would; pass one or the other")
@@ -161,7 +164,7 @@ def read_strategy(path: str) -> Strategy:
     """The layouts in a strategy file, or in those of a folder. Raises DataError."""
     if os.path.isdir(path):
         stages: Strategy = {}
-        for name in sorted(os.listdir(path)):
+        for name in listed(path):
             if name.endswith((".ckpt", ".json")):
                 # Each rank may have written that of its stage: they are the same.
                 for stage, layouts in read_strategy(os.path.join(path, name)).items():
@@ -200,10 +203,11 @@ def _from_json(path: str, content: bytes) -> _StrategyFile:
 def _put_together(held: Held, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
     """The global arrays by name, from what each rank holds."""
     arrays, found = by_name(held)
-    n_devices = _devices_of_a_stage(strategy)
-    if max(held) >= n_devices * (max(strategy) + 1):
+    n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
+    if lost := [rank for rank in held if rank // n_devices not in strategy]:
         raise DataError(
-            f"there is a rank {max(held)}, the strategy has {n_devices} devices in each of {max(strategy) + 1} stages"
+            f"rank {lost[0]} is of stage {lost[0] // n_devices}, as each has {n_devices} devices; the strategy is of"
+            f" {', '.join(map(str, sorted(strategy)))}"
         )
     for name, parts in arrays.items():
         stages = [stage for stage, layouts in strategy.items() if name in layouts]
@@ -213,9 +217,9 @@ def _put_together(held: Held, strategy: Strategy) -> dict[str, ForeignArray | st
         of_stages: list[tuple[int, ForeignArray]] = []
         for stage in stages:
             # Ranks may have saved arrays of other stages too, as they were before the first step.
-            local = {rank % n_devices: part for rank, part in parts.items() if rank // n_devices == stage}
-            if local:  # what stages share is saved by one of them
-                of_stages.append((stage, _laid_out(name, local, strategy[stage][name])))
+            own = {rank: part for rank, part in parts.items() if rank // n_devices == stage}
+            if own:  # what stages share is saved by one of them
+                of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
             raise DataError(f"{show(name)} is in no rank of stage {', '.join(map(str, stages))}, where it is trained")
         first = of_stages[0][1]
@@ -237,12 +241,12 @@ def _devices_of_a_stage(strategy: Strategy) -> int:
     if len(counts) > 1:
         raise DataError(f"the strategy has another number of devices for each of {', '.join(counts.values())}")
     (count,) = counts
-    if not 0 < count <= MAX_RANKS:
-        raise DataError(f"the strategy has {count} devices; expected 1 to {MAX_RANKS}")
+    if not 0 < count * (max(strategy) + 1) <= MAX_RANKS:
+        raise DataError(f"the strategy has {count * (max(strategy) + 1)} devices; expected 1 to {MAX_RANKS}")
     return count
 
 
-def _laid_out(name: str, parts: Mapping[int, ForeignArray], layout: Layout) -> ForeignArray:
+def _laid_out(name: str, parts: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
     """The global array from what the ranks of a stage hold of it."""
     rank = len(next(iter(parts.values())).shape)
     if max(layout.tensor_map, default=-1) < 0 and not layout.opt_weight_shard_step:
@@ -255,8 +259,10 @@ def _laid_out(name: str, parts: Mapping[int, ForeignArray], layout: Layout) -> F
     if layout.field > 0:
         raise DataError(f"{show(name)} is split within each of {layout.field} fields, which is not read")
     sides = _optimizer_shards(name, layout)
-    axes = {f"d{number}": side for number, side in enumerate(sides.dev_matrix)}
-    spec = tuple(tuple(f"d{len(axes) - 1 - dim}" for dim in dims) for dims in sides.tensor_map)
+    names = [f"d{number}" for number in range(len(sides.dev_matrix))]
+    spec = tuple(tuple(names[-1 - dim] for dim in dims) for dims in sides.tensor_map)
+    axes = {"stage": n_stages} if n_stages > 1 else {}
+    axes |= zip(names, sides.dev_matrix, strict=True)
     if layout.param_split_shape and layout.indices_offset and spec and spec[0]:
         found = _by_hand(name, parts, layout.param_split_shape, axes, spec)
     else:

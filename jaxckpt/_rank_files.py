@@ -5,6 +5,7 @@ files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or fro
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxckpt._errors import DataError, InputError, NotACheckpointError, listing
+from jaxckpt._errors import DataError, InputError, NotACheckpointError, StorageError, listing
 from jaxckpt._grid import Box
 from jaxckpt._layout import Specs, mesh_axes, resolve_specs
 from jaxckpt._npz import read_npz
@@ -97,20 +98,19 @@ def paths_of(files: Files) -> dict[int, str]:
 def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict[int, str]:
     """The one file in each folder of a rank, whose name `rank_name` matches, its number in group 1."""
     folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
-    try:
-        numbers = {int(match[1]): entry for entry in os.listdir(folder) if (match := rank_name.fullmatch(entry))}
-    except OSError as error:
-        raise NotACheckpointError(f"there is no folder {folder}: {error.strerror}") from error
+    if not os.path.isdir(folder):
+        raise NotACheckpointError(f"there is no folder {folder}")
     found: dict[int, str] = {}
     problems: list[str] = []
-    for rank, entry in sorted(numbers.items()):
-        inner = os.path.join(folder, entry)
-        names = os.listdir(inner) if os.path.isdir(inner) else []
-        held = sorted(name for name in names if name.endswith((".ckpt", ".safetensors")))
-        if len(held) == 1:
-            found[rank] = os.path.join(inner, held[0])
-        else:
+    for name in listed(folder):
+        match, inner = rank_name.fullmatch(name), os.path.join(folder, name)
+        if match is None or not os.path.isdir(inner):
+            continue
+        held = [file for file in listed(inner) if file.endswith((".ckpt", ".safetensors"))]
+        if len(held) != 1:
             problems.append(f"{inner} has {len(held)}" + (f": {', '.join(held[:5])}" if held else ""))
+        elif found.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
+            problems.append(f"{inner} is of the same rank as {found[int(match[1])]}")
     if problems:
         raise InputError(
             "each rank's folder must hold one .ckpt or .safetensors file; else name them as {rank: path}:\n"
@@ -118,7 +118,15 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
         )
     if not found:
         raise NotACheckpointError(f"{folder} has no folder rank_0, rank_1, …")
-    return found
+    return paths_of(found)
+
+
+def listed(folder: str) -> list[str]:
+    """What is in a folder, sorted. Raises StorageError."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot list {folder}: {error.strerror}") from error
 
 
 def common_url(paths: Mapping[int, str]) -> str:

@@ -70,8 +70,8 @@ _args: Any = ocp.args
 class Handler(ocp.AsyncCheckpointHandler):
     """Saves and restores an item of an Orbax checkpoint; every process calls it.
 
-    For an `ocp.CheckpointManager`, or a checkpointer with an `ocp.CompositeCheckpointHandler`: by `handler_registry`, or
-    as `item_handlers={"state": Handler()}`, where items are saved with `Save` and restored with `Restore`. It has no
+    For an `ocp.CheckpointManager`, or a checkpointer with an `ocp.CompositeCheckpointHandler`: by `handler_registry`,
+    or as `item_handlers={"state": Handler()}`, where items are saved with `Save` and restored with `Restore`. It has no
     state: one serves several items. Those of one step are written one after the other, and all but the last of them
     before `CheckpointManager.save` returns.
 

@@ -40,7 +40,7 @@ ROWS = [
     ["_staging", "_reading"],
     ["_save", "_restore"],
     ["_audit", "_verify", "_diff"],
-    ["_export"],
+    ["_export", "_orbax_out"],
     ["_convert"],
     ["_checkpointer"],
     ["orbax"],

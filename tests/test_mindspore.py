@@ -254,7 +254,7 @@ def test_pipeline_stages(tmp_path: Path, form: Any) -> None:
     files[3].write_bytes(ckpt(ranks[3] | {"embedding": halves[0][0]}))
     with pytest.raises(DataError, match=r"'embedding'.*not the same in stage 0 and stage 1"):
         jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=merged))
-    with pytest.raises(DataError, match="there is a rank 3, the strategy has 2 devices in each of 1 stages"):
+    with pytest.raises(DataError, match="rank 2 is of stage 1, as each has 2 devices; the strategy is of 0"):
         jaxckpt.mindspore_ranks(files, strategy=tmp_path / "strategy.ckpt")
 
 
@@ -273,6 +273,11 @@ def test_folders_of_ranks_and_specs_by_hand(tmp_path: Path) -> None:
         jaxckpt.load_numpy(jaxckpt.mindspore_ranks(tmp_path))
     (tmp_path / "rank_2" / "net-2.ckpt").write_bytes(b"")
     with pytest.raises(InputError, match=r"rank_2 has 2: net-2.ckpt, net.safetensors"):
+        jaxckpt.mindspore_ranks(tmp_path)
+    (tmp_path / "rank_2" / "net-2.ckpt").unlink()
+    (tmp_path / "rank1").mkdir()
+    (tmp_path / "rank1" / "net.ckpt").write_bytes(b"")
+    with pytest.raises(InputError, match=r"rank_1 is of the same rank as .*rank1/net\.ckpt"):
         jaxckpt.mindspore_ranks(tmp_path)
     with pytest.raises(NotACheckpointError, match="no folder rank_0"):
         jaxckpt.mindspore_ranks(tmp_path / "rank_1")
