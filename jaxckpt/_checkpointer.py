@@ -335,7 +335,8 @@ class Checkpointer:
 
         Raises:
             NotACheckpointError: No such step, or no step at all.
-            Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never passed over for an older one.
+            Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
+                passed over for an older one.
         """
         chosen = self._chosen(step)
         try:

@@ -469,9 +469,10 @@ class _Layouts:
             if not isinstance(sharding.mesh, Mesh) and self._asked.devices_per_process is None:
                 found = [mesh for mesh in (self._asked.mesh, _mesh_in_context()) if isinstance(mesh, Mesh)]
                 if not found or dict(found[0].shape) != axes:
+                    instead = dict(found[0].shape) if found else "none"
                     self._spec_problems.append(
                         f"{show(path)}: its sharding is on the AbstractMesh {axes}, which has no devices; pass such a"
-                        f" mesh as mesh=, or set it with jax.set_mesh (found {dict(found[0].shape) if found else 'none'})"
+                        f" mesh as mesh=, or set it with jax.set_mesh (found {instead})"
                     )
                     return None
                 sharding = NamedSharding(found[0], sharding.spec, memory_kind=sharding.memory_kind)
