@@ -42,7 +42,9 @@ ROWS = [
     ["_convert"],
     ["_checkpointer"],
     ["orbax"],
+    ["_report"],
     ["_cli"],
+    ["__main__"],
 ]
 ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}
 SOURCES = {path.stem: path.read_text() for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
