@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import collections
 import contextlib
 import datetime
 import json
@@ -37,10 +38,10 @@ from jaxckpt._progress import show_bytes
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxckpt._audit import Checkpoint, LazyLeaf, ProcessPlan, RestorePlan, Where
+    from jaxckpt._audit import Checkpoint, LazyLeaf, ProcessPlan, RestorePlan
     from jaxckpt._diff import LeafDelta
     from jaxckpt._options import Options
-    from jaxckpt._store import Array
+    from jaxckpt._store import Array, Store
     from jaxckpt._tree import Tree
 
 NO, BAD_INPUT, DAMAGED, NOT_THERE, STORAGE, BUG = 1, 2, 3, 4, 5, 70
@@ -65,7 +66,7 @@ _NEWLINE = "\n"
 _SHOWN_BYTES = 16 << 20
 """Of an array that `cat` shows."""
 
-_SHOWN_ROWS = 20
+_SHOWN_ROWS = 40
 """Of processes or leaves in a plan: the rest is counted."""
 
 
@@ -102,7 +103,7 @@ def _told(error: Exception) -> tuple[str, int]:
     """(message, exit code) of an error."""
     match error:
         case InputError() | CheckpointExistsError():
-            return str(error), BAD_INPUT
+            return str(error).replace("pass overwrite=True to replace", "--overwrite replaces"), BAD_INPUT
         case CorruptError():
             return str(error), DAMAGED
         case NotACheckpointError():
@@ -225,7 +226,7 @@ def main() -> None:
 @_json
 @_debug
 def ls(path: str, as_json: bool) -> None:
-    """List the checkpoints in a folder: steps with size, age and metrics.
+    """List the checkpoints in a folder: size, age, metrics.
 
     Nothing is changed, whatever a killed run has left. Of a checkpoint itself, it lists that alone.
     """
@@ -269,18 +270,17 @@ def _listed(path: str) -> list[dict[str, Any]]:
     from jaxckpt._options import Options
     from jaxckpt._place import store_at
 
+    store = store_at(path, Options())
+    checkpoint: Checkpoint | None = None
     nothing: NotACheckpointError | None = None
     try:
-        opened = open_checkpoint(path).path
+        checkpoint = open_checkpoint(path)
     except NotACheckpointError as error:
         nothing = error
     except CorruptError:
         return [_entry(path)]  # with its problem
-    else:
-        # Another library's folder of steps opens as the newest of them: its steps are what is asked for.
-        if "://" in path or os.path.abspath(os.path.expanduser(path)) == os.path.abspath(os.path.expanduser(opened)):
-            return [_entry(path)]
-    store = store_at(path, Options())
+    if checkpoint is not None and (checkpoint.format == "jaxckpt" or _stands_alone(path, checkpoint, store)):
+        return [_entry(path)]
     # On an object store the first costs a request for each checkpoint, the other one for each thousand objects.
     names = list(store.folders()) or store.names()
     entries = [_entry(store.child(name).url) for name in sorted(names, key=_natural)]
@@ -288,6 +288,18 @@ def _listed(path: str) -> list[dict[str, Any]]:
     if not found and nothing is not None:
         raise nothing
     return found
+
+
+def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:
+    """Whether a checkpoint of another library is no folder of others.
+
+    A folder of steps may open as the newest of them, and one with some exported file in it as that.
+    """
+    return not any(store.folders().values()) and _absolute(path) == _absolute(checkpoint.path)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
 
 
 def _entry(path: str) -> dict[str, Any]:
@@ -351,7 +363,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 @_json
 @_debug
 def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_json: bool) -> None:
-    """Show the tree of a checkpoint: shapes, dtypes, specs and bytes. No array is read.
+    """Show the tree: shapes, dtypes, specs and bytes. No array is read.
 
     \b
     jaxckpt show run1/00000100
@@ -433,7 +445,7 @@ def _facts(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[s
     if len(leaves) < len(checkpoint):
         chosen = show_bytes(sum(leaf.nbytes for leaf in leaves.values()))
         count, size = f"{len(leaves):,} of {count}", f"{chosen} of {size}"
-    saved = f", saved {_age(checkpoint.created)} ago ({checkpoint.created[:19]})" if checkpoint.created else ""
+    saved = f", saved {_age(checkpoint.created)} ago" if checkpoint.created else ""
     yield f"{checkpoint.format}: {count} leaves, {size}{saved}"
     if checkpoint.step is not None:
         metrics = f": {_named(checkpoint.metrics)}" if checkpoint.metrics else ""
@@ -542,7 +554,7 @@ def _shaped(dtype: str, shape: Sequence[int]) -> str:
 @_json
 @_debug
 def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
-    """Print a leaf, or what an index selects of it; only the chunks that are touched are read.
+    """Print a leaf, or a part of it. Only the chunks that are touched are read.
 
     \b
     jaxckpt cat run1/00000100 step
@@ -690,13 +702,23 @@ def verify(path: str, quick: bool, as_json: bool) -> None:
 @_json
 @_debug
 def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
-    """Compare two checkpoints leaf by leaf, whatever their meshes and formats. Exit code 1 where they differ."""
+    """Compare two checkpoints leaf by leaf. Meshes and formats do not matter; exit code 1 where they differ."""
     from jaxckpt._diff import diff
 
     delta = diff(a, b, select=select or None, options=_options())
     if as_json:
-        names = ("path", "a", "b", "size", "differing", "max_abs", "max_rel")
-        differing = [{name: _plain(getattr(leaf, name)) for name in names} for leaf in delta.differing]
+        differing = [
+            {
+                "path": leaf.path,
+                "a": leaf.a or None,
+                "b": leaf.b or None,
+                "size": leaf.size,
+                "differing": leaf.differing,
+                "max_abs": _plain(leaf.max_abs),
+                "max_rel": _plain(leaf.max_rel),
+            }
+            for leaf in delta.differing
+        ]
         _print_json(
             {
                 "a": delta.path_a,
@@ -751,7 +773,7 @@ def _delta_row(leaf: LeafDelta) -> list[str]:
 def plan(
     path: str, mesh: Mapping[str, int], specs: Any, select: tuple[str, ...], devices_per_process: int, as_json: bool
 ) -> None:
-    """Tell what a restore onto a mesh would read, without reading it; the mesh need not be here.
+    """Tell what a restore onto a mesh would read. Nothing is read, and the mesh need not be here.
 
     \b
     jaxckpt plan run1/00000100 --mesh data=4,model=2
@@ -841,31 +863,37 @@ def _print_plan(plan: RestorePlan) -> None:
         sizes = [show_bytes(plan.needed_bytes), show_bytes(plan.read_bytes), f"{plan.over_read:.3f} ×"]
         rows.append(["all", *sizes, f"{plan.requests:,}", "", ""])
     _print_table([_Column(title, right=True) for title in titles], rows)
-    changed = [leaf for leaf in plan.leaves if leaf.saved != leaf.wanted]
     click.echo()
-    if not changed:
-        click.echo("every array keeps its layout")
+    moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in plan.leaves)
+    for (before, after), count in moves.most_common():
+        click.echo(_printable(f"{before} → {after}: {_many(count, 'array')}"))
+    groups: dict[Any, list[str]] = {}
+    for leaf in plan.leaves:
+        before, after = (where.spec or where.on for where in (leaf.saved, leaf.wanted))
+        wanted = "same" if before == after else after
+        form = (_numberless(leaf.path), _shaped(leaf.dtype, leaf.shape), before, wanted)
+        groups.setdefault(form, []).append(leaf.path)
+    if not groups:
         return
-    if all(leaf.saved.on == changed[0].saved.on and leaf.wanted.on == changed[0].wanted.on for leaf in changed):
-        texts = [(leaf.saved.spec or "-", leaf.wanted.spec or "-") for leaf in changed]
-        titles = [changed[0].saved.on, changed[0].wanted.on]
-    else:
-        texts = [(_where(leaf.saved), _where(leaf.wanted)) for leaf in changed]
-        titles = ["saved", "wanted"]
+    click.echo()
     columns = [
-        _Column("leaf", least=14, middle=True),
+        _Column("leaf", least=20, middle=True),
         _Column("dtype[shape]", least=12),
-        _Column(titles[0], least=12),
-        _Column("", least=1),
-        _Column(titles[1], least=12),
+        _Column("saved", least=12),
+        _Column("wanted", least=12),
     ]
     rows = [
-        [leaf.path, _shaped(leaf.dtype, leaf.shape), before, "→", after]
-        for leaf, (before, after) in zip(changed[:_SHOWN_ROWS], texts, strict=False)
+        [pattern, f"{len(paths)} × {what}", before, wanted] if len(paths) > 1 else [paths[0], what, before, wanted]
+        for (pattern, what, before, wanted), paths in groups.items()
     ]
-    _print_table(columns, rows)
-    if len(changed) > _SHOWN_ROWS:
-        click.echo(f"… and {len(changed) - _SHOWN_ROWS:,} more; --json has all")
+    _print_table(columns, rows[:_SHOWN_ROWS])
+    if len(rows) > _SHOWN_ROWS:
+        click.echo(f"… and {len(rows) - _SHOWN_ROWS:,} more; --json has all")
+
+
+def _numberless(path: str) -> str:
+    """A path as the glob of all that differ from it in numbers alone, as layers do."""
+    return "/".join("*" if part.isdecimal() else part for part in path.split("/"))
 
 
 def _process_row(part: ProcessPlan) -> list[str]:
@@ -882,10 +910,6 @@ def _process_row(part: ProcessPlan) -> list[str]:
         show_bytes(cost.peak_host_bytes),
         " – ".join(ends),
     ]
-
-
-def _where(where: Where) -> str:
-    return f"{where.spec} on {where.on}" if where.spec else where.on
 
 
 def _many(count: int, noun: str) -> str:
@@ -921,7 +945,7 @@ def convert(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint anew: in another format, for another mesh, in other chunks, or only some leaves.
+    """Write anew in another format or layout, or only some leaves.
 
     \b
     jaxckpt convert run1/00000100 model.safetensors --select params
