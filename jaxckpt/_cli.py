@@ -66,6 +66,9 @@ _NEWLINE = "\n"
 _SHOWN_BYTES = 16 << 20
 """Of an array that `cat` shows."""
 
+_SHOWN_VALUE = 40
+"""Characters of a value of Python's in a tree."""
+
 _SHOWN_ROWS = 40
 """Of processes or leaves in a plan: the rest is counted."""
 
@@ -236,12 +239,12 @@ def ls(path: str, as_json: bool) -> None:
         return
     with_dropped = any(entry["dropped"] for entry in found)
     columns = [
-        _Column("name", least=12, middle=True),
+        _Column("name", least=16, middle=True),
         _Column("format"),
         _Column("leaves", right=True),
         _Column("size", right=True),
         _Column("age", right=True),
-        _Column("metrics", least=14),
+        _Column("metrics", least=10),
         *([_Column("dropped", least=10)] if with_dropped else []),
     ]
     rows: list[list[str]] = []
@@ -384,9 +387,9 @@ def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_
     meshes = {tuple(leaf.mesh.items()) for leaf in leaves.values() if leaf.mesh}
     rows = list(_tree_rows(_nested(leaves), 0, depth, every, one_mesh=len(meshes) == 1))
     columns = [
-        _Column("leaf", least=16, middle=True),
-        _Column("dtype[shape]", least=14),
-        _Column("layout", least=14),
+        _Column("leaf", least=12, middle=True),
+        _Column("dtype[shape]", least=12),
+        _Column("layout", least=10),
         _Column("bytes", right=True),
     ]
     _print_table(columns, rows)
@@ -493,7 +496,8 @@ def _tree_rows(node: _Node, level: int, depth: int | None, every: bool, *, one_m
                 yield from _tree_rows(child, level + 1, depth, every, one_mesh=one_mesh)
         else:
             what, layout = _leaf_texts(child, one_mesh)
-            yield [label or "(the tree itself)", f"{head}{what}", layout, show_bytes(child.nbytes * len(names))]
+            size = show_bytes(child.nbytes * len(names)) if child.nbytes or not _is_value(child) else ""
+            yield [label or "(the tree itself)", f"{head}{what}", layout, size]
 
 
 def _below(node: Any) -> Iterator[LazyLeaf]:
@@ -535,7 +539,7 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
     from jaxckpt._grid import show_spec, spec_of
 
     if _is_value(leaf):
-        return f"{leaf.kind} {leaf.value!r}" if not leaf.nbytes else leaf.kind, ""
+        return leaf.kind if leaf.nbytes else _elided(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
     layout = show_spec(spec_of(leaf.spec)) if leaf.mesh and one_mesh else leaf.layout
     return f"{'key ' if leaf.kind == 'key' else ''}{_shaped(leaf.dtype.name, leaf.shape)}", layout
 
@@ -1088,17 +1092,20 @@ def _elided(text: str, width: int | None) -> str:
 
 
 def _elided_middle(text: str, width: int | None) -> str:
+    """Its ends, of which the second tells more; what it is indented by stays."""
     if width is None or _cells(text) <= width:
         return text
-    head = tail = len(text) // 2
-    head, tail = text[:head], text[tail:]
-    while _cells(head) + _cells(tail) > width - 1:
-        # The tail tells more: it keeps two thirds.
+    body = text.lstrip()
+    room = width - (len(text) - len(body))
+    if room < 4:
+        return _elided(text, width)
+    head, tail = body[: len(body) // 2], body[len(body) // 2 :]
+    while _cells(head) + _cells(tail) > room - 1:
         if 2 * _cells(head) > _cells(tail):
             head = head[:-1]
         else:
             tail = tail[1:]
-    return f"{head}…{tail}"
+    return f"{text[: len(text) - len(body)]}{head}…{tail}"
 
 
 def _printable(text: str, keep: str = "") -> str:
