@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         StorageError,
         TreeError,
     )
+    from jaxckpt._mindspore import mindspore_ranks
     from jaxckpt._options import Options
     from jaxckpt._progress import Progress
+    from jaxckpt._rank_files import rank_files
     from jaxckpt._restore import load_numpy, restore
     from jaxckpt._save import PendingSave, SaveInfo, save, save_async
     from jaxckpt._verify import Problem, VerifyReport, verify
@@ -75,7 +77,9 @@ __all__ = [
     "convert",
     "diff",
     "load_numpy",
+    "mindspore_ranks",
     "open",
+    "rank_files",
     "restore",
     "save",
     "save_async",
@@ -88,8 +92,10 @@ _MODULES = (
     "_convert",
     "_diff",
     "_errors",
+    "_mindspore",
     "_options",
     "_progress",
+    "_rank_files",
     "_restore",
     "_save",
     "_verify",

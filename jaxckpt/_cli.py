@@ -979,6 +979,29 @@ def convert(
 
 
 @main.command()
+@click.argument("old")
+@click.argument("new", type=click.Path(path_type=str))
+@click.argument("strategy", type=click.Path(path_type=str))
+@click.argument("n", type=click.IntRange(min=1))
+@click.option("--overwrite", is_flag=True, help="Replace what is at NEW.")
+@_json
+@_debug
+def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_json: bool) -> None:
+    """Merge the files of MindSpore's ranks, as its tutorial's integrate_checkpoint.py does with the same arguments.
+
+    OLD is the name that the files of all ranks have: ./node0/OLD, ./node1/OLD, …; NEW is where the checkpoint goes,
+    STRATEGY the strategy file, protobuf or JSON, and N how many ranks there are.
+    """
+    from jaxckpt._convert import integrate
+
+    integrate(old, new, strategy, n, overwrite=overwrite)
+    if as_json:
+        _print_json({"source": old, "destination": new})
+    else:
+        click.echo(f"{_printable(old)} → {_printable(new)}")
+
+
+@main.command()
 @_path
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @_json

@@ -24,7 +24,9 @@ from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Layout, mesh_layout
 from jaxckpt._layout import Specs, by_axis_name, fit_spec, mesh_axes, resolve_specs
 from jaxckpt._manifest import LayoutRecord, LeafRecord, Manifest, MeshRecord
+from jaxckpt._mindspore import mindspore_ranks
 from jaxckpt._options import Options
+from jaxckpt._orbax_out import write_orbax
 from jaxckpt._reading import Stored
 from jaxckpt._save import Asked, start
 from jaxckpt._save_plan import ArrayLeaf
@@ -102,12 +104,22 @@ def convert(
         _WRITERS[name](found, path, options)
 
 
+def integrate(
+    old: str, new: str | os.PathLike[str], strategy: str | os.PathLike[str], n: int, *, overwrite: bool = False
+) -> None:
+    """What MindSpore's tutorial of that name does with the same arguments: `./node0/OLD` and so on, the files of `n`
+    ranks, become the one checkpoint `new`, which is ours."""
+    ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
+    convert(mindspore_ranks(ranks, strategy=strategy), new, overwrite=overwrite)
+
+
 _BY_SUFFIX = {".safetensors": "safetensors", ".npz": "npz", ".zarr": "zarr"}
 
 _WRITERS: dict[str, Callable[[Source, str, Options], None]] = {
     "safetensors": export.write_safetensors,
     "npz": export.write_npz,
     "zarr": export.write_zarr,
+    "orbax": write_orbax,
 }
 
 

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
+from jaxckpt import _mindspore as mindspore
+from jaxckpt import _npz as npz
+from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
+from jaxckpt import _torch as torch
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
@@ -32,7 +37,14 @@ class Format:
     open: Callable[[str], Foreign]
 
 
-FORMATS: tuple[Format, ...] = (Format("safetensors", safetensors.recognises, safetensors.open_safetensors),)
+FORMATS: tuple[Format, ...] = (
+    Format("dcp", dcp.recognises, dcp.open_dcp),
+    Format("orbax", orbax.recognises, orbax.open_orbax),
+    Format("torch", torch.recognises, torch.open_torch),
+    Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
+    Format("npz", npz.recognises, npz.open_npz),
+    Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
+)
 """In the order in which they are asked."""
 
 

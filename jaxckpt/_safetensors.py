@@ -65,7 +65,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     """
     with opened(path) as handle:
         size = os.fstat(handle).st_size
-        header = _header(path, handle, size)
+        _, header = _header(path, handle, size)
         start = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
     found: dict[str, ForeignArray] = {}
     end = 0
@@ -94,7 +94,13 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     return found
 
 
-def _header(path: str, handle: int, size: int) -> dict[str, _Entry]:
+def read_metadata(path: str) -> dict[str, str]:
+    """What the header of a .safetensors file says besides. Raises DataError."""
+    with opened(path) as handle:
+        return _header(path, handle, os.fstat(handle).st_size)[0]
+
+
+def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise DataError(
@@ -105,8 +111,8 @@ def _header(path: str, handle: int, size: int) -> dict[str, _Entry]:
         if not text.startswith(b"{"):
             raise ValueError("it does not start with '{'")
         record = json.loads(text.decode(), object_pairs_hook=_distinct)
-        msgspec.convert(record.pop("__metadata__", None), dict[str, str] | None)
-        return msgspec.convert(record, dict[str, _Entry])
+        metadata = msgspec.convert(record.pop("__metadata__", None), dict[str, str] | None)
+        return metadata or {}, msgspec.convert(record, dict[str, _Entry])
     except (ValueError, RecursionError, msgspec.ValidationError) as error:  # UnicodeDecodeError is a ValueError
         raise DataError(f"the header of {path} is damaged: {str(error)[:200]}") from error
 

@@ -111,6 +111,13 @@ class Block(abc.ABC):
         Called by several threads at once.
         """
 
+    def check(self) -> None:
+        """Compare what is stored with the checksums that are stored with it, where the format has any.
+
+        Raises DataError, StorageError.
+        """
+        return
+
 
 @dataclass(frozen=True, slots=True)
 class Memory(Block):
@@ -134,7 +141,9 @@ class ForeignArray:
 
     block: Block
 
-    kind: Literal["jax", "numpy", "numpy_scalar", "key"] = "jax"
+    kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
+    """The last two are arrays of bytes, a str's in UTF-8."""
+
     impl: str | None = None
     """PRNG implementation, for kind "key"."""
 

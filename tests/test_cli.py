@@ -19,6 +19,7 @@ from typing import Any
 import click
 import jax
 import jax.numpy as jnp
+import mindspore_files
 import ml_dtypes
 import numpy as np
 import processes
@@ -457,6 +458,30 @@ def test_convert(here: Path, tmp_path: Path) -> None:
 def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], told: str) -> None:
     assert told in run("convert", "run1/00000300", str(tmp_path / "out"), *args, code=2).stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_integrate_takes_the_four_arguments_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mindspore_files.tutorial(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    printed = mindspore_files.DATA["merged"]
+    for strategy, new in (("strategy.ckpt", "new"), ("strategy.json", "new.json-strategy")):
+        assert run("integrate", "net.ckpt", new, strategy, "4").stdout == f"net.ckpt → {new}\n"
+        merged = jaxckpt.load_numpy(new)
+        expected = np.array(printed["moments.weight"], np.float32)
+        np.testing.assert_array_equal(merged["moments.weight"], expected, strict=True)
+        assert merged.keys() == printed.keys()
+    assert "--overwrite replaces it" in run("integrate", "net.ckpt", "new", "strategy.ckpt", "4", code=2).stderr
+    told = run_json("integrate", "--overwrite", "net.ckpt", "new", "strategy.ckpt", "4")
+    assert told == {"source": "net.ckpt", "destination": "new"}
+
+
+def test_integrate_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mindspore_files.tutorial(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = run("integrate", "net.ckpt", "new", "strategy.ckpt", "3", code=3).stderr
+    assert told.startswith("jaxckpt: the shards of 'weight' do not make up its [8, 8]:\n  [6:8, 0:8] is in no")
+    assert not (tmp_path / "new").exists()
+    run("integrate", "net.ckpt", "new", "strategy.ckpt", "0", code=2)
 
 
 def test_rm_asks(tmp_path: Path) -> None:
