@@ -345,9 +345,18 @@ def _entry(path: str) -> dict[str, Any]:
         "leaves": len(checkpoint),
         "bytes": checkpoint.nbytes,
         "created": checkpoint.created or None,
-        "metrics": dict(checkpoint.metrics),
+        "metrics": _metrics(checkpoint),
         "dropped": list(checkpoint.dropped),
     }
+
+
+def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:
+    """Its metrics; of another library's checkpoint the numbers that its metadata has under that name."""
+    found: Any = checkpoint.metadata
+    if checkpoint.format == "jaxckpt" or not isinstance(found, dict):
+        return dict(checkpoint.metrics)
+    found = found.get("metrics")  # pyright: ignore[reportUnknownMemberType]
+    return {name: value for name, value in found.items() if isinstance(value, int | float)} if found else {}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -428,7 +437,7 @@ def _described(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict[s
                 "spec": [_axes_of(entry) for entry in leaf.spec] if leaf.mesh else None,
                 "mesh": dict(leaf.mesh) or None,
                 "layout": leaf.layout,
-                "value": _plain(leaf.value) if _is_value(leaf) and not leaf.nbytes else None,
+                "value": leaf.value if _is_value(leaf) and not leaf.nbytes else None,
             }
             for path, leaf in leaves.items()
         ],
@@ -589,13 +598,11 @@ def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
         value = np.asarray(found[... if index is None else index])
         dtype, shape = value.dtype.name, list(value.shape)
     if as_json:
-        _print_json(
-            {"path": path, "leaf": name, "kind": found.kind, "dtype": dtype, "shape": shape, "value": _plain(value)}
-        )
-    elif isinstance(value, np.ndarray):
+        _print_json({"path": path, "leaf": name, "kind": found.kind, "dtype": dtype, "shape": shape, "value": value})
+    elif isinstance(value, np.ndarray) and value.ndim:
         click.echo(np.array2string(value, max_line_width=_width() or 80, separator=", "))
     else:
-        click.echo(repr(value))
+        click.echo(str(value) if isinstance(value, np.ndarray) else repr(value))
 
 
 def _indexed(checkpoint: Checkpoint, text: str) -> tuple[str, Any, LazyLeaf]:
@@ -718,8 +725,8 @@ def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
                 "b": leaf.b or None,
                 "size": leaf.size,
                 "differing": leaf.differing,
-                "max_abs": _plain(leaf.max_abs),
-                "max_rel": _plain(leaf.max_rel),
+                "max_abs": leaf.max_abs,
+                "max_rel": leaf.max_rel,
             }
             for leaf in delta.differing
         ]
@@ -926,7 +933,9 @@ def _many(count: int, noun: str) -> str:
 @main.command()
 @click.argument("source", type=click.Path(path_type=str))
 @click.argument("destination", type=click.Path(path_type=str))
-@click.option("--format", help="jaxckpt, safetensors, npz, zarr, …; by default it follows from DESTINATION's suffix.")
+@click.option(
+    "--format", help="jaxckpt, safetensors, npz, zarr or orbax; by default it follows from DESTINATION's suffix."
+)
 @_mesh
 @_specs
 @_select
@@ -1156,7 +1165,7 @@ def _age(created: str | None) -> str:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, allow_nan=False))
+    click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
@@ -1168,6 +1177,8 @@ def _plain(value: Any) -> Any:
         return _plain(value.astype(_plain_dtype(value.dtype)).tolist())
     if isinstance(value, np.generic):
         return _plain(value.item())
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, complex):
