@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TreeError,
     )
     from jaxckpt._mindspore import mindspore_ranks
+    from jaxckpt._oneflow import oneflow_ranks
     from jaxckpt._options import Options
     from jaxckpt._progress import Progress
     from jaxckpt._rank_files import rank_files
@@ -78,6 +79,7 @@ __all__ = [
     "diff",
     "load_numpy",
     "mindspore_ranks",
+    "oneflow_ranks",
     "open",
     "rank_files",
     "restore",
@@ -93,6 +95,7 @@ _MODULES = (
     "_diff",
     "_errors",
     "_mindspore",
+    "_oneflow",
     "_options",
     "_progress",
     "_rank_files",

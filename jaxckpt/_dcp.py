@@ -19,7 +19,7 @@ import msgspec
 from jaxckpt._errors import DataError, NotACheckpointError
 from jaxckpt._grid import Box, volume
 from jaxckpt._safetensors import read_header, read_metadata
-from jaxckpt._shards import require_length, tiled
+from jaxckpt._shards import inside, require_length, tiled
 from jaxckpt._source import Block, Foreign, ForeignArray, compose
 from jaxckpt._torch import SavedTensor, dtype_of, read_saved
 from jaxckpt._tree import DTYPES, MAX_DEPTH, Tree, show
@@ -113,7 +113,7 @@ def _places(path: str, where: str, storage: Any) -> Places:
             encoded = ", ".join(map(_text, info.get("transform_descriptors") or ()))
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: a place in its storage_data is damaged: {error}") from error
-        place = _Place(_inside(path, file, where), start, size, encoded)
+        place = _Place(inside(path, file, where), start, size, encoded)
         places[name, offset] = place
         ends[place.path] = max(ends.get(place.path, 0), start + size)
     for file, end in ends.items():
@@ -125,14 +125,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a name is a {type(value).__name__}")
     return value
-
-
-def _inside(folder: str, name: str, where: str) -> str:
-    """The path of a file that is named in a checkpoint: it must not lead out of its folder."""
-    parts = name.split("/")
-    if not all(parts) or {".", ".."} & {*parts} or "\0" in name:
-        raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
-    return os.path.join(folder, *parts)
 
 
 def _leaf(where: str, name: str, item: Any, places: Places) -> Tree:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxckpt import _colossalai as colossalai
 from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
 from jaxckpt import _mindspore as mindspore
 from jaxckpt import _npz as npz
+from jaxckpt import _oneflow as oneflow
 from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
@@ -39,11 +41,13 @@ class Format:
 
 FORMATS: tuple[Format, ...] = (
     Format("dcp", dcp.recognises, dcp.open_dcp),
+    Format("colossalai", colossalai.recognises, colossalai.open_colossalai),
     Format("orbax", orbax.recognises, orbax.open_orbax),
     Format("torch", torch.recognises, torch.open_torch),
     Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
     Format("npz", npz.recognises, npz.open_npz),
     Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
+    Format("oneflow", oneflow.recognises, oneflow.open_oneflow),
 )
 """In the order in which they are asked."""
 

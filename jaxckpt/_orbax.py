@@ -33,8 +33,8 @@ from jaxckpt._grid import Box, Spec, spec_problem
 from jaxckpt._manifest import MeshRecord
 from jaxckpt._pieces import Array
 from jaxckpt._shards import opened
-from jaxckpt._source import Block, Foreign, ForeignArray, compose
-from jaxckpt._store import MANIFEST_LIMIT_BYTES, ArrayFolder, TensorReader, storage_errors
+from jaxckpt._source import Foreign, ForeignArray, StartedBlock, compose
+from jaxckpt._store import MANIFEST_LIMIT_BYTES, ArrayFolder, Pending, storage_errors
 from jaxckpt._tree import DTYPES, MAX_DEPTH, Container, Tree, component, keys_of, show, unflatten
 
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -397,7 +397,7 @@ def _string(path: str, strings: Any, keys: _Keys) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _ZarrArray(Block):
+class _ZarrArray(StartedBlock):
     """An array of an item."""
 
     folder: ArrayFolder
@@ -406,13 +406,13 @@ class _ZarrArray(Block):
     metadata: Any
     strict: bool
 
-    def reader(self) -> TensorReader:
-        return self.folder.array_reader(self.name, self.driver, self.metadata, strict=self.strict)
+    def start(self, box: Box, target: Array) -> Pending:
+        reader = self.folder.array_reader(self.name, self.driver, self.metadata, strict=self.strict)
+        return reader.read([(box, target)])[0]
 
     def read(self, box: Box, target: Array) -> None:
         with storage_errors(f"cannot read the array {self.name!r} of {self.folder.path}", reading=True):
-            for pending in self.reader().read([(box, target)]):
-                pending.result()
+            self.start(box, target).result()
 
 
 def _arrays(path: str, folder: ArrayFolder, record: _TreeRecord, kinds: Mapping[_Keys, str]) -> dict[_Keys, Any]:
@@ -454,12 +454,10 @@ def _scalars(arrays: Mapping[_Keys, ForeignArray]) -> dict[_Keys, Any]:
         for keys, array in arrays.items()
         if array.kind == "numpy_scalar" and array.dtype in ("bool", "int64", "float64", "complex128")
     }
-    pending = {
-        keys: cast("_ZarrArray", arrays[keys].block).reader().read([((), target)]) for keys, target in wanted.items()
-    }
+    pending = {keys: cast("_ZarrArray", arrays[keys].block).start((), target) for keys, target in wanted.items()}
     for keys, begun in pending.items():
         with storage_errors(f"cannot read the leaf {show(_path(keys))}", reading=True):
-            begun[0].result()
+            begun.result()
     return {keys: target.item() for keys, target in wanted.items()}
 
 

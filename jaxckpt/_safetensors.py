@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxckpt._errors import DataError, InputError, TreeError
-from jaxckpt._shards import FileBlock, opened
+from jaxckpt._shards import FileBlock, opened, read_json
 from jaxckpt._source import Foreign, ForeignArray, compose
 from jaxckpt._tree import DTYPES, Tree, nested, show
 
@@ -154,7 +154,7 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
     index = os.path.join(path, indices[0])
     found: dict[str, ForeignArray] = {}
     files: dict[str, set[str]] = {}
-    for name, file in _weight_map(index).items():
+    for name, file in read_json(index, _Index).weight_map.items():
         files.setdefault(file, set()).add(name)
     for file, expected in files.items():
         if os.path.basename(file) != file or file not in names:
@@ -165,18 +165,6 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
             raise DataError(f"{os.path.join(path, file)}: the tensor {show(odd[0])} {where} ({indices[0]})")
         found |= held
     return found
-
-
-def _weight_map(index: str) -> dict[str, str]:
-    with opened(index) as handle:
-        size = os.fstat(handle).st_size
-        if size > MAX_HEADER_BYTES:
-            raise DataError(f"{index} is {size} bytes long, over {MAX_HEADER_BYTES}")
-        text = os.pread(handle, size, 0)
-    try:
-        return msgspec.json.decode(text, type=_Index).weight_map
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{index} is damaged: {str(error)[:200]}") from error
 
 
 class _Index(msgspec.Struct):

@@ -15,7 +15,9 @@ import os
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from jaxckpt import _files as files
@@ -25,6 +27,11 @@ from jaxckpt._manifest import MeshRecord
 from jaxckpt._pieces import Array, as_bits
 from jaxckpt._source import Block, ForeignArray
 from jaxckpt._tree import DTYPES, show
+
+T = TypeVar("T")
+
+MAX_INDEX_BYTES = 1 << 28
+"""Of an index file in JSON."""
 
 SPAN_BYTES = 4 << 20
 """What lies scattered over no more bytes of a file than this is read with all that lies between."""
@@ -292,6 +299,27 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
 
 def show_box(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def inside(folder: str, name: str, where: str) -> str:
+    """The path of a file that an index names. Raises DataError where the name leads out of the folder."""
+    parts = name.split("/")
+    if not all(parts) or {".", ".."} & {*parts} or "\0" in name:
+        raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
+    return os.path.join(folder, *parts)
+
+
+def read_json(path: str, kind: type[T]) -> T:
+    """An index in JSON. Raises DataError where it is damaged or none."""
+    with opened(path) as handle:
+        size = os.fstat(handle).st_size
+        if size > MAX_INDEX_BYTES:
+            raise DataError(f"{path} is {size} bytes long, over {MAX_INDEX_BYTES}")
+        text = os.pread(handle, size, 0)
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {str(error)[:200]}") from error
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

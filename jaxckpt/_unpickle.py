@@ -139,9 +139,11 @@ class _Machine:
     def run(self) -> Any:
         operations = _OPERATIONS
         while True:
-            if self._next >= len(self._window):
+            try:
+                code = self._window[self._next]
+            except IndexError:
                 self._fill(1)
-            code = self._window[self._next]
+                continue
             self._next += 1
             operation = operations[code]
             if operation is None:
@@ -169,11 +171,12 @@ class _Machine:
         self._first, self._window, self._next = self.at, self._window[self._next :] + more, 0
 
     def take(self, count: int) -> bytes:
-        if self._next + count > len(self._window):
+        start, end = self._next, self._next + count
+        if end > len(self._window):
             self._fill(count)
-        start = self._next
-        self._next = start + count
-        return self._window[start : start + count]
+            start, end = 0, count
+        self._next = end
+        return self._window[start:end]
 
     def number(self, count: int) -> int:
         return int.from_bytes(self.take(count), "little")
@@ -331,9 +334,7 @@ class _Machine:
         if isinstance(called, Global):
             function = self._calls.get(called.name)
             if function is not None:
-                self._budget -= len(found) + sum(
-                    len(arg) for arg in found if isinstance(arg, (str, bytes, tuple, list, dict))
-                )
+                self._budget -= len(found) + sum([len(arg) for arg in found if isinstance(arg, _SIZED)])
                 if self._budget < 0:
                     raise ValueError("its calls would copy far more than it holds")
                 self.push(function(*found))
@@ -357,6 +358,7 @@ class _Machine:
         self.push(self._persistent(identity))
 
 
+_SIZED = (str, bytes, tuple, list, dict)
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, as protocols 0 to 2 write them
 
 
@@ -558,8 +560,9 @@ def sizes(value: Any) -> tuple[int, ...]:
     found = cast("Sequence[Any]", value)
     if len(found) > MAX_RANK:
         raise ValueError(f"an array has {len(found)} dimensions; at most {MAX_RANK} can be read")
-    if not all(type(side) is int and 0 <= side < 1 << 63 for side in found):
-        raise ValueError("a shape has something else than sizes")
+    for side in found:
+        if type(side) is not int or not 0 <= side < 1 << 63:
+            raise ValueError("a shape has something else than sizes")
     return tuple(found)
 
 
@@ -600,10 +603,11 @@ def unreadable(reason: str) -> ForeignArray:
     return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
 
 
-def as_tree(value: Any, where: str) -> Tree:
+def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda found: None) -> Tree:
     """What was unpickled as a tree that `compose` takes; leaves that are no data become unreadable ones.
 
-    Raises DataError where it is too large or too deep for a tree, as what contains itself is.
+    `rebuild` knows some Objects: it returns leaves for them, and None for the others. Raises DataError where it is too
+    large or too deep for a tree, as what contains itself is.
     """
     left = MAX_VALUES
 
@@ -635,6 +639,8 @@ def as_tree(value: Any, where: str) -> Tree:
             return walk(node.array, depth + 1)
         if kind is Object and node.name in ("builtins.set", "builtins.frozenset"):
             return unreadable("is a set, which no pytree has")
+        if kind is Object and (found := rebuild(node)) is not None:
+            return found
         if kind is Object:
             return unreadable(f"holds what {node.name[:200]} would make, which only running code could tell")
         if kind is Global:
@@ -642,6 +648,12 @@ def as_tree(value: Any, where: str) -> Tree:
         return unreadable(f"holds a {kind.__name__.strip('_')}")
 
     return walk(value, 0)
+
+
+def array_in(value: Any) -> ForeignArray | None:
+    """A NumPy array that was unpickled; None for what is none, or of a dtype that is none of ours."""
+    found = value.array if isinstance(value, _NumpyArray) else value
+    return found if isinstance(found, ForeignArray) else None
 
 
 def _is_utf8(text: str) -> bool:
