@@ -45,6 +45,7 @@ ROWS = [
     ["_checkpointer"],
     ["orbax"],
     ["_report"],
+    ["_terminal"],
     ["_cli"],
     ["__main__"],
 ]
