@@ -108,6 +108,12 @@ class LazyLeaf:
         return partition_spec(self._manifest.leaf_layout(self._record)[1])
 
     @property
+    def mesh(self) -> Mapping[str, int]:
+        """Axis sizes of the mesh it was saved on; empty where it was on none."""
+        mesh, _, _ = self._manifest.leaf_layout(self._record)
+        return types.MappingProxyType(mesh.axes if mesh else {})
+
+    @property
     def layout(self) -> str:
         """Mesh and spec it was saved with, in words."""
         if self._record.layout is None:
@@ -239,6 +245,21 @@ class Checkpoint:
     def metadata(self) -> Any:
         """The JSON value that was given to `save`."""
         return self._manifest.metadata
+
+    @property
+    def step(self) -> int | None:
+        """The training step that a Checkpointer saved in it; None where none did."""
+        return None if self._manifest.step is None else self._manifest.step.number
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """The metrics given to `Checkpointer.save`; None for those that were not finite."""
+        return types.MappingProxyType({} if self._manifest.step is None else self._manifest.step.metrics)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Subtrees that a Checkpointer's `components=` has dropped since it was saved."""
+        return () if self._manifest.step is None else tuple(self._manifest.step.dropped)
 
     @property
     def process_states(self) -> list[dict[str, Any]]:

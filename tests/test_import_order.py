@@ -44,7 +44,10 @@ ROWS = [
     ["_convert"],
     ["_checkpointer"],
     ["orbax"],
+    ["_report"],
+    ["_terminal"],
     ["_cli"],
+    ["__main__"],
 ]
 PUBLIC = ("orbax",)
 """What is imported by its own name, and not with the package."""
