@@ -24,7 +24,9 @@ import nbformat
 _TIMEOUT_SECONDS = 120  # for a cell
 
 _VOLATILE = re.compile(
-    r"(?P<date>\d{4}-\d\d-\d\dT[\d:.]+(Z|\+00:00))|(?P<id>\b[0-9a-f]{32}\b)|(?P<folder>/[^\s'\"]*jaxckpt-notebook\w*)"
+    r"(?P<date>\d{4}-\d\d-\d\dT[\d:.]+(Z|\+00:00))"
+    r"|(?P<id>\b[0-9a-f]{32}\b)"
+    r"|(?P<folder>/[^\s'\"]*jaxckpt-notebook-[^\s'\"/]+(/[^\s'\"/]+)?)"  # the working folder, or one in it
 )
 
 
