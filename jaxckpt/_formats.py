@@ -22,6 +22,7 @@ from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._source import Foreign, Native
+from jaxckpt._store import is_data
 
 Location = str | os.PathLike[str] | Foreign
 """Where a checkpoint is: a path or URL, or what a function such as `jaxckpt.rank_files` has made of several files."""
@@ -81,6 +82,20 @@ def _foreign(path: str) -> Foreign | None:
     except OSError:  # it was not there, or not to be read, for ours either
         return None
     return next((form.open(path) for form in FORMATS if form.recognises(path, names)), None)
+
+
+def holds_checkpoint(path: str, names: Collection[str]) -> bool:
+    """Whether a local folder with these names is one checkpoint, of whatever state, or what `convert` makes of one.
+
+    A folder of several steps is not: who means one of them must not lose them all. Nor is one with folders of others.
+    """
+    if "zarr.json" in names or all(map(is_data, names)):
+        return True
+    found = next((form.name for form in FORMATS if form.recognises(path, names)), None)
+    if found == "orbax":
+        return not orbax.has_steps(path, names)
+    folders = (name for name in names if not is_data(name) and os.path.isdir(os.path.join(path, name)))
+    return (found == "oneflow") or ((found is not None or manifests.MANIFEST in names) and not any(folders))
 
 
 def _digest(source: Foreign) -> str:

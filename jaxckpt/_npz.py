@@ -40,12 +40,23 @@ SNAPSHOTS = 256
 SNAPSHOT_BYTES = 16 << 20
 """Fewest bytes from one of them to the next."""
 
+_LOOKED_AT = 1 << 16
+"""Bytes of a member's name, at most."""
+
 _MOST_INFLATED = 1032  # times: what deflate can reach
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
-    """A file of that suffix."""
-    return not names and path.endswith(".npz") and os.path.isfile(path)
+    """A file of that suffix, or, as `convert` gives it the name that is asked for, one that starts with an array."""
+    if names or not os.path.isfile(path):
+        return False
+    if path.endswith(".npz"):
+        return True
+    with opened(path) as handle:
+        head = os.pread(handle, 30 + _LOOKED_AT, 0)
+    if not head.startswith(b"PK\3\4") or len(head) < 30:
+        return False
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
 
 
 def open_npz(path: str) -> Foreign:

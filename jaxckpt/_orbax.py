@@ -53,6 +53,11 @@ def recognises(path: str, names: Collection[str]) -> bool:
     return _kind(path, names) is not None
 
 
+def has_steps(path: str, names: Collection[str]) -> bool:
+    """Whether it is a CheckpointManager's folder."""
+    return _kind(path, names) == "manager"
+
+
 def open_orbax(path: str) -> Foreign:
     """The newest complete step of a CheckpointManager's folder, a step, or one item of it.
 
@@ -82,6 +87,9 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
         return "step"
     if any(_is_step(f"{path}/{name}") for name in itertools.islice(filter(_STEP_NAME.fullmatch, names), _LOOKED_AT)):
         return "manager"
+    # A model in safetensors may have one of Orbax's beside it, in a folder of its own.
+    if any(name.endswith(".safetensors") for name in names):
+        return None
     return "step" if _has_items(path, names) else None  # of an Orbax that left no other mark
 
 

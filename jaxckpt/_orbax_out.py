@@ -133,7 +133,9 @@ def _require(source: Source, places: Iterable[_Place], leaves: Mapping[_Place, L
         above = next((head for head in ("/".join(parts[:n]) for n in range(1, len(parts))) if head in arrays), None)
         if above is not None:
             problems.append(f"{told} would lie in the folder of {above!r}")
-        if place.keys and (not {"", ".", ".."}.isdisjoint(parts) or "\0" in name or parts[0] in _RESERVED):
+        if place.keys and (
+            not {"", ".", ".."}.isdisjoint(parts) or not {"\0", "\\"}.isdisjoint(name) or parts[0] in _RESERVED
+        ):
             problems.append(f"{told} has a name that Orbax keeps for itself, or that is no folder's")
         elif any(len(part.encode()) > 255 for part in parts):
             problems.append(f"{told} has a name of more than 255 bytes")
