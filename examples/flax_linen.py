@@ -28,7 +28,7 @@ class Network(nn.Module):
 
 
 class TrainState(train_state.TrainState):
-    dropout_key: jax.Array
+    key: jax.Array
 
 
 model, optimizer = Network(), optax.adamw(1e-2)
@@ -36,35 +36,37 @@ model, optimizer = Network(), optax.adamw(1e-2)
 
 def init() -> TrainState:
     params = model.init(jax.random.key(0), jnp.zeros((1, 12)), training=False)["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, dropout_key=jax.random.key(1))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer, key=jax.random.key(1))
 
 
-@jax.jit
-def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+def train_step(state: TrainState) -> tuple[TrainState, jax.Array]:
+    key = jax.random.fold_in(state.key, state.step)
+    x = jax.random.normal(key, (24, 12))
+
     def loss_of(params: dict) -> jax.Array:
-        rngs = {"dropout": jax.random.fold_in(state.dropout_key, state.step)}
-        return jnp.mean((state.apply_fn({"params": params}, x, training=True, rngs=rngs) - jnp.sin(x)) ** 2)
+        return jnp.mean((state.apply_fn({"params": params}, x, training=True, rngs={"dropout": key}) - jnp.sin(x)) ** 2)
 
     loss, grads = jax.value_and_grad(loss_of)(state.params)
     return state.apply_gradients(grads=grads), loss
 
 
 def train(state: TrainState, steps: int, what: str) -> TrainState:
+    step = jax.jit(train_step, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), None))
     for _ in range(steps):
-        state, loss = train_step(state, jax.random.normal(jax.random.key(int(state.step)), (24, 12)))
+        state, loss = step(state)
     print(f"step {state.step}, loss {loss:.6f}: {what}")
     return state
 
 
 with tempfile.TemporaryDirectory() as folder:
-    shapes = jax.eval_shape(init)
-    state = train(jax.jit(init, out_shardings=nn.get_sharding(shapes, mesh))(), 20, "on 2×4, saved")
+    state = train(jax.jit(init, out_shardings=nn.get_sharding(jax.eval_shape(init), mesh))(), 20, "on 2×4, saved")
     jaxckpt.save(f"{folder}/step-20", state)  # apply_fn and tx are static: no leaves, and not saved
-    abstract = jax.eval_shape(jax.jit(init, out_shardings=nn.get_sharding(shapes, other)))  # with shardings, no data
+    # A TrainState of shapes and shardings on the other mesh, without data:
+    abstract = jax.eval_shape(jax.jit(init, out_shardings=nn.get_sharding(jax.eval_shape(init), other)))
     resumed = train(jaxckpt.restore(f"{folder}/step-20", abstract), 20, "on 3×2, restored at step 20")
 
 # The same steps without a checkpoint: the state at step 20 moves to the other mesh in memory.
-moved = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-straight = train(moved, 20, "on 3×2, trained straight on")
+shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+straight = train(jax.device_put(state, shardings), 20, "on 3×2, trained straight on")
 assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), straight, resumed))
 print(f"all {len(jax.tree.leaves(straight))} arrays are equal")

@@ -26,7 +26,8 @@ def shardings_on(mesh: Mesh) -> dict:
 def init() -> dict:
     up, down = jax.random.normal(jax.random.key(0), (2, 12, 48)) / 4
     params = {"up": up, "bias": jnp.zeros(48), "down": down.T}
-    return {"params": params, "momentum": jax.tree.map(jnp.zeros_like, params), "key": jax.random.key(1), "step": 0}
+    momentum = jax.tree.map(jnp.zeros_like, params)
+    return {"params": params, "momentum": momentum, "key": jax.random.key(1), "step": jnp.int32(0)}
 
 
 def loss_of(params: dict, x: jax.Array) -> jax.Array:
