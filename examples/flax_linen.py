@@ -66,7 +66,7 @@ with tempfile.TemporaryDirectory() as folder:
     resumed = train(jaxckpt.restore(f"{folder}/step-20", abstract), 20, "on 3×2, restored at step 20")
 
 # The same steps without a checkpoint: the state at step 20 moves to the other mesh in memory.
-shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-straight = train(jax.device_put(state, shardings), 20, "on 3×2, trained straight on")
+moved = jax.tree.map(lambda leaf, wanted: jax.device_put(leaf, wanted.sharding), state, abstract)
+straight = train(moved, 20, "on 3×2, trained straight on")
 assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), straight, resumed))
 print(f"all {len(jax.tree.leaves(straight))} arrays are equal")
