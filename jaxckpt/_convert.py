@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import os
 import shutil
 import uuid
@@ -155,43 +157,88 @@ def _require_replaceable(path: str, source: Location, overwrite: bool) -> None:
 @contextlib.contextmanager
 def _published(path: str) -> Generator[str]:
     """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
-    parent = os.path.dirname(path)
-    stem, suffix = os.path.splitext(os.path.basename(path))
-    draft = os.path.join(parent, f".{stem[:40]}-{uuid.uuid4().hex}{suffix[:20]}")
+    parent, name = os.path.split(path)
+    folder, lock = "", -1
     try:
         os.makedirs(parent, exist_ok=True)
+        _clear(path)
+        folder, lock = _drafts_folder(path)
+        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
         yield draft
         export.sync(draft)
         _put_in_place(draft, path)
         export.sync(parent, deep=False)
-    except BaseException as error:
-        _delete(draft)
-        if isinstance(error, OSError) and not isinstance(error, JaxckptError):
-            raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
-        raise
+    except OSError as error:
+        if isinstance(error, JaxckptError):
+            raise
+        raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if folder:
+            # What could not be put back waits for the next conversion.
+            if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _drafts_folder(path: str) -> tuple[str, int]:
+    """A hidden folder beside `path` for what is not whole yet, and a lock that is held while this process lives."""
+    while True:
+        folder = f"{_drafts(path)}{uuid.uuid4().hex}"
+        os.mkdir(folder)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.isdir(folder)
+        except BlockingIOError:
+            ours = False
+        except OSError:  # a file system without locks, where nobody clears up either
+            ours = True
+        if ours:
+            return folder, lock
+        os.close(lock)  # somebody took it for left behind, before it was locked
+
+
+def _drafts(path: str) -> str:
+    parent, name = os.path.split(path)
+    # Names of one length may all be as long as the file system allows.
+    return os.path.join(parent, f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-convert-")
+
+
+def _clear(path: str) -> None:
+    """Delete what conversions to `path` left that were killed; what one of them had just moved away is put back."""
+    parent, start = os.path.split(_drafts(path))
+    for name in os.listdir(parent):
+        if not name.startswith(start):
+            continue
+        folder = os.path.join(parent, name)
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                old = os.path.join(folder, _OLD)
+                if os.path.lexists(old) and not os.path.lexists(path):
+                    os.rename(old, path)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _put_in_place(draft: str, path: str) -> None:
-    """Rename `draft` to `path`, and delete what was there. A symbolic link is replaced, not what it leads to."""
+    """Rename `draft` to `path`, and move away what was there. A symbolic link is replaced, not what it leads to."""
     if not os.path.lexists(path) or not (os.path.isdir(draft) or (os.path.isdir(path) and not os.path.islink(path))):
         os.replace(draft, path)
         return
-    old = f"{draft}.old"
+    old = os.path.join(os.path.dirname(draft), _OLD)
     os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
     try:
         os.rename(draft, path)
     except BaseException:
         os.rename(old, path)
         raise
-    _delete(old)
 
 
-def _delete(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+_OLD = ".old"
+"""In the folder of a draft, what was at the destination."""
 
 
 # To our own format ----------------------------------------------------------------------------------------
