@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Mapping
@@ -92,7 +93,10 @@ def convert(
         options = replace(options, chunk_bytes=chunk_bytes)
     if specs is not None and mesh_shape is None:
         raise InputError("convert(specs=…) needs mesh_shape=: the axis sizes of the mesh that the specs are of")
-    name = format or _BY_SUFFIX.get(os.path.splitext(os.fspath(destination))[1], "jaxckpt")
+    to = os.fspath(destination) if isinstance(destination, str | os.PathLike) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not to or "\0" in to:
+        raise InputError(f"destination must be a non-empty str or PathLike, found {destination!r}")
+    name = format or _BY_SUFFIX.get(os.path.splitext(to)[1], "jaxckpt")
     if name != "jaxckpt" and name not in _WRITERS:
         raise InputError(f"format={format!r}; expected one of {', '.join(['jaxckpt', *_WRITERS])}")
     found, _ = source_at(source, options)
@@ -105,7 +109,9 @@ def convert(
         return
     if mesh_shape is not None:
         raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
-    target = os.path.abspath(os.path.expanduser(os.fspath(destination)))
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", to := to.removeprefix("file://")):
+        raise InputError(f"{name!r} is written to a local path, and {to!r} looks like a URL: copy it there afterwards")
+    target = os.path.abspath(os.path.expanduser(to))
     if os.path.lexists(target):
         _require_replaceable(target, source, overwrite)
     with _published(target) as path:

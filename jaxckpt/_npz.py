@@ -208,7 +208,7 @@ def _array(path: str, name: str, handle: int, member: _Member) -> ForeignArray |
     if member.deflated:
         return ForeignArray(dtype.name, shape, Deflated(member, start, dtype.name, shape, fortran))
     strides = tuple(math.prod(shape[:dim]) for dim in range(len(shape))) if fortran else None
-    return ForeignArray(dtype.name, shape, FileBlock(path, member.offset + start, dtype.name, shape, strides))
+    return ForeignArray(dtype.name, shape, Plain(path, member.offset + start, dtype.name, shape, strides, member))
 
 
 def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -228,6 +228,23 @@ def _text(path: str, name: str, raw: bytes, start: int, crc: int, dtype: np.dtyp
         return np.ndarray((), dtype, raw[start:] or b"\0").item()
     except ValueError as error:  # a number that is no character
         raise DataError(f"{path}: {show(name)} is no text: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(FileBlock):
+    """An array in a member that is stored as it is."""
+
+    member: _Member | None = None
+
+    def check(self) -> None:
+        if (member := self.member) is None:
+            return
+        found = 0
+        with opened(self.path) as handle:
+            for at in range(0, member.n_bytes, READ_BYTES):
+                found = zlib.crc32(os.pread(handle, min(READ_BYTES, member.n_bytes - at), member.offset + at), found)
+        if found != member.crc:
+            raise DataError(f"{self.path} is damaged: a member has checksum {found:#x}, expected {member.crc:#x}")
 
 
 @dataclass(frozen=True, slots=True)

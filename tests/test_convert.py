@@ -334,6 +334,16 @@ def test_names_that_a_reader_would_not_find_again_are_refused(tmp_path: Path) ->
         assert os.listdir(tmp_path) == ["from"]
 
 
+def test_a_url_is_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    jaxckpt.save("from", {"w": np.arange(5.0)})
+    for to in ("s3://bucket/to.npz", "s3:/bucket/to.safetensors", "gs://bucket/to.zarr", "", "a\0.npz", None):
+        with pytest.raises(jaxckpt.InputError, match=r"looks like a URL|must be a non-empty"):
+            jaxckpt.convert("from", to, format="npz" if to == "" else None)  # pyright: ignore[reportArgumentType]
+    jaxckpt.convert("from", f"file://{tmp_path}/to.npz")
+    assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
+
+
 def test_an_int_that_no_array_holds_is_told_as_such(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"large": 1 << 70, "small": 1 << 40})
     with pytest.raises(jaxckpt.TreeError, match=r"(?s)^1 leaves.*'large' is an int beyond 64 bits"):

@@ -333,3 +333,14 @@ def test_a_member_of_two_names_is_damage(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(DataError, match=r"'Weight\.npy' has another name"):
         jaxckpt.load_numpy(tmp_path / "a.npz")
+
+
+def test_verify_compares_the_checksums_of_plain_members(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=W, order=np.asfortranarray(W), empty=np.zeros(0))
+    assert jaxckpt.verify(tmp_path / "a.npz").ok
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[content.index(W.tobytes()) + 5] ^= 1
+    (tmp_path / "a.npz").write_bytes(content)
+    (problem,) = jaxckpt.verify(tmp_path / "a.npz").problems
+    assert problem.leaf == "w"
+    assert "checksum" in problem.reason
