@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Mapping
@@ -31,7 +34,8 @@ from jaxckpt._orbax_out import write_orbax
 from jaxckpt._reading import Stored
 from jaxckpt._save import Asked, start
 from jaxckpt._save_plan import ArrayLeaf
-from jaxckpt._source import Source
+from jaxckpt._source import Foreign, Source
+from jaxckpt._store import storage_errors
 from jaxckpt._target import Rename, narrowed
 from jaxckpt._tree import DTYPES, Select, show
 
@@ -90,11 +94,16 @@ def convert(
         options = replace(options, chunk_bytes=chunk_bytes)
     if specs is not None and mesh_shape is None:
         raise InputError("convert(specs=…) needs mesh_shape=: the axis sizes of the mesh that the specs are of")
-    name = format or _BY_SUFFIX.get(os.path.splitext(os.fspath(destination))[1], "jaxckpt")
+    to = os.fspath(destination) if isinstance(destination, str | os.PathLike) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not to or "\0" in to:
+        raise InputError(f"destination must be a non-empty str or PathLike, found {destination!r}")
+    name = format or _BY_SUFFIX.get(os.path.splitext(to)[1], "jaxckpt")
     if name != "jaxckpt" and name not in _WRITERS:
         raise InputError(f"format={format!r}; expected one of {', '.join(['jaxckpt', *_WRITERS])}")
     found, _ = source_at(source, options)
     found = replace(found, manifest=narrowed(found.manifest, select, rename))
+    if isinstance(found, Foreign):
+        _check(found)
     if name == "jaxckpt":
         draft = _drafted(found, mesh_shape, specs, options)
         metadata = found.manifest.metadata
@@ -103,7 +112,9 @@ def convert(
         return
     if mesh_shape is not None:
         raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
-    target = os.path.abspath(os.path.expanduser(os.fspath(destination)))
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", to := to.removeprefix("file://")):
+        raise InputError(f"{name!r} is written to a local path, and {to!r} looks like a URL: copy it there afterwards")
+    target = os.path.abspath(os.path.expanduser(to))
     if os.path.lexists(target):
         _require_replaceable(target, source, overwrite)
     with _published(target) as path:
@@ -117,6 +128,15 @@ def integrate(
     ranks, become the one checkpoint `new`, which is ours."""
     ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
     convert(mindspore_ranks(ranks, strategy=strategy), new, overwrite=overwrite)
+
+
+def _check(source: Foreign) -> None:
+    """Compare all that will be read with the checksums that its format has: what is written gets new ones."""
+    for leaf in source.manifest.leaves:
+        if leaf.stack is not None:
+            stack, row = source.manifest.place(leaf)
+            with storage_errors(f"cannot convert leaf {show(leaf.path)}", reading=True):
+                source.blocks[stack][row].check()
 
 
 _BY_SUFFIX = {".safetensors": "safetensors", ".npz": "npz", ".zarr": "zarr"}
@@ -155,43 +175,88 @@ def _require_replaceable(path: str, source: Location, overwrite: bool) -> None:
 @contextlib.contextmanager
 def _published(path: str) -> Generator[str]:
     """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
-    parent = os.path.dirname(path)
-    stem, suffix = os.path.splitext(os.path.basename(path))
-    draft = os.path.join(parent, f".{stem[:40]}-{uuid.uuid4().hex}{suffix[:20]}")
+    parent, name = os.path.split(path)
+    folder, lock = "", -1
     try:
         os.makedirs(parent, exist_ok=True)
+        _clear(path)
+        folder, lock = _drafts_folder(path)
+        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
         yield draft
         export.sync(draft)
         _put_in_place(draft, path)
         export.sync(parent, deep=False)
-    except BaseException as error:
-        _delete(draft)
-        if isinstance(error, OSError) and not isinstance(error, JaxckptError):
-            raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
-        raise
+    except OSError as error:
+        if isinstance(error, JaxckptError):
+            raise
+        raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if folder:
+            # What could not be put back waits for the next conversion.
+            if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _drafts_folder(path: str) -> tuple[str, int]:
+    """A hidden folder beside `path` for what is not whole yet, and a lock that is held while this process lives."""
+    while True:
+        folder = f"{_drafts(path)}{uuid.uuid4().hex}"
+        os.mkdir(folder)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.isdir(folder)
+        except BlockingIOError:
+            ours = False
+        except OSError:  # a file system without locks, where nobody clears up either
+            ours = True
+        if ours:
+            return folder, lock
+        os.close(lock)  # somebody took it for left behind, before it was locked
+
+
+def _drafts(path: str) -> str:
+    parent, name = os.path.split(path)
+    # Names of one length may all be as long as the file system allows.
+    return os.path.join(parent, f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-convert-")
+
+
+def _clear(path: str) -> None:
+    """Delete what conversions to `path` left that were killed; what one of them had just moved away is put back."""
+    parent, start = os.path.split(_drafts(path))
+    for name in os.listdir(parent):
+        if not name.startswith(start):
+            continue
+        folder = os.path.join(parent, name)
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                old = os.path.join(folder, _OLD)
+                if os.path.lexists(old) and not os.path.lexists(path):
+                    os.rename(old, path)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _put_in_place(draft: str, path: str) -> None:
-    """Rename `draft` to `path`, and delete what was there. A symbolic link is replaced, not what it leads to."""
+    """Rename `draft` to `path`, and move away what was there. A symbolic link is replaced, not what it leads to."""
     if not os.path.lexists(path) or not (os.path.isdir(draft) or (os.path.isdir(path) and not os.path.islink(path))):
         os.replace(draft, path)
         return
-    old = f"{draft}.old"
+    old = os.path.join(os.path.dirname(draft), _OLD)
     os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
     try:
         os.rename(draft, path)
     except BaseException:
         os.rename(old, path)
         raise
-    _delete(old)
 
 
-def _delete(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+_OLD = ".old"
+"""In the folder of a draft, what was at the destination."""
 
 
 # To our own format ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO
 
+import crc32c
 import numpy as np
 
 from jaxckpt import _zarr as zarr
@@ -128,7 +129,10 @@ def write_zarr(source: Source, path: str, options: Options) -> None:
 
 def _write_zarr_array(folder: str, data: Data, options: Options) -> None:
     """The first dimension stands for a stack's rows."""
-    shape, itemsize = data.shape or (1,), data.dtype.itemsize
+    if not data.shape:
+        _write_zarr_scalar(folder, data)
+        return
+    shape, itemsize = data.shape, data.dtype.itemsize
     free = [True] * len(shape)
     chunk = chunk_shape(shape, itemsize, options.chunk_bytes, free)
     sides = object_shape(shape, chunk, itemsize, options.object_bytes, free)
@@ -139,8 +143,20 @@ def _write_zarr_array(folder: str, data: Data, options: Options) -> None:
     writer = FileWriter(folder, stack, sync=False)  # all is synced at the end
     for index, box in stack.objects() if 0 not in shape else ():
         part = tuple(slice(*side) for side in box)
-        array = data[part] if data.shape else next(_slabs(data)).view(data.dtype).reshape(1)
-        writer.write(index, Pieces(box, data.dtype, box[0][1] - box[0][0], [[(box, array)]])).result()
+        writer.write(index, Pieces(box, data.dtype, box[0][1] - box[0][0], [[(box, data[part])]])).result()
+
+
+def _write_zarr_scalar(folder: str, data: Data) -> None:
+    """A 0-d array: one chunk, not cut any further."""
+    metadata = json.loads(zarr.metadata(Stack("", data.dtype.name, (), 1, (1,), (1,))))
+    metadata["shape"] = metadata["chunk_grid"]["configuration"]["chunk_shape"] = []
+    metadata["codecs"] = metadata["codecs"][0]["configuration"]["codecs"]
+    content = next(_slabs(data)).tobytes()
+    os.mkdir(folder)
+    with open(os.path.join(folder, "zarr.json"), "w") as file:
+        json.dump(metadata, file)
+    with open(os.path.join(folder, "c"), "wb") as file:
+        file.write(content + crc32c.crc32c(content).to_bytes(4, "little"))
 
 
 def _is_node_name(name: str) -> bool:
@@ -181,7 +197,8 @@ def _arrays(source: Source, options: Options, *, keep_values: bool = False) -> d
         ):
             found[leaf.path] = array
         else:
-            problems.append(f"{show(leaf.path)} is a {leaf.kind}")
+            told = "an int beyond 64 bits" if leaf.kind == "int" else f"a {leaf.kind}"
+            problems.append(f"{show(leaf.path)} is {told}")
     if problems:
         raise TreeError(
             f"{len(problems)} leaves cannot be arrays in this format; leave them out with select=:\n{listing(problems)}"

@@ -43,6 +43,8 @@ SNAPSHOT_BYTES = 16 << 20
 _LOOKED_AT = 1 << 16
 """Bytes of a member's name, at most."""
 
+_UTF8 = 0x800  # the flag of a member whose name is not in code page 437
+
 _MOST_INFLATED = 1032  # times: what deflate can reach
 
 
@@ -151,7 +153,11 @@ def _member(path: str, handle: int, info: zipfile.ZipInfo, size: int) -> _Member
     head = os.pread(handle, 30, info.header_offset) if 0 <= info.header_offset <= size - 30 else b""
     if head[:4] != b"PK\3\4":
         raise DataError(f"{path} is damaged: there is no member at byte {info.header_offset}")
-    offset = info.header_offset + 30 + sum(struct.unpack("<HH", head[26:30]))
+    length, more = struct.unpack("<HH", head[26:30])
+    name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
+    if os.pread(handle, length, info.header_offset + 30) != name:
+        raise DataError(f"{path} is damaged: {info.filename!r} has another name at byte {info.header_offset}")
+    offset = info.header_offset + 30 + length + more
     if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise DataError(f"{path}: {info.filename!r} is encrypted, or compressed in a way that NumPy does not write")
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
@@ -202,7 +208,7 @@ def _array(path: str, name: str, handle: int, member: _Member) -> ForeignArray |
     if member.deflated:
         return ForeignArray(dtype.name, shape, Deflated(member, start, dtype.name, shape, fortran))
     strides = tuple(math.prod(shape[:dim]) for dim in range(len(shape))) if fortran else None
-    return ForeignArray(dtype.name, shape, FileBlock(path, member.offset + start, dtype.name, shape, strides))
+    return ForeignArray(dtype.name, shape, Plain(path, member.offset + start, dtype.name, shape, strides, member))
 
 
 def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -222,6 +228,23 @@ def _text(path: str, name: str, raw: bytes, start: int, crc: int, dtype: np.dtyp
         return np.ndarray((), dtype, raw[start:] or b"\0").item()
     except ValueError as error:  # a number that is no character
         raise DataError(f"{path}: {show(name)} is no text: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(FileBlock):
+    """An array in a member that is stored as it is."""
+
+    member: _Member | None = None
+
+    def check(self) -> None:
+        if (member := self.member) is None:
+            return
+        found = 0
+        with opened(self.path) as handle:
+            for at in range(0, member.n_bytes, READ_BYTES):
+                found = zlib.crc32(os.pread(handle, min(READ_BYTES, member.n_bytes - at), member.offset + at), found)
+        if found != member.crc:
+            raise DataError(f"{self.path} is damaged: a member has checksum {found:#x}, expected {member.crc:#x}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class _Unread(Exception):
 
 
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
-    """The tree of an item, and its metadata. Raises _Unread."""
+    """The tree of an item, and its metadata. Raises _Unread, _OurItem."""
     names = [name for name in _names(path) if name != "commit_success.txt" and TEMPORARY not in name]
     if TREE_FILE in names:
         return _open_item(path)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from jaxckpt._errors import DataError, InputError, NotACheckpointError, StorageError, listing
@@ -90,6 +91,8 @@ def paths_of(files: Files) -> dict[int, str]:
     """The absolute path of each rank's file."""
     if not files:
         raise InputError("no files are given; expected {rank: path}")
+    if not isinstance(files, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"files is of type {type(files).__name__}; expected {{rank: path}}")
     if wrong := [rank for rank in files if type(rank) is not int or not 0 <= rank < MAX_RANKS]:
         raise InputError(f"files has the rank {wrong[0]!r}; expected integers from 0 to {MAX_RANKS - 1}")
     return {rank: os.path.abspath(os.path.expanduser(os.fspath(path))) for rank, path in sorted(files.items())}
@@ -206,11 +209,15 @@ def _boxes(
     for name in sorted(named & arrays.keys() & shapes.keys()):
         for rank, part in arrays[name].items():
             starts = offsets.get(rank, {}).get(name)
-            if starts is None or not len(starts) == len(part.shape) == len(shapes[name]):
-                told = "no offset" if starts is None else f"offset {list(starts)}"
+            try:
+                start = list(map(index, () if starts is None else starts))
+            except TypeError:
+                start = []
+            if starts is None or not len(start) == len(part.shape) == len(shapes[name]):
+                told = "no offset" if starts is None else f"offset {starts!r}"
                 problems.append(f"{show(name)} is {list(part.shape)} in rank {rank}, with {told}")
                 continue
-            box = tuple((start, start + side) for start, side in zip(starts, part.shape, strict=True))
+            box = tuple((first, first + side) for first, side in zip(start, part.shape, strict=True))
             boxes.setdefault(name, {})[rank] = box
     if problems:
         raise InputError(f"offsets= and shapes= do not fit the files:\n{listing(problems)}")

@@ -172,7 +172,8 @@ class _Index(msgspec.Struct):
 
 
 def _tensor_files(names: Collection[str]) -> list[str]:
-    return [name for name in names if name.endswith(".safetensors")]
+    # What a conversion that was killed has left is hidden.
+    return [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
 
 
 def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:

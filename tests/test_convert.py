@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt import _export as export
 from jaxckpt._reading import Stored
 
 DTYPES = (
@@ -331,6 +334,22 @@ def test_names_that_a_reader_would_not_find_again_are_refused(tmp_path: Path) ->
         assert os.listdir(tmp_path) == ["from"]
 
 
+def test_a_url_is_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    jaxckpt.save("from", {"w": np.arange(5.0)})
+    for to in ("s3://bucket/to.npz", "s3:/bucket/to.safetensors", "gs://bucket/to.zarr", "", "a\0.npz", None):
+        with pytest.raises(jaxckpt.InputError, match=r"looks like a URL|must be a non-empty"):
+            jaxckpt.convert("from", to, format="npz" if to == "" else None)  # pyright: ignore[reportArgumentType]
+    jaxckpt.convert("from", f"file://{tmp_path}/to.npz")
+    assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
+
+
+def test_an_int_that_no_array_holds_is_told_as_such(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"large": 1 << 70, "small": 1 << 40})
+    with pytest.raises(jaxckpt.TreeError, match=r"(?s)^1 leaves.*'large' is an int beyond 64 bits"):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz")
+
+
 # What is at the destination -------------------------------------------------------------------------------
 
 
@@ -422,7 +441,7 @@ def test_what_was_there_is_back_when_the_new_one_cannot_be_renamed(
     rename = os.rename
 
     def refused(a: str, b: str) -> None:
-        if b == str(tmp_path / "to") and not a.endswith(".old"):
+        if b == str(tmp_path / "to") and not a.endswith("old"):
             raise OSError(5, "Input/output error")
         rename(a, b)
 
@@ -431,6 +450,68 @@ def test_what_was_there_is_back_when_the_new_one_cannot_be_renamed(
         jaxckpt.convert(tmp_path / "from", tmp_path / "to", format="safetensors", overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["from", "to"]
     assert jaxckpt.load_numpy(tmp_path / "to")["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
+@pytest.mark.parametrize("at", ["write", "rename"])
+def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path, to: str, at: str) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    format = "orbax" if to == "to" else None
+    jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format)
+    killed = f"""
+import os, signal
+import jaxckpt
+rename, called = os.rename, []
+def kill(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+def second(a, b):
+    rename(a, b) if not called else kill()
+    called.append(1)
+if {at!r} == "write":
+    os.fsync = kill
+else:
+    os.rename, os.replace = second, kill
+jaxckpt.convert({str(tmp_path / "from")!r}, {str(tmp_path / to)!r}, format={format!r}, overwrite=True)
+"""
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    assert any("-convert-" in name for name in os.listdir(tmp_path))
+    # One that fails puts back what was there.
+    jaxckpt.save(tmp_path / "bad", {"w": b"bytes"})
+    with pytest.raises(jaxckpt.TreeError):
+        jaxckpt.convert(tmp_path / "bad", tmp_path / to, format=format or "npz", overwrite=True)
+    if to != "to.zarr":
+        assert jaxckpt.load_numpy(tmp_path / to)["w"].tolist() == [0, 1, 2, 3, 4]
+    jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == sorted(["bad", "from", to])
+
+
+def test_a_conversion_leaves_the_draft_of_one_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    sync, others = export.sync, []
+
+    def meanwhile(path: str, *, deep: bool = True) -> None:
+        if not others:
+            others.append(path)
+            jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
+        sync(path, deep=deep)
+
+    monkeypatch.setattr(export, "sync", meanwhile)
+    jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
+    assert jaxckpt.load_numpy(tmp_path / "to.npz")["w"].tolist() == [0, 1, 2, 3, 4]
+    assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
+
+
+def test_zarr_keeps_shapes_without_dimensions(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    tree = {np.dtype(dtype).name: np.asarray(bits(dtype, (1,))[0], dtype) for dtype in DTYPES}
+    jaxckpt.save(tmp_path / "from", tree)
+    jaxckpt.convert(tmp_path / "from", tmp_path / "to.zarr")
+    group = zarr.open_group(tmp_path / "to.zarr", mode="r")
+    for name, array in tree.items():
+        assert group[name].shape == ()
+        assert np.asarray(group[name][()]).tobytes() == array.tobytes()
 
 
 def test_a_checkpoint_inside_another_does_not_change_what_that_is(tmp_path: Path) -> None:

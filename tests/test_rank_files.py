@@ -149,8 +149,12 @@ def test_arguments_that_do_not_fit_are_told(tmp_path: Path) -> None:
         jaxckpt.rank_files(files, shapes={"weight": (8, 6)})
     with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 1, with no offset"):
         jaxckpt.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
-    with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 0, with offset \[0\]"):
+    with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 0, with offset \(0,\)"):
         jaxckpt.rank_files(files, offsets={0: {"weight": (0,)}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
+    with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 0, with offset 'ab'"):
+        jaxckpt.rank_files(files, offsets={0: {"weight": "ab"}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
+    with pytest.raises(InputError, match=r"files is of type list; expected {rank: path}"):
+        jaxckpt.rank_files(list(files.values()))
     with pytest.raises(SpecError, match="'model', which the mesh"):
         jaxckpt.rank_files(files, mesh_shape={"data": 2}, specs=P("model"))
     with pytest.raises(SpecError, match="'wieght'"):
@@ -319,3 +323,24 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes, as_
     path.write_bytes(b"PK\3\4" * as_zip + content)
     with pytest.raises(JaxckptError):
         jaxckpt.rank_files({0: path})
+
+
+def test_a_member_of_two_names_is_damage(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", weight=W, ü=W)
+    assert set(read_npz(str(tmp_path / "a.npz"))) == {"weight", "ü"}
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[content.rindex(b"weight.npy")] ^= 0x20  # in the directory at the end only
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(DataError, match=r"'Weight\.npy' has another name"):
+        jaxckpt.load_numpy(tmp_path / "a.npz")
+
+
+def test_verify_compares_the_checksums_of_plain_members(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=W, order=np.asfortranarray(W), empty=np.zeros(0))
+    assert jaxckpt.verify(tmp_path / "a.npz").ok
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[content.index(W.tobytes()) + 5] ^= 1
+    (tmp_path / "a.npz").write_bytes(content)
+    (problem,) = jaxckpt.verify(tmp_path / "a.npz").problems
+    assert problem.leaf == "w"
+    assert "checksum" in problem.reason
