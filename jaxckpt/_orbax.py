@@ -187,6 +187,8 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
             continue
         try:
             items[name], found = _read_item(folder)
+        except _OurItem as error:
+            raise NotACheckpointError(f"{folder} {error}") from None
         except _Unread as error:
             left_out.append(f"{folder} is left out: {error}")
             continue
@@ -210,13 +212,17 @@ class _Unread(Exception):
     """An item that is none of those that are known."""
 
 
+class _OurItem(Exception):
+    """One that jaxckpt's handler has written: a source of its own, which cannot be part of another."""
+
+
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata. Raises _Unread, _OurItem."""
     names = [name for name in _names(path) if name != "commit_success.txt" and TEMPORARY not in name]
     if TREE_FILE in names:
         return _open_item(path)
     if "manifest.json" in names:
-        raise _Unread("it is a checkpoint of jaxckpt, to be opened by its own path")
+        raise _OurItem("is an item that jaxckpt has written: open it by this path")
     if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):
         try:
             return _decoded(f"{path}/{names[0]}", cast("type[Any]", Any)), {}

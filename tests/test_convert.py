@@ -589,3 +589,14 @@ def test_every_process_reads_its_own_of_a_foreign_file_and_one_converts(
     done = run_processes(JOB, processes=2, devices_per_process=4, args=arguments)
     assert [one.stdout.split() for one in done] == [["4"], ["4"]]
     assert jaxckpt.diff(tmp_path / "from", tmp_path / "to").leaves[0].differing == 0
+
+
+def test_what_a_checksum_tells_is_not_given_a_new_one(tmp_path: Path) -> None:
+    np.savez(tmp_path / "from.npz", w=np.arange(1000.0))
+    content = bytearray((tmp_path / "from.npz").read_bytes())
+    content[4000] ^= 1
+    (tmp_path / "from.npz").write_bytes(content)
+    for name in ("to", "to.safetensors"):
+        with pytest.raises(jaxckpt.DataError, match=r"'w'.*has checksum"):
+            jaxckpt.convert(tmp_path / "from.npz", tmp_path / name)
+    assert os.listdir(tmp_path) == ["from.npz"]

@@ -20,7 +20,7 @@ from processes import RunProcesses
 
 import jaxckpt
 import jaxckpt.orbax
-from jaxckpt._errors import DataError, InputError, MismatchError, StorageError
+from jaxckpt._errors import InputError, MismatchError, NotACheckpointError, StorageError
 from jaxckpt._folder import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
@@ -93,7 +93,7 @@ def test_a_training_state_under_a_manager(tmp_path: Path, style: str) -> None:
     assert (tmp_path / "run/3/default/manifest.json").is_file()
     assert not list(tmp_path.rglob("*.orbax-checkpoint-tmp"))
     assert jaxckpt.verify(tmp_path / "run/3/default").ok
-    with pytest.raises(DataError, match="3/default is left out: it is a checkpoint of jaxckpt"):
+    with pytest.raises(NotACheckpointError, match="3/default is an item that jaxckpt has written: open it"):
         jaxckpt.open(tmp_path / "run/3")
 
 
@@ -259,3 +259,15 @@ def test_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
     assert [one.stdout.splitlines()[-1] for one in done] == ["2 True 2"] * 2
     assert jaxckpt.verify(tmp_path / "run/3/default").ok
     assert jaxckpt.load_numpy(tmp_path / "run/3/default")["w"][7, 7] == 66
+
+
+def test_a_step_of_our_items_is_opened_by_item(tmp_path: Path) -> None:
+    registry = jaxckpt.orbax.handler_registry()
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
+        manager.save(
+            3, args=ocp.args.Composite(state=ocp.args.StandardSave({"w": jnp.ones(4)}), x=ocp.args.JsonSave({"a": 1}))
+        )
+        manager.wait_until_finished()
+    with pytest.raises(jaxckpt.NotACheckpointError, match=r"run/3/state is an item that jaxckpt has written: open it"):
+        jaxckpt.open(tmp_path / "run")
+    assert jaxckpt.load_numpy(tmp_path / "run/3/state")["w"].tolist() == [1] * 4
