@@ -52,7 +52,7 @@ def open(path: Location, *, options: Options | None = None) -> Checkpoint:
         NotACheckpointError: No manifest at `path`.
         ManifestError: The manifest is damaged or of a newer format.
 
-    Example:
+    Examples:
         >>> import numpy as np, jaxckpt
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/open", {"w": np.arange(100)}, overwrite=True)
         >>> jaxckpt.open("/tmp/jaxckpt-doc/open")["w"][8:12]
@@ -330,9 +330,13 @@ class Checkpoint:
         """What `restore` with these arguments would read, for every process, without reading it.
 
         Args:
-            target, specs, select, rename, strict: As for `restore`.
+            target: As for `restore`.
             mesh: As for `restore`, or a mesh that this machine does not have: a jax.sharding.AbstractMesh, or axis
                 sizes such as {"data": 64, "model": 8}.
+            specs: As for `restore`.
+            select: As for `restore`.
+            rename: As for `restore`.
+            strict: As for `restore`.
             devices_per_process: For a mesh that is not here, how many of its devices, in row-major order, each
                 process would have.
             options: See `Options`.

@@ -75,7 +75,7 @@ class Checkpointer:
         preemption_seconds: How long that last save may take, counted from when this process heard of it.
         options: See `Options`.
 
-    Example:
+    Examples:
         >>> import shutil, jax.numpy as jnp, jaxckpt
         >>> shutil.rmtree("/tmp/jaxckpt-doc/steps", ignore_errors=True)
         >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/steps", every=10, keep_last=2) as steps:
@@ -374,8 +374,10 @@ class Checkpointer:
             init: Makes the initial tree; what is restored has its structure, dtypes and shardings. A function jitted
                 with out_shardings tells them without being run; any other is called, and what it made is let go of
                 before anything is read.
-            mesh, specs, strict: As for `jaxckpt.restore`; `mesh` is needed only where `init` leaves arrays uncommitted
-                that were saved from several devices.
+            mesh: As for `jaxckpt.restore`; needed only where `init` leaves arrays uncommitted that were saved from
+                several devices.
+            specs: As for `jaxckpt.restore`.
+            strict: As for `jaxckpt.restore`.
 
         Returns:
             (step, tree): the number of the step that was restored and its tree, or None and what `init` made.

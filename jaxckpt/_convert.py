@@ -82,7 +82,7 @@ def convert(
         TreeError: Leaves that the format cannot hold; one error lists them.
         CheckpointExistsError: Something is at `destination`.
 
-    Example:
+    Examples:
         >>> import numpy as np, jaxckpt
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/convert", {"w": np.arange(3.0)}, overwrite=True)
         >>> jaxckpt.convert("/tmp/jaxckpt-doc/convert", "/tmp/jaxckpt-doc/convert.safetensors", overwrite=True)

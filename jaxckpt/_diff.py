@@ -131,7 +131,7 @@ def diff(
         NotACheckpointError, CorruptError, StorageError: As `restore`, of either.
         TreeError: `select` matches nothing.
 
-    Example:
+    Examples:
         >>> import numpy as np, jaxckpt
         >>> for name, last in (("a", 3.0), ("b", 3.5)):
         ...     tree = {"w": np.array([1.0, 2.0, last])}

@@ -92,7 +92,7 @@ def mindspore_ranks(
         InputError: Both a strategy and specs; several files in the folder of a rank.
         TreeError: An array of a dtype that NumPy and JAX lack.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np, jaxckpt
         >>> for rank in range(2):
         ...     info = jaxckpt.save("/tmp/jaxckpt-doc/part", {"w": np.arange(3) + 3 * rank}, overwrite=True)

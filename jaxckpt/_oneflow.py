@@ -90,7 +90,7 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
             number or text is not the same in all ranks.
         SpecError: A spec does not fit the mesh or its array.
 
-    Example:
+    Examples:
         >>> import os, jax, numpy as np, jaxckpt
         >>> for rank in range(2):
         ...     os.makedirs(f"/tmp/jaxckpt-doc/oneflow{rank}/w", exist_ok=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Options:
     """Settings of a save or a restore; every one has a default that suits a training job.
 
-    Example:
+    Examples:
         >>> import jaxckpt
         >>> jaxckpt.Options(compression="zstd").object_bytes
         67108864

@@ -63,7 +63,7 @@ def rank_files(
         InputError: Offsets without shapes, or of arrays that are not there.
         TreeError: An array of a dtype that NumPy and JAX lack.
 
-    Example:
+    Examples:
         >>> import os, jax, numpy as np, jaxckpt
         >>> os.makedirs("/tmp/jaxckpt-doc", exist_ok=True)
         >>> for rank in range(2):

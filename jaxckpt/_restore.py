@@ -83,7 +83,7 @@ def restore(
         CorruptError: What is stored is not what was saved; the message names the leaf.
         PeerError: Another process failed, or sees another checkpoint.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jaxckpt
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/restore", {"w": jnp.ones((8, 4))}, overwrite=True)
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/restore", mesh=jax.make_mesh((1,), ("data",)))["w"].shape
@@ -121,7 +121,7 @@ def load_numpy(path: Location, *, select: Select | None = None, options: Options
     Raises:
         NotACheckpointError, CorruptError: As `restore`.
 
-    Example:
+    Examples:
         >>> import numpy as np, jaxckpt
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/numpy", {"w": np.arange(3)}, overwrite=True)
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/numpy")

@@ -134,7 +134,7 @@ def save(
         StorageError: No space, no permission, an I/O error.
         PeerError: Another process failed, is silent, was given another tree, or does not see `path`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jaxckpt
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/save", {"w": jnp.ones((8, 4)), "step": 3}, overwrite=True)
         >>> info.total_bytes
@@ -169,7 +169,7 @@ def save_async(
             is returned; if that is not called, by the next save; and if there is none, the traceback is printed when
             the interpreter exits, and its exit status is 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, jaxckpt
         >>> pending = jaxckpt.save_async("/tmp/jaxckpt-doc/async", {"w": jnp.ones((8, 4))}, overwrite=True)
         >>> pending.wait().total_bytes

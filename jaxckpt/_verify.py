@@ -126,7 +126,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         NotACheckpointError: No manifest at `path`, or it was deleted or replaced meanwhile.
         StorageError: The manifest cannot be read, or the object store does not answer.
 
-    Example:
+    Examples:
         >>> import numpy as np, jaxckpt
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/verify", {"w": np.arange(100)}, overwrite=True)
         >>> jaxckpt.verify("/tmp/jaxckpt-doc/verify").ok

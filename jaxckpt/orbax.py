@@ -47,7 +47,7 @@ def handler_registry(options: Options | None = None) -> Any:
         `Restore`, `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` or `PyTreeRestore` has a `Handler`. Others,
         such as `ocp.args.JsonSave`, have Orbax's own; more can be added.
 
-    Example:
+    Examples:
         >>> import numpy as np, orbax.checkpoint as ocp, jaxckpt.orbax
         >>> ocp.test_utils.erase_and_create_empty("/tmp/jaxckpt-doc/manager").name
         'manager'
