@@ -1,4 +1,4 @@
-"""What the site adds to the Markdown files, which can be read without it: a page for each source file that they link to,
+"""What the site adds to the Markdown files, which can be read without it: a page for each source file they link to,
 and links from the names of the API to its reference.
 
 MkDocs calls the functions by their names.
