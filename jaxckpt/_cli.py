@@ -1,7 +1,4 @@
-"""The command line: each command asks a public function, and shows what it says as a table or as JSON.
-
-What needs JAX is imported where it is used: `--help` and the completion of a shell do without.
-"""
+"""The command line: each command asks a public function, and shows what it says as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +13,19 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import numpy as np
 from click.shell_completion import CompletionItem
+from jax.sharding import PartitionSpec
 
+from jaxckpt._audit import Checkpoint, LazyLeaf, ProcessPlan, RestorePlan
+from jaxckpt._audit import open as open_checkpoint
+from jaxckpt._convert import convert as convert_checkpoint
+from jaxckpt._convert import integrate as integrate_ranks
+from jaxckpt._diff import LeafDelta
+from jaxckpt._diff import diff as diff_checkpoints
 from jaxckpt._errors import (
     CheckpointExistsError,
     CorruptError,
@@ -29,7 +34,11 @@ from jaxckpt._errors import (
     NotACheckpointError,
     StorageError,
 )
+from jaxckpt._grid import show_axes, show_spec, spec_of
+from jaxckpt._options import Options
+from jaxckpt._place import store_at
 from jaxckpt._progress import show_bytes
+from jaxckpt._store import Array, Store, is_data
 from jaxckpt._terminal import (
     Column,
     elided,
@@ -40,13 +49,8 @@ from jaxckpt._terminal import (
     printable,
     terminal_width,
 )
-
-if TYPE_CHECKING:
-    from jaxckpt._audit import Checkpoint, LazyLeaf, ProcessPlan, RestorePlan
-    from jaxckpt._diff import LeafDelta
-    from jaxckpt._options import Options
-    from jaxckpt._store import Array, Store
-    from jaxckpt._tree import Tree
+from jaxckpt._tree import Tree, nested, renamer, selector
+from jaxckpt._verify import verify as verify_checkpoint
 
 NO, BAD_INPUT, DAMAGED, NOT_THERE, STORAGE, BUG = 1, 2, 3, 4, 5, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -175,7 +179,6 @@ def _old_and_new(text: str) -> tuple[str, str]:
 
 def _complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Paths of leaves of the checkpoint that was named before, one component at a time, as shells complete folders."""
-    from jaxckpt._audit import open as open_checkpoint
 
     path = str(ctx.params.get("path") or "")
     if "://" in path:  # nobody waits for a network at each press of a key
@@ -273,9 +276,6 @@ def ls(path: str, as_json: bool) -> None:
 
 def _listed(path: str) -> list[dict[str, Any]]:
     """The checkpoint at a path, or those in it. Raises NotACheckpointError where there is none."""
-    from jaxckpt._audit import open as open_checkpoint
-    from jaxckpt._options import Options
-    from jaxckpt._place import store_at
 
     store = store_at(path, Options())
     checkpoint: Checkpoint | None = None
@@ -311,10 +311,6 @@ def _absolute(path: str) -> str:
 
 def _entry(path: str) -> dict[str, Any]:
     """A checkpoint in a list; of status "none" where there is none, not even one that was begun."""
-    from jaxckpt._audit import open as open_checkpoint
-    from jaxckpt._options import Options
-    from jaxckpt._place import store_at
-    from jaxckpt._store import is_data
 
     name = os.path.basename(path.rstrip("/"))
     entry: dict[str, Any] = {
@@ -385,7 +381,6 @@ def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_
     jaxckpt show run1/00000100
     jaxckpt show run1/00000100 --select 'params/**/kernel' --depth 2
     """
-    from jaxckpt._audit import open as open_checkpoint
 
     checkpoint = open_checkpoint(path)
     leaves = _selected(checkpoint, select)
@@ -409,7 +404,6 @@ def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_
 
 
 def _selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
-    from jaxckpt._tree import selector
 
     leaves = checkpoint.leaves
     wanted = selector(select or None)
@@ -475,7 +469,6 @@ def _facts(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[s
 
 
 def _show_axes(axes: Mapping[str, int]) -> str:
-    from jaxckpt._grid import show_axes
 
     return show_axes(axes)
 
@@ -549,7 +542,6 @@ def _run_label(names: Sequence[str]) -> str:
 
 def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
     """(dtype and shape, or kind and value; layout)."""
-    from jaxckpt._grid import show_spec, spec_of
 
     if _is_value(leaf):
         return leaf.kind if leaf.nbytes else elided(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
@@ -581,9 +573,6 @@ def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
     An index is of integers, slices and "...". A .npy file holds bfloat16 and other dtypes that NumPy lacks as float32,
     int4 as int8: no value is lost.
     """
-    import numpy as np
-
-    from jaxckpt._audit import open as open_checkpoint
 
     name, index, found = _indexed(open_checkpoint(path), leaf)
     if save is not None:
@@ -639,7 +628,6 @@ def _index_entry(text: str) -> Any:
 
 def _size_of(leaf: LazyLeaf, index: Any) -> int:
     """Bytes that an index selects. Raises InputError where it does not fit."""
-    import numpy as np
 
     try:
         return int(np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)[... if index is None else index].nbytes)
@@ -649,9 +637,6 @@ def _size_of(leaf: LazyLeaf, index: Any) -> int:
 
 def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
     """Row by row where all is wanted, so that a leaf may be larger than memory."""
-    import numpy as np
-
-    from jaxckpt._options import Options
 
     if leaf.kind in ("str", "bytes"):
         raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is no array")
@@ -685,9 +670,8 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
 @_debug
 def verify(path: str, quick: bool, as_json: bool) -> None:
     """Read every byte of a checkpoint and check it. Exit code 1 where anything is not as it was saved."""
-    from jaxckpt._verify import verify
 
-    report = verify(path, quick=quick, options=_options())
+    report = verify_checkpoint(path, quick=quick, options=_options())
     if as_json:
         problems = [
             {"leaf": found.leaf, "box": found.box, "object": found.object, "reason": found.reason}
@@ -709,9 +693,8 @@ def verify(path: str, quick: bool, as_json: bool) -> None:
 @_debug
 def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
     """Compare two checkpoints leaf by leaf. Meshes and formats do not matter; exit code 1 where they differ."""
-    from jaxckpt._diff import diff
 
-    delta = diff(a, b, select=select or None, options=_options())
+    delta = diff_checkpoints(a, b, select=select or None, options=_options())
     if as_json:
         differing = [
             {
@@ -785,7 +768,6 @@ def plan(
     jaxckpt plan run1/00000100 --mesh data=4,model=2
     jaxckpt plan run1/00000100 --mesh model=8 --specs 'params/**/kernel=P(None, "model")'
     """
-    from jaxckpt._audit import open as open_checkpoint
 
     checkpoint = open_checkpoint(path)
     found = checkpoint.plan(
@@ -804,9 +786,6 @@ def _prefix(
     checkpoint: Checkpoint, rules: Sequence[tuple[str | None, Any]], select: Sequence[str], rename: Mapping[str, str]
 ) -> Tree:
     """The specs of those leaves that a rule fits, as nested dicts of their new paths; None without rules."""
-    from jax.sharding import PartitionSpec
-
-    from jaxckpt._tree import nested, renamer, selector
 
     if not rules:
         return None
@@ -959,12 +938,10 @@ def convert(
     jaxckpt convert run1/00000100 model.safetensors --select params
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
     """
-    from jaxckpt._audit import open as open_checkpoint
-    from jaxckpt._convert import convert
 
     if specs and not mesh:
         raise click.UsageError("--specs needs --mesh, whose axes they name")
-    convert(
+    convert_checkpoint(
         source,
         destination,
         format=format,
@@ -996,9 +973,8 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
     OLD is the name that the files of all ranks have: ./node0/OLD, ./node1/OLD, …; NEW is where the checkpoint goes,
     STRATEGY the strategy file, protobuf or JSON, and N how many ranks there are.
     """
-    from jaxckpt._convert import integrate
 
-    integrate(old, new, strategy, n, overwrite=overwrite)
+    integrate_ranks(old, new, strategy, n, overwrite=overwrite)
     if as_json:
         print_json({"source": old, "destination": new})
     else:
@@ -1016,9 +992,6 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     Its manifest goes first: a reader finds the checkpoint whole, or finds that it is not there. Files that are not
     jaxckpt's own are left.
     """
-    from jaxckpt._audit import open as open_checkpoint
-    from jaxckpt._options import Options
-    from jaxckpt._place import store_at
 
     checkpoint = open_checkpoint(path)
     _require_own(checkpoint)
@@ -1069,6 +1042,5 @@ def _age(created: str | None) -> str:
 
 def _options() -> Options:
     """With a bar on a terminal, and nothing where stderr is a file."""
-    from jaxckpt._options import Options
 
     return Options(progress=sys.stderr.isatty())

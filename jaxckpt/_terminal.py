@@ -11,12 +11,10 @@ import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +112,6 @@ def print_json(value: Any) -> None:
 def _plain(value: Any) -> Any:
     """A value as JSON holds it: complex numbers as [real, imaginary], bytes as base64, what is not finite as a text
     that Python's float() takes."""
-    import numpy as np
-
     if isinstance(value, np.ndarray):
         return _plain(value.astype(plain_dtype(value.dtype)).tolist())
     if isinstance(value, np.generic):
@@ -135,8 +131,6 @@ def _plain(value: Any) -> Any:
 
 def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype itself, or where NumPy alone does not know it one that holds all its values."""
-    import numpy as np
-
     if dtype.isbuiltin == 1:
         return dtype
     return np.dtype(f"{dtype.name.rstrip('0123456789')}8" if "int" in dtype.name else "float32")

@@ -691,22 +691,6 @@ except RuntimeError:
     assert done.stdout.endswith("no backend is here\n"), done.stdout + done.stderr
 
 
-def test_help_and_completion_do_without_jax() -> None:
-    program = """
-import sys
-from jaxckpt._cli import main
-for args in (["--help"], ["--version"], ["show", "--help"]):
-    main(args, prog_name="jaxckpt", standalone_mode=False)
-assert not {"jax", "numpy", "tensorstore"} & sys.modules.keys()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=processes.environment(1), text=True, capture_output=True, timeout=TIMEOUT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Exit codes:" in done.stdout
-
-
 def complete(*words: str) -> list[str]:
     env = {"_JAXCKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     result = CliRunner().invoke(main, [], env=env, prog_name="jaxckpt")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _plan, _reading, _restore
+from jaxckpt import _plan, _restore, _source
 
 HOST_BYTES = 32 << 20
 SLACK = 24 << 20
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
 ) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.arange(100)})
-    check = _reading._require_metadata
+    check = _source.Native.require_metadata
 
     def meanwhile() -> None:
         if fate == "deleted":
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
         if moment == "after":
             meanwhile()
 
-    monkeypatch.setattr(_reading, "_require_metadata", checked)
+    monkeypatch.setattr(_source.Native, "require_metadata", checked)
     with pytest.raises(jaxckpt.NotACheckpointError, match=f"was {fate} while it was being read"):
         jaxckpt.load_numpy(path)
 
