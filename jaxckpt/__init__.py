@@ -31,6 +31,7 @@ from jaxckpt._errors import (
 )
 from jaxckpt._options import Options
 from jaxckpt._progress import Progress
+from jaxckpt._report import report
 from jaxckpt._restore import load_numpy, restore
 from jaxckpt._save import PendingSave, SaveInfo, save, save_async
 from jaxckpt._verify import Problem, VerifyReport, verify
@@ -72,6 +73,7 @@ __all__ = [
     "diff",
     "load_numpy",
     "open",
+    "report",
     "restore",
     "save",
     "save_async",
