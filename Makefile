@@ -35,7 +35,8 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/python docs/run_blocks.py README.md docs/*.md
-	set -e; for example in examples/*.py; do JAXCKPT_DEMO_QUICK=1 $(BIN)/python "$$example"; done
+	$(BIN)/python docs/run_notebooks.py examples/*.ipynb
+	printf '%s\n' examples/*.py | JAXCKPT_DEMO_QUICK=1 xargs -P 2 -n 1 $(BIN)/python
 
 bench: $(READY_TO_BENCH)
 	$(BIN)/python benchmarks/peers.py $(ARGS)

@@ -110,6 +110,12 @@ class LazyLeaf:
         return partition_spec(self._manifest.leaf_layout(self._record)[1])
 
     @property
+    def mesh(self) -> Mapping[str, int]:
+        """Axis sizes of the mesh it was saved on; empty where it was on none."""
+        mesh, _, _ = self._manifest.leaf_layout(self._record)
+        return types.MappingProxyType(mesh.axes if mesh else {})
+
+    @property
     def layout(self) -> str:
         """Mesh and spec it was saved with, in words."""
         if self._record.layout is None:
@@ -243,6 +249,21 @@ class Checkpoint:
         return self._manifest.metadata
 
     @property
+    def step(self) -> int | None:
+        """The training step that a Checkpointer saved in it; None where none did."""
+        return None if self._manifest.step is None else self._manifest.step.number
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """The metrics given to `Checkpointer.save`; None for those that were not finite."""
+        return types.MappingProxyType({} if self._manifest.step is None else self._manifest.step.metrics)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Subtrees that a Checkpointer's `components=` has dropped since it was saved."""
+        return () if self._manifest.step is None else tuple(self._manifest.step.dropped)
+
+    @property
     def process_states(self) -> list[dict[str, Any]]:
         """What each process gave to `save` as its own state, in order of the processes; empty where none did.
 
@@ -290,7 +311,8 @@ class Checkpoint:
         return len(self._numbers)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, saved {self.created}>"
+        made = f"saved {self.created}" if self.created else self.format
+        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, {made}>"
 
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)

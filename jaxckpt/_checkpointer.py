@@ -331,9 +331,12 @@ class Checkpointer:
     ) -> Tree:
         """Restore a step, the newest if `step` is None. Every process; the arguments are those of `jaxckpt.restore`.
 
+        It waits for the save under way, which may be that of this step.
+
         Raises:
             NotACheckpointError: No such step, or no step at all.
-            Exception: As `jaxckpt.restore`. A damaged step is an error, never passed over for an older one.
+            Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
+                passed over for an older one.
         """
         chosen = self._chosen(step)
         try:
@@ -420,16 +423,19 @@ class Checkpointer:
         return items[group.index]
 
     def _chosen(self, step: int | None) -> int:
-        """A step, or the newest for None. Every process."""
+        """A step, or the newest for None, when it is on the disk. Every process."""
+        if step is not None:
+            self.wait()
         chosen = self._agreed_step() if step is None else step
         if chosen is None:
             raise NotACheckpointError(f"no step is in {self._store.url}")
         return chosen
 
     def _agreed_step(self) -> int | None:
-        """The newest step as process 0 finds it: others may list at another moment."""
+        """The newest step as process 0 finds it, after the save under way: others may list at another moment."""
         group = Group.current(self._options.timeout_seconds)
         with group.meeting("looking for the newest step") as meeting:
+            self.wait()
             newest = self.latest_step() if self._first else None
             meeting.gather("")
             found = meeting.share("" if newest is None else str(newest))
@@ -567,7 +573,7 @@ def _metric(name: str, value: Any) -> float | None:
 
 def _target_of(init: Callable[[], Tree]) -> Tree:
     """What `init` makes, without its data."""
-    if hasattr(init, "lower"):  # jitted: its results are arrays, all of them
+    if isinstance(init, jax.stages.Wrapped):  # jitted: its results are arrays, all of them
         shapes = jax.eval_shape(init)
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
             return shapes

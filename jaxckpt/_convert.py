@@ -7,6 +7,7 @@ source ─▶ its manifest, narrowed to what is wanted ─▶ ours: a Draft whos
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -19,12 +20,14 @@ import numpy as np
 
 from jaxckpt import _export as export
 from jaxckpt._draft import Draft
-from jaxckpt._errors import CheckpointExistsError, InputError, SpecError, listing
-from jaxckpt._formats import Location, source_at
+from jaxckpt._errors import CheckpointExistsError, InputError, JaxckptError, SpecError, StorageError, listing
+from jaxckpt._formats import Location, holds_checkpoint, source_at
 from jaxckpt._grid import Layout, mesh_layout
 from jaxckpt._layout import Specs, by_axis_name, fit_spec, mesh_axes, resolve_specs
 from jaxckpt._manifest import LayoutRecord, LeafRecord, Manifest, MeshRecord
+from jaxckpt._mindspore import mindspore_ranks
 from jaxckpt._options import Options
+from jaxckpt._orbax_out import write_orbax
 from jaxckpt._reading import Stored
 from jaxckpt._save import Asked, start
 from jaxckpt._save_plan import ArrayLeaf
@@ -64,11 +67,13 @@ def convert(
         select: Only these leaves, by their old paths, as for `restore`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
-        overwrite: Replace what is at `destination`.
+        overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder of
+            anything else is not deleted, nor is one of several steps, or one that the source lies in.
         options: See `Options`.
 
     Raises:
-        NotACheckpointError, CorruptError, StorageError: As `restore`.
+        NotACheckpointError, CorruptError: As `restore`.
+        StorageError: As `restore`; or `destination` cannot be written.
         SpecError: A spec does not fit its leaf or the mesh.
         TreeError: Leaves that the format cannot hold; one error lists them.
         CheckpointExistsError: Something is at `destination`.
@@ -98,8 +103,20 @@ def convert(
         return
     if mesh_shape is not None:
         raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
-    with _published(os.path.abspath(os.path.expanduser(os.fspath(destination))), overwrite) as path:
+    target = os.path.abspath(os.path.expanduser(os.fspath(destination)))
+    if os.path.lexists(target):
+        _require_replaceable(target, source, overwrite)
+    with _published(target) as path:
         _WRITERS[name](found, path, options)
+
+
+def integrate(
+    old: str, new: str | os.PathLike[str], strategy: str | os.PathLike[str], n: int, *, overwrite: bool = False
+) -> None:
+    """What MindSpore's tutorial of that name does with the same arguments: `./node0/OLD` and so on, the files of `n`
+    ranks, become the one checkpoint `new`, which is ours."""
+    ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
+    convert(mindspore_ranks(ranks, strategy=strategy), new, overwrite=overwrite)
 
 
 _BY_SUFFIX = {".safetensors": "safetensors", ".npz": "npz", ".zarr": "zarr"}
@@ -108,36 +125,73 @@ _WRITERS: dict[str, Callable[[Source, str, Options], None]] = {
     "safetensors": export.write_safetensors,
     "npz": export.write_npz,
     "zarr": export.write_zarr,
+    "orbax": write_orbax,
 }
 
 
-@contextlib.contextmanager
-def _published(path: str, overwrite: bool) -> Generator[str]:
-    """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
-    if os.path.lexists(path) and not overwrite:
+def _require_replaceable(path: str, source: Location, overwrite: bool) -> None:
+    """Raise CheckpointExistsError where what is at `path` is to be kept."""
+    if not overwrite:
         raise CheckpointExistsError(f"{path} is there already; pass overwrite=True to replace it")
-    parent = os.path.dirname(path)
-    os.makedirs(parent, exist_ok=True)
-    stem, suffix = os.path.splitext(os.path.basename(path))
-    draft = os.path.join(parent, f".{stem}-{uuid.uuid4().hex}{suffix}")
+    if os.path.islink(path) or not os.path.isdir(path):
+        return
     try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot list {path}: {error.strerror}") from error
+    # A mistyped path must not cost somebody their home folder.
+    if names and not holds_checkpoint(path, names):
+        names.sort()
+        raise CheckpointExistsError(
+            f"{path} holds other files than one checkpoint ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}):"
+            " overwrite=True does not delete them; give another path"
+        )
+    if isinstance(source, str | os.PathLike):
+        origin = os.path.realpath(os.path.expanduser(os.fspath(source).removeprefix("file://")))
+        if origin.startswith(os.path.join(os.path.realpath(path), "")):
+            raise CheckpointExistsError(f"the source {os.fspath(source)} lies in {path}, which would be deleted")
+
+
+@contextlib.contextmanager
+def _published(path: str) -> Generator[str]:
+    """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
+    parent = os.path.dirname(path)
+    stem, suffix = os.path.splitext(os.path.basename(path))
+    draft = os.path.join(parent, f".{stem[:40]}-{uuid.uuid4().hex}{suffix[:20]}")
+    try:
+        os.makedirs(parent, exist_ok=True)
         yield draft
         export.sync(draft)
-        if os.path.isdir(path) and not os.path.islink(path):
-            old = f"{draft}.old"
-            os.rename(path, old)
-            os.rename(draft, path)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(draft, path)
+        _put_in_place(draft, path)
         export.sync(parent, deep=False)
-    except BaseException:
-        if os.path.isdir(draft):
-            shutil.rmtree(draft, ignore_errors=True)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft)
+    except BaseException as error:
+        _delete(draft)
+        if isinstance(error, OSError) and not isinstance(error, JaxckptError):
+            raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
         raise
+
+
+def _put_in_place(draft: str, path: str) -> None:
+    """Rename `draft` to `path`, and delete what was there. A symbolic link is replaced, not what it leads to."""
+    if not os.path.lexists(path) or not (os.path.isdir(draft) or (os.path.isdir(path) and not os.path.islink(path))):
+        os.replace(draft, path)
+        return
+    old = f"{draft}.old"
+    os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
+    try:
+        os.rename(draft, path)
+    except BaseException:
+        os.rename(old, path)
+        raise
+    _delete(old)
+
+
+def _delete(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 # To our own format ----------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
         raise TreeError(
             f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
             " and scalars, bool, int, float, complex, str, bytes"
+            + ("; leave functions out, as eqx.filter(tree, eqx.is_array) does" if callable(value) else "")
         )
     inline = encode_value(value)
     if inline is not None:

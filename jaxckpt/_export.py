@@ -39,6 +39,7 @@ def write_safetensors(source: Source, path: str, options: Options) -> None:
     """
     arrays = _arrays(source, options)
     _require(source, {name: d.dtype.name in _SAFETENSORS_DTYPES for name, d in arrays.items()}, "safetensors has no")
+    _require(source, {name: name != "__metadata__" for name in arrays}, "safetensors keeps that name for itself,")
     if path.endswith(".safetensors"):
         _write_tensors(path, arrays)
         return
@@ -89,6 +90,7 @@ def write_npz(source: Source, path: str, options: Options) -> None:
     """An uncompressed .npz, each leaf a member by its path: numpy.load opens it without pickle."""
     arrays = _arrays(source, options)
     _require(source, {name: d.dtype.isbuiltin == 1 for name, d in arrays.items()}, "NumPy's format has no")
+    _require(source, {name: "\0" not in name for name in arrays}, "zip files allow no such name,")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, data in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -144,7 +146,11 @@ def _write_zarr_array(folder: str, data: Data, options: Options) -> None:
 def _is_node_name(name: str) -> bool:
     """Whether Zarr v3 allows a node of this name, and a file system has nothing against it."""
     return (
-        bool(name) and name.strip(".") != "" and not name.startswith("__") and name != "zarr.json" and "\0" not in name
+        name.strip(".") != ""
+        and not name.startswith("__")
+        and name != "zarr.json"
+        and {"\0", "\\"}.isdisjoint(name)  # readers take a backslash for a slash
+        and len(name.encode()) <= 255
     )
 
 

@@ -130,7 +130,7 @@ class FileReader:
                 parts.setdefault(index, []).append((part, target[within(part, box)]))
                 touched[-1].append(index)
         work = {index: submit(functools.partial(self._read, index, found)) for index, found in parts.items()}
-        return [_All([work[index] for index in indices]) for indices in touched]
+        return [All([work[index] for index in indices]) for indices in touched]
 
     def _read(self, index: tuple[int, ...], parts: Sequence[_Part]) -> None:
         """Read what is wanted of one object."""
@@ -402,10 +402,11 @@ def submit(work: Callable[[], T]) -> Future[T]:
 
 
 @dataclass(frozen=True, slots=True)
-class _All:
+class All:
     """Several pieces of work as one."""
 
-    parts: Sequence[Future[None]]
+    parts: Sequence[Any]
+    """Futures of any library."""
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)

@@ -9,12 +9,20 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxckpt import _colossalai as colossalai
+from jaxckpt import _dcp as dcp
 from jaxckpt import _manifest as manifests
+from jaxckpt import _mindspore as mindspore
+from jaxckpt import _npz as npz
+from jaxckpt import _oneflow as oneflow
+from jaxckpt import _orbax as orbax
 from jaxckpt import _safetensors as safetensors
+from jaxckpt import _torch as torch
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._source import Foreign, Native
+from jaxckpt._store import is_data
 
 Location = str | os.PathLike[str] | Foreign
 """Where a checkpoint is: a path or URL, or what a function such as `jaxckpt.rank_files` has made of several files."""
@@ -32,7 +40,16 @@ class Format:
     open: Callable[[str], Foreign]
 
 
-FORMATS: tuple[Format, ...] = (Format("safetensors", safetensors.recognises, safetensors.open_safetensors),)
+FORMATS: tuple[Format, ...] = (
+    Format("dcp", dcp.recognises, dcp.open_dcp),
+    Format("colossalai", colossalai.recognises, colossalai.open_colossalai),
+    Format("orbax", orbax.recognises, orbax.open_orbax),
+    Format("torch", torch.recognises, torch.open_torch),
+    Format("safetensors", safetensors.recognises, safetensors.open_safetensors),
+    Format("npz", npz.recognises, npz.open_npz),
+    Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
+    Format("oneflow", oneflow.recognises, oneflow.open_oneflow),
+)
 """In the order in which they are asked."""
 
 
@@ -47,7 +64,8 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
     try:
         manifest, content = manifests.load(store, options.manifest_sha256)
     except NotACheckpointError:
-        found = _foreign(os.fspath(location))
+        # Who expects a certain manifest does not mean a checkpoint that has none.
+        found = None if options.manifest_sha256 else _foreign(os.fspath(location))
         if found is None:
             raise
         return found, _digest(found)
@@ -64,6 +82,20 @@ def _foreign(path: str) -> Foreign | None:
     except OSError:  # it was not there, or not to be read, for ours either
         return None
     return next((form.open(path) for form in FORMATS if form.recognises(path, names)), None)
+
+
+def holds_checkpoint(path: str, names: Collection[str]) -> bool:
+    """Whether a local folder with these names is one checkpoint, of whatever state, or what `convert` makes of one.
+
+    A folder of several steps is not: who means one of them must not lose them all. Nor is one with folders of others.
+    """
+    if "zarr.json" in names or all(map(is_data, names)):
+        return True
+    found = next((form.name for form in FORMATS if form.recognises(path, names)), None)
+    if found == "orbax":
+        return not orbax.has_steps(path, names)
+    folders = (name for name in names if not is_data(name) and os.path.isdir(os.path.join(path, name)))
+    return (found == "oneflow") or ((found is not None or manifests.MANIFEST in names) and not any(folders))
 
 
 def _digest(source: Foreign) -> str:

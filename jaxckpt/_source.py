@@ -11,7 +11,8 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -111,6 +112,21 @@ class Block(abc.ABC):
         Called by several threads at once.
         """
 
+    def check(self) -> None:
+        """Compare what is stored with the checksums that are stored with it, where the format has any.
+
+        Raises DataError, StorageError.
+        """
+        return
+
+
+class StartedBlock(Block):
+    """One whose reading needs no thread of ours."""
+
+    @abc.abstractmethod
+    def start(self, box: Box, target: Array) -> Pending:
+        """Start to fill `target` with a box of it. Raises, as the result does, what `storage_errors` knows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory(Block):
@@ -134,7 +150,9 @@ class ForeignArray:
 
     block: Block
 
-    kind: Literal["jax", "numpy", "numpy_scalar", "key"] = "jax"
+    kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
+    """The last two are arrays of bytes, a str's in UTF-8."""
+
     impl: str | None = None
     """PRNG implementation, for kind "key"."""
 
@@ -172,11 +190,23 @@ class _BlockReader:
     rows: Sequence[Block]
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        return [files.submit(functools.partial(self._read, box, target)) for box, target in wanted]
+        return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
 
-    def _read(self, box: Box, target: Array) -> None:
+    def _parts(self, box: Box, target: Array) -> Iterator[tuple[Block, Array]]:
         for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
-            self.rows[row].read(box[1:], into if target.ndim > 1 else into.reshape(()))
+            yield self.rows[row], into if target.ndim > 1 else into.reshape(())
+
+    def _start(self, parts: Sequence[tuple[Block, Array]], box: Box) -> Pending:
+        started = [block.start(box, into) for block, into in parts if isinstance(block, StartedBlock)]
+        rest = [(block, into) for block, into in parts if not isinstance(block, StartedBlock)]
+        if rest:
+            started.append(files.submit(functools.partial(_read_all, rest, box)))
+        return files.All(started)
+
+
+def _read_all(parts: Sequence[tuple[Block, Array]], box: Box) -> None:
+    for block, into in parts:
+        block.read(box, into)
 
 
 BLOCK_BYTES = 4 << 20
@@ -252,6 +282,8 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
         return f"has dtype {value.dtype}, which NumPy and JAX lack", None
     if len(value.shape) > MAX_RANK:
         return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
+    if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:
+        return f"has shape {list(value.shape)}, which is beyond what can be addressed", None
     return value, None
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -267,6 +267,57 @@ def open_spec(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStore
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayFolder:
+    """Arrays that another library wrote through tensorstore: each in a folder of its name, or all in one OCDBT
+    database."""
+
+    path: str
+    """A local folder."""
+
+    ocdbt: bool
+
+    # What is kept is nodes of the database: else each read would start at its root again.
+    context: ts.Context = field(
+        default_factory=lambda: ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "cache_pool#ocdbt": {"total_bytes_limit": 32 << 20},
+            }
+        )
+    )
+
+    def _spec(self, name: str = "") -> dict[str, Any]:
+        if not self.ocdbt:
+            return {"driver": "file", "path": f"{self.path}/{name}/" if name else f"{self.path}/"}
+        base = {"driver": "file", "path": f"{self.path}/"}
+        return {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else "", "cache_pool": "cache_pool#ocdbt"}
+
+    def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Several small values, None for what is missing. Raises DataError, StorageError."""
+        with storage_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
+            folder = ts.KvStore.open(self._spec(), context=self.context).result()
+            found = [(key, folder.read(key)) for key in keys]
+            results = [(key, one.result()) for key, one in found]
+        return [None if result.state == "missing" else bytes(result.value) for _, result in results]
+
+    def array_reader(self, name: str, driver: str, metadata: Any, *, strict: bool) -> TensorReader:
+        """Of the array of this name and Zarr metadata. Nothing is read; where not `strict`, a chunk that is missing
+        reads as the fill value. Raises DataError where the metadata is malformed."""
+        spec = {
+            "driver": driver,
+            "kvstore": self._spec(name),
+            "metadata": metadata,
+            "fill_missing_data_reads": not strict,
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+        }
+        try:
+            return TensorReader(ts.open(spec, open=True, assume_metadata=True, context=self.context).result())
+        except (ValueError, OverflowError) as error:
+            raise DataError(f"the Zarr metadata of {name!r} is damaged: {readable(str(error))}") from error
+
+
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Uninitialised memory that starts at a multiple of 64 bytes, which JAX on CPU takes over without a copy."""
     n_bytes = math.prod(shape) * dtype.itemsize
@@ -301,7 +352,8 @@ def storage_error(error: Exception, what: str, *, reading: bool = False) -> Stor
     code = int(told[1]) if told else _CODES.get(status, errno.EIO)
     if isinstance(error, NotImplementedError) or "ignored by server" in text:  # to write or to list over HTTP; ranges
         return StorageError(errno.ENOTSUP, f"{what}: {text}")
-    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else status in _DAMAGED
+    decoding = "Error decoding" in text  # of an OCDBT database: it tells no status
+    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else decoding or status in _DAMAGED
     return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
 
 

@@ -211,7 +211,8 @@ def _match(
             part = prune(subtree(structure, leaf.path), {wanted[path]: wanted[path] for path in below})
             parts.append(functools.partial(unflatten, part))
             continue
-        kept = leaf.path in found or (asked.select is not None and not selected(leaf.path))
+        # A function, such as an activation in an Equinox module, is no state that a checkpoint could lack.
+        kept = leaf.path in found or callable(leaf.value) or not selected(leaf.path)
         abstract = isinstance(leaf.value, (jax.ShapeDtypeStruct, Sharding))
         if not kept and (asked.strict or abstract):
             hint = closest(leaf.path, wanted) if len(missing) < 3 else ""  # finding it takes a look at every path
@@ -466,8 +467,15 @@ class _Layouts:
         if isinstance(sharding, NamedSharding):
             axes = dict(sharding.mesh.shape)
             if not isinstance(sharding.mesh, Mesh) and self._asked.devices_per_process is None:
-                self._spec_problems.append(f"{show(path)}: its sharding is on an AbstractMesh, which has no devices")
-                return None
+                found = [mesh for mesh in (self._asked.mesh, _mesh_in_context()) if isinstance(mesh, Mesh)]
+                if not found or dict(found[0].shape) != axes:
+                    instead = dict(found[0].shape) if found else "none"
+                    self._spec_problems.append(
+                        f"{show(path)}: its sharding is on the AbstractMesh {axes}, which has no devices; pass such a"
+                        f" mesh as mesh=, or set it with jax.set_mesh (found {instead})"
+                    )
+                    return None
+                sharding = NamedSharding(found[0], sharding.spec, memory_kind=sharding.memory_kind)
             spec, problem = fit_spec(axes, spec_of(sharding.spec), shape, self._options)
             if problem:
                 self._spec_problems.append(f"{show(path)}: {problem}")
@@ -512,6 +520,12 @@ class _Layouts:
                 f"{len(self.mismatches)} leaves cannot be restored as saved:\n{listing(self.mismatches)}",
                 self.mismatches,
             )
+
+
+def _mesh_in_context() -> Mesh | None:
+    """The mesh of jax.set_mesh, if there is one; jax 0.6 does not tell."""
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    return mesh if mesh is not None and mesh.shape else None
 
 
 @functools.cache

@@ -164,14 +164,16 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
 
 
 def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
-    """Read all of it, box by box; what can be told without that was told when it was opened."""
+    """Read all of it, box by box, and compare the checksums that its format keeps; what can be told without that was
+    told when it was opened."""
     manifest, found, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
     with reporting("verify", sum(sizes.values()), options.progress) as report:
         for number in arrays:
             leaf = manifest.leaves[number]
-            stack = manifest.arrays[manifest.place(leaf)[0]]
+            place, row = manifest.place(leaf)
+            stack = manifest.arrays[place]
             fits = max(1, options.host_bytes // 4 // stack.itemsize)
             for box in cut_down(whole(stack.shape), (stack.chunk[1:],), lambda box, fits=fits: volume(box) <= fits):
                 try:
@@ -179,6 +181,11 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                 except (DataError, StorageError) as error:
                     found.append(Problem(leaf.path, box, source.url, f"cannot be read: {error}"))
                 report(volume(box) * stack.itemsize)
+            try:
+                source.blocks[place][row].check()
+            except (DataError, StorageError) as error:
+                if not (found and found[-1].leaf == leaf.path):
+                    found.append(Problem(leaf.path, None, source.url, str(error)))
             total += sizes[number]
     return VerifyReport(source.url, quick, tuple(found), len(manifest.leaves), len(arrays), total)
 

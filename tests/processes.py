@@ -114,6 +114,12 @@ def run_processes(
     return done
 
 
+def run_together(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> None:
+    """Run programs at once, each in a child process; fails if one of them fails."""
+    done = _run([[sys.executable, *command] for command in commands], environment(1), timeout)
+    assert all(one.returncode == 0 for one in done), _report(done)
+
+
 def _free_port() -> int:
     # Below the range from which the kernel gives ports to outgoing connections: in the seconds before the coordinator
     # listens, nobody else is handed this one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,37 @@ def test_a_jitted_init_is_not_run_to_restore(tmp_path: Path) -> None:
         _, tree = checkpoints.restore_or_init(init)
     assert tree["w"].sharding == split
     np.testing.assert_array_equal(tree["w"], np.arange(8.0))
+
+
+def test_restore_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    slow = jaxckpt.Options(progress=lambda _: time.sleep(0.2))
+    with jaxckpt.Checkpointer(tmp_path, options=slow) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"step": jnp.full(8, step)}, process_state={"step": step})
+            assert checkpoints.pending is not None
+            if step == 1:
+                restored = checkpoints.restore()
+            elif step == 2:
+                restored = checkpoints.restore(2)
+            else:
+                assert checkpoints.process_state("step", 3) == 3
+                restored = checkpoints.restore_or_init(lambda: {"step": jnp.zeros(8, int)})[1]
+            assert restored["step"][0] == step
+
+
+def test_an_equinox_module_is_restored_whole(tmp_path: Path) -> None:
+    eqx = pytest.importorskip("equinox")
+
+    def init() -> Any:
+        return eqx.nn.MLP(2, 2, 4, depth=1, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    for last in (None, 1):
+        with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+            found, model = checkpoints.restore_or_init(eqx.filter_jit(init))  # functions are among its results
+            assert (found, model.activation) == (last, jax.nn.gelu)
+            assert eqx.tree_equal(model, init())
+            if last is None:
+                checkpoints.save(1, eqx.filter(model, eqx.is_array))
 
 
 def test_going_back_is_not_done_unnoticed(tmp_path: Path) -> None:

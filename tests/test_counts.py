@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import inspect
 import math
 import os
@@ -283,3 +284,26 @@ def test_a_leaf_takes_hardly_a_call(tmp_path: Path, what: str) -> None:
         act()  # what is remembered for ever is no leaf's cost
         counts.append(python_calls(act))
     assert counts[1] - counts[0] <= 1000 * most + 50, counts
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_does_not_run_while_arrays_are_made(tmp_path: Path, enabled: bool) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {str(n): jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(mesh, P("x"))) for n in range(1500)}
+    jaxckpt.save(tmp_path / "ckpt", tree)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        alone = collections_while(
+            lambda: jax.device_put(jax.device_get(tree), jax.tree.map(lambda a: a.sharding, tree))
+        )
+        restored = collections_while(lambda: jaxckpt.restore(tmp_path / "ckpt"))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert restored <= (alone // 2 if enabled else 0)
+
+
+def collections_while(call: Callable[[], object]) -> int:
+    before = sum(one["collections"] for one in gc.get_stats())
+    call()
+    return sum(one["collections"] for one in gc.get_stats()) - before

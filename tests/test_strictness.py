@@ -383,6 +383,19 @@ def test_options_are_checked() -> None:
 # Choosing -------------------------------------------------------------------------------------------------
 
 
+def test_functions_of_the_target_stay_and_functions_are_not_saved(tmp_path: Path) -> None:
+    module = {"weight": jnp.ones(3), "activation": jax.nn.gelu}
+    with pytest.raises(jaxckpt.TreeError, match=r"'activation' is of type .*; leave functions out, as eqx\.filter"):
+        jaxckpt.save(tmp_path / "ckpt", module)
+    jaxckpt.save(tmp_path / "ckpt", {**module, "activation": None})
+    restored = jaxckpt.restore(tmp_path / "ckpt", {**module, "weight": jax.ShapeDtypeStruct((3,), "float32")})
+    assert restored["activation"] is jax.nn.gelu
+    assert restored["weight"].tolist() == [1, 1, 1]
+    # Whatever is an array is missed still.
+    with pytest.raises(jaxckpt.MismatchError, match="'bias' is not in the checkpoint"):
+        jaxckpt.restore(tmp_path / "ckpt", {**module, "bias": jnp.ones(3)})
+
+
 def test_select_by_glob_expression_and_function(path: Path) -> None:
     import re
 
@@ -511,3 +524,26 @@ def test_a_tree_that_contains_itself_or_mixes_keys_is_told(tmp_path: Path) -> No
         jaxckpt.save(tmp_path / "loop", loop)
     with pytest.raises(jaxckpt.TreeError, match="keys of one type"):
         jaxckpt.save(tmp_path / "mixed", {1: 1, "1": 2})
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="this JAX does not tell the mesh of jax.set_mesh")
+def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
+    other = jax.make_mesh((4, 2), ("data", "model"))  # axes in types: eval_shape tells the specs too
+
+    def init() -> Any:
+        return {"w": jax.sharding.reshard(jnp.zeros((8, 8)), P("model", "data")), "b": jnp.zeros(8)}
+
+    with jax.set_mesh(other):
+        target = {"params": jax.eval_shape(init)}
+        assert isinstance(target["params"]["w"].sharding.mesh, jax.sharding.AbstractMesh)
+        set_ = jaxckpt.restore(path, target, select="params")["params"]
+    given = jaxckpt.restore(path, target, select="params", mesh=other)["params"]
+    for params in (set_, given):
+        assert params["w"].sharding == NamedSharding(other, P("model", "data"))
+        assert params["b"].sharding == NamedSharding(other, P(None))
+        np.testing.assert_array_equal(params["w"], np.arange(64.0).reshape(8, 8))
+    with pytest.raises(jaxckpt.SpecError, match=r"'params/w': its sharding is on the AbstractMesh .* \(found none\)"):
+        jaxckpt.restore(path, target, select="params")
+    two = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
+    with pytest.raises(jaxckpt.SpecError, match=r"found \{'data': 2, 'model': 1\}"):
+        jaxckpt.restore(path, target, select="params", mesh=two)

@@ -1,0 +1,70 @@
+"""Equinox and Optax: a module with functions among its leaves, saved on one mesh and gone on with on another."""
+
+import tempfile
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+
+jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine that has no eight accelerators
+devices = jax.devices() if jax.device_count() >= 8 else jax.devices("cpu")
+mesh = Mesh(np.reshape(devices[:8], (2, 4)), ("data", "model"))
+other = Mesh(np.reshape(devices[:6], (3, 2)), ("data", "model"))
+optimizer = optax.adam(1e-2)
+
+
+class Training(eqx.Module):
+    model: eqx.nn.MLP
+    opt_state: optax.OptState
+    key: jax.Array
+
+
+def create() -> Training:
+    model = eqx.nn.MLP(12, 12, width_size=48, depth=1, activation=jax.nn.gelu, key=jax.random.key(0))
+    return Training(model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), jax.random.key(1))
+
+
+def place(training: Training, mesh: Mesh) -> Training:
+    def sharding_of(leaf: jax.Array) -> NamedSharding:  # the hidden layer's width is split, all else is whole
+        return NamedSharding(mesh, P(*("model" if size == 48 else None for size in leaf.shape)))
+
+    return eqx.filter_shard(training, jax.tree.map(sharding_of, eqx.filter(training, eqx.is_array)))
+
+
+@eqx.filter_jit
+def train_step(training: Training, mesh: Mesh) -> tuple[Training, jax.Array]:
+    key, next_key = jax.random.split(training.key)
+    x = eqx.filter_shard(jax.random.normal(key, (96, 12)), NamedSharding(mesh, P("data")))
+    loss_of = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - jnp.sin(x)) ** 2))
+    loss, grads = loss_of(training.model)
+    updates, opt_state = optimizer.update(grads, training.opt_state)
+    return place(Training(eqx.apply_updates(training.model, updates), opt_state, next_key), mesh), loss
+
+
+def train(training: Training, mesh: Mesh, steps: int, what: str) -> Training:
+    for _ in range(steps):
+        training, loss = train_step(training, mesh)
+    print(f"loss {loss:.6f} {what}")
+    return training
+
+
+with tempfile.TemporaryDirectory() as folder:
+    training = train(place(create(), mesh), mesh, 20, "at step 20 on 2×4, saved")
+    jaxckpt.save(f"{folder}/step-20", eqx.filter(training, eqx.is_array))
+
+    abstract = eqx.filter_eval_shape(create)  # the module with shapes for arrays; its functions stay
+    restored = jaxckpt.restore(f"{folder}/step-20", abstract, mesh=other)  # the saved specs, by axis name
+    resumed = train(restored, other, 20, "at step 40 on 3×2, restored at step 20")
+
+# The same steps without a checkpoint: all arrays move to the other mesh in memory.
+arrays, functions = eqx.partition(training, eqx.is_array)
+moved = jax.device_put(arrays, jax.tree.map(lambda leaf: leaf.sharding, eqx.filter(restored, eqx.is_array)))
+straight = train(eqx.combine(moved, functions), other, 20, "at step 40 on 3×2, trained straight on")
+assert eqx.tree_equal(straight, resumed)
+print(f"all {len(jax.tree.leaves(arrays))} arrays are equal")

@@ -1,0 +1,350 @@
+"""Checkpoints of torch.distributed.checkpoint, made by real gloo jobs; torch is not imported here."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import processes
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import DataError, NotACheckpointError
+
+pytestmark = pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("safetensors")),
+    reason="torch and safetensors make the checkpoints",
+)
+
+KINDS = ("dtensors", "training", "safetensors")
+Written = Callable[[int], Path]
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The folder of what a job of so many processes wrote."""
+
+    @functools.cache
+    def write(count: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"dcp{count}")
+        program = Path(__file__).with_name("dcp_writer.py")
+        commands = [[str(program), str(rank), str(count), str(folder)] for rank in range(count)]
+        processes.run_together(commands, timeout=180)
+        return folder
+
+    return write
+
+
+def expected(folder: Path, kind: str) -> dict[str, np.ndarray]:
+    """Global tensors by path, from their bytes."""
+    found: dict[str, np.ndarray] = {}
+    with np.load(folder / f"{kind}.npz") as saved:
+        for key in saved:
+            dtype, sides, path = key.split(":", 2)
+            known = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+            found[path] = saved[key].view(known).reshape([int(side) for side in sides.split(",") if side])
+    return found
+
+
+def at(tree: Any, path: str) -> Any:
+    for part in path.split("/"):
+        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+    return tree
+
+
+def same(found: Any, wanted: np.ndarray) -> bool:
+    found = np.asarray(found)
+    return (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+
+
+def but_opaque(path: str) -> bool:
+    return path != "opaque"
+
+
+@pytest.mark.parametrize(("count", "kind"), list(itertools.product([1, 2, 4], KINDS)))
+def test_every_bit_comes_back_as_numpy(written: Written, count: int, kind: str) -> None:
+    tree = jaxckpt.load_numpy(written(count) / kind, select=but_opaque)
+    tensors = expected(written(count), kind)
+    assert len(tensors) >= 3
+    for path, wanted in tensors.items():
+        assert same(at(tree, path), wanted), path
+
+
+SPECS = {"rows": P("x", "y"), "columns": P("y", "x"), "both": P(("x", "y"))}
+
+
+@pytest.mark.parametrize(("count", "kind"), list(itertools.product([1, 2, 4], KINDS)))
+@pytest.mark.parametrize("sides", [(2, 4), (3, 2)])
+def test_every_bit_comes_back_on_a_mesh(
+    written: Written, run_python: processes.RunPython, count: int, kind: str, sides: tuple[int, int]
+) -> None:
+    """In a process of its own, where it is seen that torch is not imported."""
+    program = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import PartitionSpec as P
+        import jaxckpt, test_dcp
+        from pathlib import Path
+        jax.config.update("jax_enable_x64", True)
+        folder, kind, *sides = sys.argv[1:]
+        mesh = jax.make_mesh(tuple(map(int, sides)), ("x", "y"), devices=jax.devices()[: int(sides[0]) * int(sides[1])])
+        tree = jaxckpt.restore(
+            Path(folder, kind),
+            mesh=mesh,
+            specs=lambda path, leaf: P("x", "y") if len(leaf.shape) == 2 else P(),
+            select=test_dcp.but_opaque,
+            options=jaxckpt.Options(indivisible="replicate"),
+        )
+        split = 0
+        for path, wanted in test_dcp.expected(Path(folder), kind).items():
+            found = test_dcp.at(tree, path)
+            assert isinstance(found, jax.Array), path
+            assert test_dcp.same(found, wanted), path
+            split += not found.sharding.is_fully_replicated
+        assert split >= 2, split
+        assert "torch" not in sys.modules
+        print("read")
+    """
+    env = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}"}
+    args = [str(written(count)), kind, *map(str, sides)]
+    assert run_python(program, args=args, env=env).strip() == "read"
+
+
+def test_python_objects_and_containers_come_back(written: Written) -> None:
+    tree = jaxckpt.load_numpy(written(2) / "dtensors", select=but_opaque)
+    assert {name: tree[name] for name in ("step", "lr", "name", "betas", "schedule", "nothing")} == {
+        "step": 7,
+        "lr": 1e-3,
+        "name": "run/1",
+        "betas": (0.9, 0.999),
+        "schedule": [1, 2, 3],
+        "nothing": None,
+    }
+    assert isinstance(tree["layers"], list)
+    np.testing.assert_array_equal(tree["array"], np.arange(6, dtype=np.float32).reshape(2, 3))
+    group = jaxckpt.load_numpy(written(2) / "training")["optimizer"]["param_groups"][0]
+    assert group["params"][0] == "0.weight"
+    assert group["betas"] == (0.9, 0.999)
+
+
+def test_what_only_code_can_rebuild_is_named_and_can_be_left_out(written: Written) -> None:
+    path = written(2) / "dtensors"
+    with pytest.raises(DataError, match=r"'opaque'.*pathlib\.(_local\.)?PosixPath.*select="):
+        jaxckpt.load_numpy(path)
+    report = jaxckpt.verify(path)
+    assert [problem.leaf for problem in report.problems] == ["opaque"]
+
+
+def test_the_steps_between(written: Written, tmp_path: Path) -> None:
+    """What is restored and saved is a checkpoint of ours, which differs in nothing."""
+    mesh = jax.make_mesh((8,), ("x",))
+    path = written(4) / "training"
+    state = jaxckpt.restore(path, mesh=mesh, specs=lambda path, leaf: P("x") if leaf.shape[:1] == (24,) else P())
+    assert state["model"]["0.weight"].sharding == NamedSharding(mesh, P("x"))
+    jaxckpt.save(tmp_path / "ours", state)
+    assert not jaxckpt.diff(path, tmp_path / "ours").differing
+
+
+# Damaged --------------------------------------------------------------------------------------------------
+
+DAMAGE = """
+import pickle, shutil, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+source, target = map(Path, sys.argv[1:])
+NAME = "model.0.weight"
+
+def damaged(name):
+    def write(change):
+        folder = target / name
+        shutil.copytree(source, folder)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata, metadata.state_dict_metadata[NAME], metadata.storage_data)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return write
+
+def place(storage, **changes):
+    for index, info in storage.items():
+        if index.fqn == NAME:
+            storage[index] = replace(info, **changes)
+
+@damaged("hole")
+def _(metadata, item, storage):
+    del item.chunks[-1]
+
+@damaged("overlap")
+def _(metadata, item, storage):
+    item.chunks[0].sizes = torch.Size([13, 12])
+
+@damaged("beyond")
+def _(metadata, item, storage):
+    item.size = torch.Size([20, 12])
+
+@damaged("huge")
+def _(metadata, item, storage):
+    item.size = torch.Size([1 << 40, 12])
+    item.chunks[:] = [replace(item.chunks[0], sizes=item.size)]
+
+@damaged("another dtype")
+def _(metadata, item, storage):
+    item.properties.dtype = torch.int32
+
+@damaged("another shape")
+def _(metadata, item, storage):
+    item.size = torch.Size([24, 6])
+    for chunk in item.chunks:
+        chunk.sizes = torch.Size([12, 6])
+
+@damaged("nowhere")
+def _(metadata, item, storage):
+    for index in [index for index in storage if index.fqn == NAME]:
+        del storage[index]
+
+@damaged("upwards")
+def _(metadata, item, storage):
+    place(storage, relative_path="../hole/__0_0.distcp")
+
+@damaged("absolute")
+def _(metadata, item, storage):
+    place(storage, relative_path="/etc/passwd")
+
+@damaged("long")
+def _(metadata, item, storage):
+    place(storage, length=1 << 40)
+
+@damaged("encoded")
+def _(metadata, item, storage):
+    place(storage, transform_descriptors=["zstd"])
+
+@damaged("elsewhere")
+def _(metadata, item, storage):
+    place(storage, offset=100)
+
+@damaged("list")
+def _(metadata, item, storage):
+    metadata.planner_data[NAME] = ("optimizer", "param_groups", 1 << 30)
+
+@damaged("negative")
+def _(metadata, item, storage):
+    place(storage, offset=-5)
+
+@damaged("path")
+def _(metadata, item, storage):
+    metadata.planner_data[NAME] = ("step", "below")
+
+class Runs:
+    def __reduce__(self):
+        return __import__("os").system, (f"touch {target / 'run'}",)
+
+@damaged("hostile")
+def _(metadata, item, storage):
+    metadata.storage_meta = Runs()
+
+@damaged("hostile place")
+def _(metadata, item, storage):
+    place(storage, relative_path=Runs())
+"""
+
+
+@pytest.fixture(scope="session")
+def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damaged")
+    processes.run_python(DAMAGE, args=[str(written(2) / "training"), str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("hole", r"'model.0.weight'.*\n.*\[12:24, 0:12\] is in no shard"),
+        ("overlap", r"'model.0.weight'.*\n.*\[12:13, 0:12\] is in 2 shards"),
+        ("beyond", r"'model.0.weight'.*\n.*\[12:24, 0:12\] lies outside"),
+        ("huge", r"'model.0.weight', float32\[1099511627776, 12\], has \d+ bytes in all"),
+        ("nowhere", r"'model.0.weight' at \[0, 0\] lies in no file"),
+        ("upwards", "outside of its folder"),
+        ("absolute", "outside of its folder"),
+        ("long", r"distcp is \d+ bytes long, expected at least 1099"),
+        ("list", r"the list .*param_groups' has the places"),
+        ("negative", "a place in its storage_data is damaged"),
+        ("path", "is there twice"),
+        ("hostile place", "a place in its storage_data is damaged"),
+    ],
+)
+def test_damaged_metadata_is_told_when_opened(damaged: Path, name: str, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        jaxckpt.open(damaged / name)
+    assert not (damaged / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("another dtype", r"holds float32\[12, 12\], expected int32\[12, 12\]"),
+        ("another shape", r"holds float32\[12, 12\], expected float32\[12, 6\]"),
+        ("elsewhere", "the archive at byte 100 is damaged"),
+        ("encoded", "encoded by zstd"),
+    ],
+)
+def test_what_metadata_says_wrongly_is_told_when_read(damaged: Path, name: str, told: str) -> None:
+    with pytest.raises(DataError, match=rf"'model/0.weight'(.|\n)*{told}"):
+        jaxckpt.load_numpy(damaged / name)
+    rest = jaxckpt.load_numpy(damaged / name, select="optimizer")
+    assert rest["optimizer"]["param_groups"][0]["lr"] == 0.01
+
+
+def test_hostile_parts_that_nobody_needs_are_not_run(damaged: Path) -> None:
+    assert jaxckpt.load_numpy(damaged / "hostile", select="step")["step"] == 2
+    assert not (damaged / "run").exists()
+
+
+@pytest.fixture
+def copied(written: Written, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written(2) / "training", tmp_path / "copy"))
+
+
+def test_files_that_are_cut_or_gone_are_told(copied: Path) -> None:
+    data = (copied / "__1_0.distcp").read_bytes()
+    (copied / "__1_0.distcp").write_bytes(data[:-1])
+    with pytest.raises(DataError, match=r"__1_0.distcp is \d+ bytes long"):
+        jaxckpt.open(copied)
+    (copied / "__1_0.distcp").unlink()
+    with pytest.raises(DataError, match=r"__1_0.distcp is missing"):
+        jaxckpt.open(copied)
+    (copied / ".metadata").write_bytes((copied / ".metadata").read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"\.metadata: the pickle"):
+        jaxckpt.open(copied)
+    (copied / ".metadata").unlink()
+    with pytest.raises(NotACheckpointError, match=r"no \.metadata: the save never ended"):
+        jaxckpt.open(copied)
+
+
+def test_verify_finds_a_flipped_bit(written: Written, copied: Path) -> None:
+    """By the CRC-32 that torch keeps of each tensor."""
+    assert jaxckpt.verify(copied).ok
+    wanted = expected(written(2), "training")["model/0.weight"][:12].tobytes()
+    data = bytearray((copied / "__0_0.distcp").read_bytes())
+    data[data.index(wanted) + 100] ^= 4
+    (copied / "__0_0.distcp").write_bytes(data)
+    report = jaxckpt.verify(copied)
+    assert [problem.leaf for problem in report.problems] == ["model/0.weight"]
+    assert "its CRC-32 is" in report.problems[0].reason
+
+
+def test_sharded_safetensors_must_cover(written: Written, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written(4) / "safetensors", tmp_path / "copy"))
+    (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(DataError, match=r"'model\.(rows|columns)'.*\n.* is in no shard"):
+        jaxckpt.open(folder)

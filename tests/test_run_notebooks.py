@@ -1,0 +1,52 @@
+"""The runner of notebooks: a cell whose error or other output it hid would look tested."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+RUNNER = Path(__file__).parent.parent / "docs" / "run_notebooks.py"
+CELL = """
+import datetime, tempfile, uuid
+print(tempfile.mkdtemp(), datetime.datetime.now(datetime.UTC).isoformat(), uuid.uuid4().hex)
+1 + 1
+"""
+
+
+def run(path: Path, *arguments: str, cells: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    if cells is not None:
+        v4 = nbformat.v4
+        nbformat.write(
+            v4.new_notebook(cells=[v4.new_code_cell(cell, id=f"c{n}") for n, cell in enumerate(cells)]), path
+        )
+    return subprocess.run(
+        [sys.executable, RUNNER, *arguments, path], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_stored_outputs_are_what_happens_but_for_times_ids_and_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a.ipynb"
+    done = run(path, "--store", cells=[CELL])
+    assert (done.returncode, done.stderr) == (0, "")
+    stored = path.read_text()
+    assert run(path).returncode == 0
+    assert path.read_text() == stored
+    path.write_text(stored.replace('"2"', '"3"'))
+    done = run(path)
+    assert done.returncode == 1
+    assert "\n-3\n+2\n" in done.stderr
+
+
+def test_a_cell_that_raises_is_a_failure_even_when_storing(tmp_path: Path) -> None:
+    done = run(tmp_path / "a.ipynb", "--store", cells=["1", "raise ValueError('no')", "print('behind')"])
+    assert done.returncode == 1
+    assert "ValueError" in done.stderr
+    assert "outputs" in (tmp_path / "a.ipynb").read_text()
+    assert "behind\\n" not in (tmp_path / "a.ipynb").read_text()

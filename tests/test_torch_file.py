@@ -1,0 +1,171 @@
+"""Single files of torch.save, written by torch in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import processes
+import pytest
+
+import jaxckpt
+from jaxckpt import DataError, NotACheckpointError
+from jaxckpt._torch import read_saved, recognises
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch writes the files")
+
+WRITE = """
+import argparse, collections, sys, warnings
+from pathlib import Path
+import numpy as np, torch
+warnings.filterwarnings("ignore")
+folder = Path(sys.argv[1])
+base = torch.arange(24.0).reshape(4, 6)
+state = {
+    "c": base, "transposed": base.t(), "stepped": base[1::2, ::3], "last": base[3], "scalar": torch.tensor(7),
+    "bfloat16": base.bfloat16(), "fp8": base.to(torch.float8_e5m2), "uint16": torch.ones(3, dtype=torch.uint16),
+    "complex": base.to(torch.complex64), "empty": torch.zeros(0, 3), "parameter": torch.nn.Parameter(base),
+    "expanded": base[0].expand(3, 6), "module": torch.nn.Linear(2, 3, dtype=torch.float64).state_dict(),
+    "conjugate": base.to(torch.complex64).conj(), "sparse": torch.eye(3).to_sparse(),
+    "quantized": torch.quantize_per_tensor(base, 0.1, 0, torch.qint8), "half complex": base.to(torch.complex32),
+    "args": argparse.Namespace(lr=1), "step": 3, "names": ["a", ("b", 1.5)],
+    "bits": torch.tensor([0x7F800001, -1], dtype=torch.int32).view(torch.float32),
+    "bomb": torch.zeros(1).expand(1 << 20, 1 << 20),
+}
+state["module"]["bias"].fill_(2.0)
+torch.save(state, folder / "state.pt")
+torch.save({"c": base}, folder / "small.pt")
+torch.serialization.set_crc32_options(False)
+torch.save({"c": base}, folder / "no crc.pt")
+torch.save([base], folder / "old.pt", _use_new_zipfile_serialization=False)
+with (folder / "within").open("wb") as file:
+    file.write(b"before")
+with (folder / "within").open("ab") as file:
+    file.write((folder / "state.pt").read_bytes() + b"after")
+"""
+UNREADABLE = {"conjugate", "sparse", "quantized", "half complex", "args", "bomb"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("torch")
+    processes.run_python(WRITE, args=[str(folder)])
+    return folder
+
+
+BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def readable(path: str) -> bool:
+    return path.split("/")[0] not in UNREADABLE
+
+
+def test_tensors_are_read_where_they_lie(folder: Path) -> None:
+    tree = jaxckpt.load_numpy(folder / "state.pt", select=readable)
+    wanted: dict[str, Any] = {
+        "c": BASE,
+        "transposed": BASE.T,
+        "stepped": BASE[1::2, ::3],
+        "last": BASE[3],
+        "scalar": np.array(7),
+        "bfloat16": BASE.astype(ml_dtypes.bfloat16),
+        "fp8": BASE.astype(ml_dtypes.float8_e5m2),
+        "uint16": np.ones(3, np.uint16),
+        "complex": BASE.astype(np.complex64),
+        "empty": np.zeros((0, 3), np.float32),
+        "parameter": BASE,
+        "expanded": np.broadcast_to(BASE[0], (3, 6)),
+        "bits": np.array([0x7F800001, -1 & 0xFFFFFFFF], np.uint32).view(np.float32),
+    }
+    for name, array in wanted.items():
+        assert (tree[name].dtype, tree[name].shape) == (array.dtype, array.shape), name
+        assert tree[name].tobytes() == array.tobytes(), name
+    assert (tree["step"], tree["names"]) == (3, ["a", ("b", 1.5)])
+    np.testing.assert_array_equal(tree["module"]["bias"], np.full(3, 2.0))
+
+
+@pytest.mark.parametrize("name", sorted(UNREADABLE))
+def test_what_is_no_array_of_ours_is_named(folder: Path, name: str) -> None:
+    with pytest.raises(DataError, match=f"'{name}': it .*select="):
+        jaxckpt.load_numpy(folder / "state.pt", select=name)
+
+
+def test_an_archive_within_a_file(folder: Path) -> None:
+    size = (folder / "state.pt").stat().st_size
+    tree = read_saved(str(folder / "within"), 6, size)
+    target = np.empty((6, 4), np.float32)
+    tree["transposed"].block.read(((0, 6), (0, 4)), target)
+    np.testing.assert_array_equal(target, BASE.T)
+    with pytest.raises(DataError, match="no directory at its end"):
+        read_saved(str(folder / "within"))
+
+
+def test_verify_compares_checksums_where_there_are_any(folder: Path, tmp_path: Path) -> None:
+    assert jaxckpt.verify(folder / "no crc.pt").ok
+    data = bytearray((folder / "state.pt").read_bytes())
+    data[data.index(BASE.tobytes()) + 5] ^= 1
+    (tmp_path / "state.pt").write_bytes(data)
+    found = {problem.leaf for problem in jaxckpt.verify(tmp_path / "state.pt").problems}
+    assert {"c", "transposed"} <= found  # they share the storage
+    assert "bfloat16" not in found
+
+
+def test_an_altered_pickle_is_told_when_opened(folder: Path, tmp_path: Path) -> None:
+    data = (folder / "state.pt").read_bytes().replace(b"stepped", b"skipped")
+    (tmp_path / "state.pt").write_bytes(data)
+    with pytest.raises(DataError, match=r"data\.pkl.* was altered"):
+        jaxckpt.open(tmp_path / "state.pt")
+
+
+def test_archives_that_torch_does_not_write_are_told(folder: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(folder / "small.pt") as archive:
+        members = {name: archive.read(name) for name in archive.namelist() if not name.startswith("archive/.")}
+
+    def written(compression: int = zipfile.ZIP_STORED, **changes: bytes) -> str:
+        with zipfile.ZipFile(tmp_path / "x.pt", "w", compression) as archive:
+            for name, data in {**members, **changes}.items():
+                if data:
+                    archive.writestr(name, data)
+        return str(tmp_path / "x.pt")
+
+    prefix = next(iter(members)).split("/")[0]
+    assert read_saved(written())["c"].shape == (4, 6)
+    for path, told in (
+        (lambda: written(zipfile.ZIP_DEFLATED), "compressed"),
+        (lambda: written(**{f"{prefix}/byteorder": b"big"}), "big-endian"),
+        (lambda: written(**{f"{prefix}/data/0": b"1234"}), r"ends 96 bytes into its storage of 4"),
+        (lambda: written(**{f"{prefix}/data/0": b""}), "is missing"),
+        (lambda: written(**{f"{prefix}/data.pkl": b""}), "no data.pkl"),
+    ):
+        with pytest.raises(DataError, match=told):
+            read_saved(path())
+
+
+def test_cut_and_altered_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
+    chance = random.Random(1)
+    data = (folder / "no crc.pt").read_bytes()  # where no checksum tells it first
+    told = 0
+    for number in range(600):
+        changed = bytearray(data)
+        for _ in range(chance.randint(1, 3)):
+            changed[chance.randrange(len(data))] = chance.randrange(256)
+        path = tmp_path / f"{number % 2}.pt"
+        path.write_bytes(changed[: chance.randrange(len(data))] if number % 3 == 0 else changed)
+        try:
+            read_saved(str(path))
+        except DataError:
+            told += 1
+    assert told > 200
+
+
+def test_other_files_are_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=BASE)
+    assert recognises(str(folder / "state.pt"), [])
+    assert not recognises(str(tmp_path / "x.npz"), [])
+    with pytest.raises(NotACheckpointError):
+        jaxckpt.open(folder / "old.pt")

@@ -1,0 +1,220 @@
+"""The interpreter of pickles: data comes back, nothing is run, and no file makes it hang or take memory."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxckpt._errors import DataError
+from jaxckpt._shards import FileBlock
+from jaxckpt._source import ForeignArray
+from jaxckpt._unpickle import FOUND_BYTES, Object, as_tree, unpickle
+
+
+def read(folder: Path, data: bytes, start: int = 0) -> Any:
+    path = folder / "x.pkl"
+    path.write_bytes(b"?" * start + data)
+    return as_tree(unpickle(str(path), start), "x.pkl")
+
+
+def array_of(found: ForeignArray) -> np.ndarray:
+    target = np.empty(found.shape, found.dtype)
+    found.block.read(tuple((0, side) for side in found.shape), target)
+    return target
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+KEYS = st.text(st.characters(codec="utf-8"))
+DATA = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=5)
+        | st.dictionaries(KEYS, inner, max_size=5).map(collections.OrderedDict)
+    ),
+    max_leaves=20,
+)
+
+
+@given(DATA, st.integers(0, 5), st.integers(0, 3))
+def test_data_comes_back(tmp_path_factory, data: Any, protocol: int, start: int) -> None:
+    found = read(tmp_path_factory.getbasetemp(), pickle.dumps(data, protocol), start)
+    assert found == data
+    assert repr(found) == repr(data)  # types too
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "complex64", "bfloat16", "float8_e4m3fn"])
+def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dtype: str) -> None:
+    small = np.arange(6).reshape(2, 3).astype(dtype)
+    large = np.arange(FOUND_BYTES).reshape(2, -1).astype(dtype)
+    tree = {"small": small, "large": large, "fortran": np.asfortranarray(large), "empty": small[:0], "one": small[0, 0]}
+    found = read(tmp_path, pickle.dumps(tree, protocol), start=5)
+    for name, array in tree.items():
+        assert array_of(found[name]).tobytes() == array.tobytes(), name
+    assert found["one"].kind == "numpy_scalar"
+    assert isinstance(found["large"].block, FileBlock) == (protocol > 2)  # before, bytes were written as text
+
+
+def test_large_bytes_are_not_read(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, pickle.dumps([b"x" * FOUND_BYTES]))
+    assert (found.kind, array_of(found).tobytes()) == ("bytes", b"x" * FOUND_BYTES)
+
+
+# Hostile --------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Pickled as a call of anything."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_nothing_is_called(tmp_path: Path, protocol: int) -> None:
+    mark = tmp_path / "run"
+    calls = {
+        "posix.system": Runs(os.system, f"touch {mark}"),
+        "builtins.eval": Runs(eval, f"open({str(mark)!r}, 'w')"),
+        "builtins.getattr": Runs(getattr, Runs(getattr, "", "join"), "__class__"),
+        "builtins.exec": Runs(exec, "raise SystemExit"),
+    }
+    found = read(tmp_path, pickle.dumps({**calls, "beside": 7}, protocol))
+    assert found["beside"] == 7
+    assert not mark.exists()
+    for name in calls:
+        with pytest.raises(DataError, match=name):
+            array_of(found[name])
+
+
+def test_a_name_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "hostile_module.py").write_text("raise SystemExit")
+    found = read(tmp_path, b"chostile_module\nname\n.")
+    with pytest.raises(DataError, match=r"hostile_module\.name"):
+        array_of(found)
+
+
+LAUGHS = b"]q\x00" + b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(200))
+TUPLES = (
+    b")q\x000"
+    + b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) + b"0" for n in range(200))
+    + b"h\xc8"
+)
+MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        pytest.param(LAUGHS + b".", "more than", id="a list of the same two lists, 200 times over"),
+        pytest.param(TUPLES + b".", "more than", id="tuples likewise"),
+        pytest.param(b"]q\x00h\x00h\x00\x86e.", "damaged", id="appends without a mark"),
+        pytest.param(b"]q\x00(h\x00h\x00e.", "nested deeper", id="a list in itself, twice"),
+        pytest.param(b"]" * 100_000 + b"a" * 99_999 + b".", "nested deeper", id="depth"),
+        pytest.param(b"N" + b"\x85" * 100_000 + b".", "nested deeper", id="depth of tuples"),
+        pytest.param(b"(" * 100_000 + b"t" * 99_999 + b".", "nested deeper", id="marks"),
+        pytest.param(
+            b"c_codecs\nencode\nq\x00" + MEGABYTE + b"q\x01X\x06\x00\x00\x00latin1q\x020"
+            b"0" + b"h\x00h\x01h\x02\x86R" * 100_000 + b".",
+            "copy far more",
+            id="copies of a megabyte",
+        ),
+        pytest.param(b"\x8d" + struct.pack("<Q", 1 << 62) + b"x.", "ends within", id="text of 4 exabytes"),
+        pytest.param(b"\x8e" + struct.pack("<Q", 1 << 62) + b"x.", "ends within", id="bytes of 4 exabytes"),
+        pytest.param(b"\x8b" + struct.pack("<I", 1 << 31) + b"x.", "ends within", id="an integer of 2 GiB"),
+        pytest.param(b"L" + b"9" * 100_000 + b"L\n.", "damaged", id="decimals in quadratic time"),
+        pytest.param(b"h\x07.", "never made", id="an empty memo"),
+        pytest.param(b".", "never made", id="an empty stack"),
+        pytest.param(b"N", "ends", id="no end"),
+        pytest.param(b"", "ends", id="nothing"),
+        pytest.param(b"\xffN.", "none of those", id="no operation"),
+        pytest.param(b"\x82\x01.", "none of those", id="the extension registry"),
+        pytest.param(b"\x97.", "none of those", id="a buffer outside"),
+        pytest.param(b"Nbaz.", "damaged", id="items of None"),
+        pytest.param(b"K\x01Q.", "outside", id="a persistent id"),
+        pytest.param(b"(NNNd.", "no value", id="a key alone"),
+        pytest.param(b"NN\x93.", "no text", id="a name of None"),
+        pytest.param(b"N)R.", "is called", id="a call of None"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_what_is_hostile_is_told(tmp_path: Path, data: bytes, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        read(tmp_path, data)
+
+
+@pytest.mark.timeout(60)
+def test_keys_whose_hashes_take_time_are_not_hashed(tmp_path: Path) -> None:
+    """The hash of 200 nested pairs takes 2^200 steps; 200,000 integers of one hash take 2 * 10^10 comparisons."""
+    assert "type tuple" in read(tmp_path, b"}" + TUPLES + b"Ns.").block.reason
+    modulus = (1 << 61) - 1
+    found = read(tmp_path, pickle.dumps(list({n * modulus: 0 for n in range(9)}) * 2))
+    assert len(found) == 18
+    items = b"".join(pickle.dumps(n * modulus, 2)[2:-1] + b"N" for n in range(200_000))
+    assert "type int" in read(tmp_path, b"}(" + items + b"u.").block.reason
+
+
+REAL = pickle.dumps(
+    {
+        "a": [1, 2.5, "x", b"y", None, True, (1, 2)],
+        "b": collections.OrderedDict(x=np.arange(5.0)),
+        "c": Runs(os.getpid),
+        "d": 1 << 100,
+        "e": np.float32(2),
+    },
+    4,
+)
+
+
+def test_every_prefix_is_told(tmp_path: Path) -> None:
+    for length in range(len(REAL)):
+        with pytest.raises(DataError):
+            read(tmp_path, REAL[:length])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_altered_bytes_raise_nothing_else(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    told = 0
+    for _ in range(100):
+        data = bytearray(REAL)
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            read(tmp_path, bytes(data))
+        except DataError:
+            told += 1
+    assert told > 20
+
+
+def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
+    value = {"set": {1}, "mixed": {1: 2, "a": 3}, "name": os.path.join, "object": Path("/"), "surrogate": {"\ud800": 1}}
+    found = read(tmp_path, pickle.dumps(value))
+    assert found.keys() == value.keys()
+    for name in value:
+        with pytest.raises(DataError, match="leave it out with select="):
+            array_of(found[name])
+    assert isinstance(unpickle(str(tmp_path / "x.pkl"))["object"], Object)
