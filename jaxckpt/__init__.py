@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jaxckpt._options import Options
     from jaxckpt._progress import Progress
     from jaxckpt._rank_files import rank_files
+    from jaxckpt._report import report
     from jaxckpt._restore import load_numpy, restore
     from jaxckpt._save import PendingSave, SaveInfo, save, save_async
     from jaxckpt._verify import Problem, VerifyReport, verify
@@ -82,6 +83,7 @@ __all__ = [
     "oneflow_ranks",
     "open",
     "rank_files",
+    "report",
     "restore",
     "save",
     "save_async",
@@ -99,6 +101,7 @@ _MODULES = (
     "_options",
     "_progress",
     "_rank_files",
+    "_report",
     "_restore",
     "_save",
     "_verify",

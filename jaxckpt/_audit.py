@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxckpt import _manifest as manifests
+from jaxckpt._drawing import Bar, Markup, bars, definitions, element, joined, table
 from jaxckpt._errors import InputError
 from jaxckpt._formats import Location, source_at
-from jaxckpt._grid import Box, show_axes, show_spec, spec_of, volume, whole
+from jaxckpt._grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._layout import (
     Placement,
     PlannedSharding,
@@ -26,7 +28,7 @@ from jaxckpt._layout import (
     placement,
     show_layout,
 )
-from jaxckpt._manifest import LeafRecord, Manifest
+from jaxckpt._manifest import LeafRecord, Manifest, MeshRecord
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
@@ -395,6 +397,12 @@ class Where:
     on: str
     """The mesh, such as "data=2×model=4"; else "device 3", "default device", "host"."""
 
+    mesh: MeshRecord | None = field(default=None, repr=False)
+    """The mesh itself, where there is one."""
+
+    split: Spec = field(default=(), repr=False)
+    """The spec itself: the mesh axes that split each leading dimension."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
@@ -455,6 +463,57 @@ class RestorePlan:
         return "\n".join(lines)
 
 
+def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
+    """What a restore would read as HTML without styles: its figures, a bar for each process, which leaves move."""
+    sizes = [size for part in plan.processes for size in part.device_bytes.values()]
+    figures = {
+        "needed": show_bytes(plan.needed_bytes),
+        "read": show_bytes(plan.read_bytes),
+        "read / needed": f"{plan.over_read:.3f}",
+        "requests": f"{plan.requests:,}",
+        "per device": f"{show_bytes(min(sizes, default=0))} to {show_bytes(max(sizes, default=0))}",
+        "host memory beside the arrays": show_bytes(plan.peak_host_bytes),
+    }
+    busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:most_bars]
+    widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
+    lines = [
+        Bar(
+            f"process {part.process}",
+            f"{show_bytes(part.cost.read_bytes)}, {part.cost.requests:,} requests",
+            (
+                (
+                    0,
+                    min(part.cost.needed_bytes, part.cost.read_bytes) / widest,
+                    f"needed: {show_bytes(part.cost.needed_bytes)}",
+                ),
+                (
+                    1,
+                    max(0, part.cost.read_bytes - part.cost.needed_bytes) / widest,
+                    f"read besides: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
+                ),
+            ),
+        )
+        for part in sorted(busiest, key=lambda part: part.process)
+    ]
+    rest = len(plan.processes) - len(busiest)
+    moves = collections.Counter((_in_words(leaf.saved), _in_words(leaf.wanted)) for leaf in plan.leaves)
+    rows = [[before, after, f"{count:,}"] for (before, after), count in moves.most_common(12)]
+    if len(moves) > 12:
+        rows.append([f"… {len(moves) - 12} more", "", f"{sum(count for _, count in moves.most_common()[12:]):,}"])
+    return joined(
+        [
+            definitions(figures),
+            bars("Bytes read by each process", lines, ["needed", "read besides"]),
+            *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
+            table(["saved as", "restored as", "leaves"], rows),
+        ]
+    )
+
+
+def _in_words(where: Where) -> str:
+    return " on ".join(filter(None, [where.spec, where.on]))
+
+
 def _restore_plan(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
     stacks = manifest.arrays
     placements: dict[tuple[Any, tuple[int, ...]], Placement] = {}
@@ -500,11 +559,17 @@ def _placement(sharding: Sharding | PlannedSharding, shape: tuple[int, ...]) -> 
 
 def _leaf_plan(manifest: Manifest, record: LeafRecord, goal: Goal) -> LeafPlan:
     stack = manifest.stacks[manifest.place(record)[0]]
-    saved = Where("", "host")
-    if record.layout is not None:
-        mesh, spec, layout = manifest.leaf_layout(record)
-        saved = Where(show_spec(spec), show_axes(mesh.axes)) if mesh else Where("", show_layout(mesh, spec, layout))
-    return LeafPlan(record.path, stack.dtype, tuple(stack.shape), saved, _where(goal))
+    return LeafPlan(record.path, stack.dtype, tuple(stack.shape), saved_where(manifest, record), _where(goal))
+
+
+def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
+    """The layout a leaf was saved in."""
+    if record.layout is None:
+        return Where("", "host")
+    mesh, spec, layout = manifest.leaf_layout(record)
+    if mesh is None:
+        return Where("", show_layout(mesh, spec, layout))
+    return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
 
 
 def _where(goal: Goal) -> Where:
@@ -512,9 +577,23 @@ def _where(goal: Goal) -> Where:
     if sharding is None:
         return Where("", "default device" if goal.kind in ("jax", "key") else "host")
     if isinstance(sharding, PlannedSharding):
-        return Where(show_spec(sharding.spec), show_axes(dict(sharding.axes)))
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return Where(show_spec(spec_of(sharding.spec)), show_axes(dict(sharding.mesh.shape)))
+        mesh, spec = _planned_mesh(sharding.axes), sharding.spec
+        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, Mesh):
+        mesh, spec = _real_mesh(sharding.mesh), spec_of(sharding.spec)
+        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
     if len(sharding.device_set) == 1:
         return Where("", f"device {next(iter(sharding.device_set)).id}")
     return Where("", str(sharding))
+
+
+# Thousands of leaves share a mesh of thousands of devices.
+@functools.lru_cache(maxsize=16)
+def _planned_mesh(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
+    n_devices = math.prod(size for _, size in axes)
+    return MeshRecord(dict(axes), list(range(n_devices)), ["Auto"] * len(axes))
+
+
+@functools.lru_cache(maxsize=16)
+def _real_mesh(mesh: Mesh) -> MeshRecord:
+    return MeshRecord(dict(mesh.shape), [device.id for device in mesh.devices.flat], ["Auto"] * len(mesh.shape))
