@@ -6,7 +6,6 @@ What needs JAX is imported where it is used: `--help` and the completion of a sh
 from __future__ import annotations
 
 import ast
-import base64
 import collections
 import contextlib
 import datetime
@@ -14,12 +13,9 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import traceback
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,10 +30,18 @@ from jaxckpt._errors import (
     StorageError,
 )
 from jaxckpt._progress import show_bytes
+from jaxckpt._terminal import (
+    Column,
+    elided,
+    elided_middle,
+    plain_dtype,
+    print_json,
+    print_table,
+    printable,
+    terminal_width,
+)
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from jaxckpt._audit import Checkpoint, LazyLeaf, ProcessPlan, RestorePlan
     from jaxckpt._diff import LeafDelta
     from jaxckpt._options import Options
@@ -97,7 +101,7 @@ class _Program(click.Group):
             if ctx.meta.get("debug"):
                 traceback.print_exc()
             message, exit_code = _told(error)
-            click.echo(f"jaxckpt: {_printable(message, keep=_NEWLINE)}", err=True)
+            click.echo(f"jaxckpt: {printable(message, keep=_NEWLINE)}", err=True)
             raise click.exceptions.Exit(exit_code) from error
         return result
 
@@ -235,17 +239,17 @@ def ls(path: str, as_json: bool) -> None:
     """
     found = _listed(path)
     if as_json:
-        _print_json({"path": path, "checkpoints": found})
+        print_json({"path": path, "checkpoints": found})
         return
     with_dropped = any(entry["dropped"] for entry in found)
     columns = [
-        _Column("name", least=16, middle=True),
-        _Column("format"),
-        _Column("leaves", right=True),
-        _Column("size", right=True),
-        _Column("age", right=True),
-        _Column("metrics", least=10),
-        *([_Column("dropped", least=10)] if with_dropped else []),
+        Column("name", least=16, middle=True),
+        Column("format"),
+        Column("leaves", right=True),
+        Column("size", right=True),
+        Column("age", right=True),
+        Column("metrics", least=10),
+        *([Column("dropped", least=10)] if with_dropped else []),
     ]
     rows: list[list[str]] = []
     for entry in found:
@@ -261,10 +265,10 @@ def ls(path: str, as_json: bool) -> None:
             _named(entry["metrics"]),
         ]
         rows.append([*row, ", ".join(entry["dropped"])] if with_dropped else row)
-    _print_table(columns, rows)
+    print_table(columns, rows)
     for entry in found:
         if entry["problem"]:
-            click.echo(_printable(f"{entry['name']}: {entry['problem']}"), err=True)
+            click.echo(printable(f"{entry['name']}: {entry['problem']}"), err=True)
 
 
 def _listed(path: str) -> list[dict[str, Any]]:
@@ -386,22 +390,22 @@ def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_
     checkpoint = open_checkpoint(path)
     leaves = _selected(checkpoint, select)
     if as_json:
-        _print_json(_described(checkpoint, leaves))
+        print_json(_described(checkpoint, leaves))
         return
-    width = _width()
-    click.echo(_elided_middle(_printable(path), width))
+    width = terminal_width()
+    click.echo(elided_middle(printable(path), width))
     for line in _facts(checkpoint, leaves):
-        click.echo(_elided(f"  {_printable(line)}", width))
+        click.echo(elided(f"  {printable(line)}", width))
     click.echo()
     meshes = {tuple(leaf.mesh.items()) for leaf in leaves.values() if leaf.mesh}
     rows = list(_tree_rows(_nested(leaves), 0, depth, every, one_mesh=len(meshes) == 1))
     columns = [
-        _Column("leaf", least=12, middle=True),
-        _Column("dtype[shape]", least=12),
-        _Column("layout", least=10),
-        _Column("bytes", right=True),
+        Column("leaf", least=12, middle=True),
+        Column("dtype[shape]", least=12),
+        Column("layout", least=10),
+        Column("bytes", right=True),
     ]
-    _print_table(columns, rows)
+    print_table(columns, rows)
 
 
 def _selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
@@ -548,7 +552,7 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
     from jaxckpt._grid import show_spec, spec_of
 
     if _is_value(leaf):
-        return leaf.kind if leaf.nbytes else _elided(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
+        return leaf.kind if leaf.nbytes else elided(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
     layout = show_spec(spec_of(leaf.spec)) if leaf.mesh and one_mesh else leaf.layout
     return f"{'key ' if leaf.kind == 'key' else ''}{_shaped(leaf.dtype.name, leaf.shape)}", layout
 
@@ -585,7 +589,7 @@ def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
     if save is not None:
         _save_npy(found, index, save)
         if as_json:
-            _print_json({"path": path, "leaf": name, "saved": save})
+            print_json({"path": path, "leaf": name, "saved": save})
         return
     if _is_value(found):
         if index is not None:
@@ -598,9 +602,9 @@ def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
         value = np.asarray(found[... if index is None else index])
         dtype, shape = value.dtype.name, list(value.shape)
     if as_json:
-        _print_json({"path": path, "leaf": name, "kind": found.kind, "dtype": dtype, "shape": shape, "value": value})
+        print_json({"path": path, "leaf": name, "kind": found.kind, "dtype": dtype, "shape": shape, "value": value})
     elif isinstance(value, np.ndarray) and value.ndim:
-        click.echo(np.array2string(value, max_line_width=_width() or 80, separator=", "))
+        click.echo(np.array2string(value, max_line_width=terminal_width() or 80, separator=", "))
     else:
         click.echo(str(value) if isinstance(value, np.ndarray) else repr(value))
 
@@ -660,7 +664,7 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
         _size_of(leaf, index)
         parts = [np.asarray(leaf[... if index is None else index])]
         shape = parts[0].shape
-    dtype = _plain_dtype(leaf.dtype)
+    dtype = plain_dtype(leaf.dtype)
     with open(f"{path}.part", "wb") as file:
         described = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
         np.lib.format.write_array_header_1_0(file, described)
@@ -669,15 +673,6 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
     os.replace(f"{path}.part", path)
     if dtype != leaf.dtype:
         click.echo(f"{leaf.dtype} is saved as {dtype}, without loss", err=True)
-
-
-def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype itself, or where NumPy alone does not know it one that holds all its values."""
-    import numpy as np
-
-    if dtype.isbuiltin == 1:
-        return dtype
-    return np.dtype(f"{dtype.name.rstrip('0123456789')}8" if "int" in dtype.name else "float32")
 
 
 # verify, diff ---------------------------------------------------------------------------------------------
@@ -699,9 +694,9 @@ def verify(path: str, quick: bool, as_json: bool) -> None:
             for found in report.problems
         ]
         counts = {"leaves": report.leaves, "objects": report.objects, "checked_bytes": report.checked_bytes}
-        _print_json({"path": report.path, "ok": report.ok, "quick": quick, **counts, "problems": problems})
+        print_json({"path": report.path, "ok": report.ok, "quick": quick, **counts, "problems": problems})
     else:
-        click.echo(_printable(str(report), keep=_NEWLINE))
+        click.echo(printable(str(report), keep=_NEWLINE))
     if not report.ok:
         raise click.exceptions.Exit(NO)
 
@@ -730,7 +725,7 @@ def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
             }
             for leaf in delta.differing
         ]
-        _print_json(
+        print_json(
             {
                 "a": delta.path_a,
                 "b": delta.path_b,
@@ -746,14 +741,14 @@ def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
         structure = "" if delta.same_structure else "; the containers differ too"
         click.echo(f"{len(delta.differing):,} of {len(delta.leaves):,} leaves differ{structure}")
         columns = [
-            _Column("leaf", least=16, middle=True),
-            _Column("a", least=10),
-            _Column("b", least=10),
-            _Column("elements", right=True),
-            _Column("max |a−b|", right=True),
-            _Column("relative", right=True),
+            Column("leaf", least=16, middle=True),
+            Column("a", least=10),
+            Column("b", least=10),
+            Column("elements", right=True),
+            Column("max |a−b|", right=True),
+            Column("relative", right=True),
         ]
-        _print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
+        print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
     if not delta.identical:
         raise click.exceptions.Exit(NO)
 
@@ -800,7 +795,7 @@ def plan(
         devices_per_process=devices_per_process,
     )
     if as_json:
-        _print_json({"path": path, "mesh": mesh, **_planned(found)})
+        print_json({"path": path, "mesh": mesh, **_planned(found)})
     else:
         _print_plan(found)
 
@@ -873,11 +868,11 @@ def _print_plan(plan: RestorePlan) -> None:
     if len(plan.processes) > 1:
         sizes = [show_bytes(plan.needed_bytes), show_bytes(plan.read_bytes), f"{plan.over_read:.3f} ×"]
         rows.append(["all", *sizes, f"{plan.requests:,}", "", ""])
-    _print_table([_Column(title, right=True) for title in titles], rows)
+    print_table([Column(title, right=True) for title in titles], rows)
     click.echo()
     moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in plan.leaves)
     for (before, after), count in moves.most_common():
-        click.echo(_printable(f"{before} → {after}: {_many(count, 'array')}"))
+        click.echo(printable(f"{before} → {after}: {_many(count, 'array')}"))
     groups: dict[Any, list[str]] = {}
     for leaf in plan.leaves:
         before, after = (where.spec or where.on for where in (leaf.saved, leaf.wanted))
@@ -888,16 +883,16 @@ def _print_plan(plan: RestorePlan) -> None:
         return
     click.echo()
     columns = [
-        _Column("leaf", least=20, middle=True),
-        _Column("dtype[shape]", least=12),
-        _Column("saved", least=12),
-        _Column("wanted", least=12),
+        Column("leaf", least=20, middle=True),
+        Column("dtype[shape]", least=12),
+        Column("saved", least=12),
+        Column("wanted", least=12),
     ]
     rows = [
         [pattern, f"{len(paths)} × {what}", before, wanted] if len(paths) > 1 else [paths[0], what, before, wanted]
         for (pattern, what, before, wanted), paths in groups.items()
     ]
-    _print_table(columns, rows[:_SHOWN_ROWS])
+    print_table(columns, rows[:_SHOWN_ROWS])
     if len(rows) > _SHOWN_ROWS:
         click.echo(f"… and {len(rows) - _SHOWN_ROWS:,} more; --json has all")
 
@@ -986,9 +981,9 @@ def convert(
         options=_options(),
     )
     if as_json:
-        _print_json({"source": source, "destination": destination})
+        print_json({"source": source, "destination": destination})
     else:
-        click.echo(f"{_printable(source)} → {_printable(destination)}")
+        click.echo(f"{printable(source)} → {printable(destination)}")
 
 
 @main.command()
@@ -1038,9 +1033,9 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
 
     integrate(old, new, strategy, n, overwrite=overwrite)
     if as_json:
-        _print_json({"source": old, "destination": new})
+        print_json({"source": old, "destination": new})
     else:
-        click.echo(f"{_printable(old)} → {_printable(new)}")
+        click.echo(f"{printable(old)} → {printable(new)}")
 
 
 @main.command()
@@ -1062,7 +1057,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     _require_own(checkpoint)
     if not yes:
         facts = next(_facts(checkpoint, checkpoint.leaves))
-        click.confirm(_printable(f"delete {path} ({facts})?"), abort=True, err=True)
+        click.confirm(printable(f"delete {path} ({facts})?"), abort=True, err=True)
         again = open_checkpoint(path)
         if again.save_id != checkpoint.save_id:
             raise InputError(f"{path} was saved anew meanwhile, and is not deleted")
@@ -1075,109 +1070,17 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         store_at(above, options).unmark(name)
     left = store.names()
     if as_json:
-        _print_json({"path": path, "left": left})
+        print_json({"path": path, "left": left})
     else:
-        click.echo(_printable(f"deleted {path}"))
+        click.echo(printable(f"deleted {path}"))
     if left:
-        click.echo(_printable(f"left there, as not of this checkpoint: {', '.join(left[:5])}"), err=True)
+        click.echo(printable(f"left there, as not of this checkpoint: {', '.join(left[:5])}"), err=True)
 
 
 def _require_own(checkpoint: Checkpoint) -> None:
     """Raise InputError unless it is one that `save` wrote: others have files that are not ours to know."""
     if checkpoint.format != "jaxckpt":
         raise InputError(f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes jaxckpt's only")
-
-
-# Output ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column of a table."""
-
-    title: str
-
-    right: bool = False
-    """Whether it is of numbers, at the right."""
-
-    least: int | None = None
-    """The width down to which its texts may be elided; None where they may not."""
-
-    middle: bool = False
-    """Whether the middle is left out, as of paths, whose ends tell most."""
-
-
-def _print_table(columns: Sequence[_Column], rows: Sequence[Sequence[str]]) -> None:
-    """A table as wide as the terminal at most; columns that may be elided give way, the widest first."""
-    cells = [[_printable(cell) for cell in row] for row in rows]
-    titles = [_printable(column.title) for column in columns]
-    widths = [max(map(_cells, column)) for column in zip(titles, *cells, strict=True)]
-    most = _width()
-    while most is not None and sum(widths) + 2 * (len(widths) - 1) > most:
-        able = [n for n, column in enumerate(columns) if column.least is not None and widths[n] > column.least]
-        if not able:
-            break
-        widths[max(able, key=lambda n: widths[n])] -= 1
-    for number, row in enumerate([titles, *cells]):
-        texts: list[str] = []
-        for cell, column, width in zip(row, columns, widths, strict=True):
-            text = _elided_middle(cell, width) if column.middle else _elided(cell, width)
-            padding = " " * (width - _cells(text))
-            texts.append(padding + text if column.right else text + padding)
-        line = "  ".join(texts).rstrip()
-        if number or line:
-            click.echo(line if number else click.style(line, bold=True), color=_color())
-
-
-def _width() -> int | None:
-    """Columns of the terminal, or as COLUMNS says; None where lines may be as long as they are, as in a pipe."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told):
-        return int(told)
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _color() -> bool | None:
-    return False if os.environ.get("NO_COLOR") else None  # None: where it is a terminal
-
-
-def _cells(text: str) -> int:
-    """Columns that a text takes on a terminal."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def _elided(text: str, width: int | None) -> str:
-    if width is None or _cells(text) <= width:
-        return text
-    while text and _cells(text) > width - 1:
-        text = text[:-1]
-    return f"{text}…"
-
-
-def _elided_middle(text: str, width: int | None) -> str:
-    """Its ends, of which the second tells more; what it is indented by stays."""
-    if width is None or _cells(text) <= width:
-        return text
-    body = text.lstrip()
-    room = width - (len(text) - len(body))
-    if room < 4:
-        return _elided(text, width)
-    head, tail = body[: len(body) // 2], body[len(body) // 2 :]
-    while _cells(head) + _cells(tail) > room - 1:
-        if 2 * _cells(head) > _cells(tail):
-            head = head[:-1]
-        else:
-            tail = tail[1:]
-    return f"{text[: len(text) - len(body)]}{head}…{tail}"
-
-
-def _printable(text: str, keep: str = "") -> str:
-    """A text for a terminal: names in a checkpoint are anybody's, and could hold what moves a cursor."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 def _named(metrics: Mapping[str, float | None]) -> str:
@@ -1195,32 +1098,6 @@ def _age(created: str | None) -> str:
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
     return f"{max(0, seconds):.0f} s"
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON holds it: complex numbers as [real, imaginary], bytes as base64, what is not finite as a text
-    that Python's float() takes."""
-    import numpy as np
-
-    if isinstance(value, np.ndarray):
-        return _plain(value.astype(_plain_dtype(value.dtype)).tolist())
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, complex):
-        return [_plain(value.real), _plain(value.imag)]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value
 
 
 def _options() -> Options:

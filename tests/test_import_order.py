@@ -45,6 +45,7 @@ ROWS = [
     ["_convert"],
     ["_checkpointer"],
     ["orbax"],
+    ["_terminal"],
     ["_cli"],
     ["__main__"],
 ]
