@@ -53,8 +53,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
             padding = " " * (width - _cells(text))
             texts.append(padding + text if column.right else text + padding)
         line = "  ".join(texts).rstrip()
-        if number or line:
-            click.echo(line if number else click.style(line, bold=True), color=_color())
+        click.echo(line if number else click.style(line, bold=True), color=_color())
 
 
 def terminal_width() -> int | None:
