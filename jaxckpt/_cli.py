@@ -1010,9 +1010,9 @@ def report(path: str, output: str, mesh: Mapping[str, int] | None, specs: Any, h
     with open(output, "w", encoding="utf-8") as file:
         file.write(page)
     if as_json:
-        _print_json({"path": path, "output": output})
+        print_json({"path": path, "output": output})
     else:
-        click.echo(_printable(output))
+        click.echo(printable(output))
 
 
 @main.command()
