@@ -238,7 +238,6 @@ def _random_key(path: str) -> Tree:
 
 # Trees ----------------------------------------------------------------------------------------------------
 
-_Size = Annotated[int, msgspec.Meta(ge=0)]
 _Sides = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
 
 
@@ -553,7 +552,7 @@ class _DeviceMesh(msgspec.Struct, frozen=True):
 
 class _Sharding(msgspec.Struct, frozen=True):
     sharding_type: str
-    shape: list[Annotated[int, msgspec.Meta(ge=1)]] = []
+    shape: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]] = []
     axis_names: list[str] = []
     axis_types: list[str] | None = None
     partition_spec: list[str | list[str] | None] = []
@@ -589,7 +588,7 @@ class _Layouts:
         if not len(axes) == len(record.axis_names) == len(record.shape):
             raise DataError(f"{what} is damaged: axes {record.axis_names[:20]} of sizes {record.shape[:20]}")
         devices = list(range(count)) if record.device_mesh is None else list(_ids(record.device_mesh.mesh))
-        if len(set(devices)) != count or len(devices) != count:
+        if len(set(devices)) != count or len(devices) != count or min(devices, default=0) < 0:
             raise DataError(f"{what} is damaged: {len(devices)} devices on a mesh {axes}")
         types = [name.rpartition(".")[2] for name in record.axis_types or ["Auto"] * len(axes)]
         if len(types) != len(axes) or not {"Auto", "Explicit", "Manual"}.issuperset(types):
@@ -607,7 +606,7 @@ def _ids(mesh: list[Any]) -> Iterable[int]:
         match nodes.pop():
             case list() as inner:
                 nodes.extend(reversed(cast("list[Any]", inner)))
-            case {"id": int(number)} if number >= 0:
+            case {"id": int(number)} if 0 <= number < 1 << 32:
                 yield number
             case _:
                 yield -1

@@ -314,7 +314,7 @@ class ArrayFolder:
         }
         try:
             return TensorReader(ts.open(spec, open=True, assume_metadata=True, context=self.context).result())
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise DataError(f"the Zarr metadata of {name!r} is damaged: {readable(str(error))}") from error
 
 
@@ -352,7 +352,8 @@ def storage_error(error: Exception, what: str, *, reading: bool = False) -> Stor
     code = int(told[1]) if told else _CODES.get(status, errno.EIO)
     if isinstance(error, NotImplementedError) or "ignored by server" in text:  # to write or to list over HTTP; ranges
         return StorageError(errno.ENOTSUP, f"{what}: {text}")
-    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else status in _DAMAGED
+    decoding = "Error decoding" in text  # of an OCDBT database: it tells no status
+    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if told else decoding or status in _DAMAGED
     return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
 
 

@@ -14,8 +14,8 @@ import processes
 import pytest
 
 import jaxckpt
-from jaxckpt import DataError, JaxckptError
-from jaxckpt._torch import read_saved
+from jaxckpt import DataError, NotACheckpointError
+from jaxckpt._torch import read_saved, recognises
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch writes the files")
 
@@ -165,6 +165,7 @@ def test_cut_and_altered_files_raise_nothing_else(folder: Path, tmp_path: Path) 
 
 def test_other_files_are_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=BASE)
-    for path in (tmp_path / "x.npz", folder / "old.pt"):
-        with pytest.raises(JaxckptError, match="not a checkpoint"):
-            jaxckpt.open(path)
+    assert recognises(str(folder / "state.pt"), [])
+    assert not recognises(str(tmp_path / "x.npz"), [])
+    with pytest.raises(NotACheckpointError):
+        jaxckpt.open(folder / "old.pt")
