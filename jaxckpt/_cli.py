@@ -922,7 +922,12 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
-# convert, rm, report --------------------------------------------------------------------------------------
+def _require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[Any]) -> None:
+    if rules and not mesh:
+        raise click.UsageError("--specs needs --mesh, whose axes they name")
+
+
+# convert, report, rm --------------------------------------------------------------------------------------
 
 
 @main.command()
@@ -962,8 +967,7 @@ def convert(
     from jaxckpt._audit import open as open_checkpoint
     from jaxckpt._convert import convert
 
-    if specs and not mesh:
-        raise click.UsageError("--specs needs --mesh, whose axes they name")
+    _require_mesh(mesh, specs)
     convert(
         source,
         destination,
@@ -980,6 +984,35 @@ def convert(
         print_json({"source": source, "destination": destination})
     else:
         click.echo(f"{printable(source)} → {printable(destination)}")
+
+
+@main.command()
+@_path
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=str), required=True, help="The file to write, .html."
+)
+@_mesh
+@_specs
+@click.option("--histograms", is_flag=True, help="Also read the arrays, and draw how their values are distributed.")
+@_json
+@_debug
+def report(path: str, output: str, mesh: Mapping[str, int] | None, specs: Any, histograms: bool, as_json: bool) -> None:
+    """Draw a checkpoint: one HTML file, which needs no network and no other file.
+
+    With --mesh it also shows what a restore onto that mesh would read.
+    """
+    from jaxckpt._audit import open as open_checkpoint
+    from jaxckpt._report import report
+
+    _require_mesh(mesh, specs)
+    rules = _prefix(open_checkpoint(path), specs, (), {}) if specs else None
+    page = report(path, mesh=mesh, specs=rules, histograms=histograms, options=_options())
+    with open(output, "w", encoding="utf-8") as file:
+        file.write(page)
+    if as_json:
+        print_json({"path": path, "output": output})
+    else:
+        click.echo(printable(output))
 
 
 @main.command()

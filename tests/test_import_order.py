@@ -45,7 +45,6 @@ ROWS = [
     ["_convert"],
     ["_checkpointer"],
     ["orbax"],
-    ["_report"],
     ["_terminal"],
     ["_cli"],
     ["__main__"],
