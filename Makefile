@@ -34,6 +34,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+	$(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python docs/run_blocks.py README.md docs/*.md
 	$(BIN)/python docs/run_notebooks.py examples/*.ipynb
 	printf '%s\n' examples/*.py | JAXCKPT_DEMO_QUICK=1 xargs -P 2 -n 1 $(BIN)/python
@@ -49,7 +50,7 @@ $(READY): pyproject.toml requirements-dev.lock
 	@test -n "$(VERSION)" || { echo "make: $(if $(PYTHON),$(PYTHON) is not a,found no) Python of 3.11 or newer;" \
 		"name one with PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[dev,docs]'
 	touch $(READY)
 
 $(READY_TO_BENCH): $(READY)

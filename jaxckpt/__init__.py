@@ -34,6 +34,7 @@ from jaxckpt._oneflow import oneflow_ranks
 from jaxckpt._options import Options
 from jaxckpt._progress import Progress
 from jaxckpt._rank_files import rank_files
+from jaxckpt._report import report
 from jaxckpt._restore import load_numpy, restore
 from jaxckpt._save import PendingSave, SaveInfo, save, save_async
 from jaxckpt._verify import Problem, VerifyReport, verify
@@ -78,6 +79,7 @@ __all__ = [
     "oneflow_ranks",
     "open",
     "rank_files",
+    "report",
     "restore",
     "save",
     "save_async",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxckpt import _manifest as manifests
+from jaxckpt._drawing import Bar, Markup, bars, clipped, definitions, element, joined, layout_drawing, table
 from jaxckpt._errors import InputError
 from jaxckpt._formats import Location, source_at
-from jaxckpt._grid import Box, show_axes, show_spec, spec_of, volume, whole
+from jaxckpt._grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._layout import (
     Placement,
     PlannedSharding,
@@ -26,7 +28,7 @@ from jaxckpt._layout import (
     placement,
     show_layout,
 )
-from jaxckpt._manifest import LeafRecord, Manifest
+from jaxckpt._manifest import LeafRecord, Manifest, MeshRecord
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
@@ -61,6 +63,10 @@ def open(path: Location, *, options: Options | None = None) -> Checkpoint:
     options = options or Options()
     source, _ = source_at(path, options)
     return Checkpoint(source, options)
+
+
+_MOST_SUBTREES = 24
+"""Bars that a notebook shows, of subtrees or processes."""
 
 
 class LazyLeaf:
@@ -148,6 +154,15 @@ class LazyLeaf:
     def __repr__(self) -> str:
         what = repr(self.value) if self._record.stack is None else f"{self.dtype}{list(self.shape)}"
         return f"<leaf {self.path!r}: {what}, {self.layout}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and its boxes on the mesh that it was saved on."""
+        what = repr(self.value) if self._record.stack is None else f"{self.dtype}{list(self.shape)}"
+        facts = {"leaf": self.path, "is": clipped(what, 200), "saved as": self.layout, "bytes": show_bytes(self.nbytes)}
+        if self._record.stack is None:
+            return definitions(facts)
+        where = saved_where(self._manifest, self._record)
+        return joined([definitions(facts), layout_drawing(where.mesh, where.split, len(self.shape), where.on)])
 
 
 def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
@@ -312,6 +327,35 @@ class Checkpoint:
         made = f"saved {self.created}" if self.created else self.format
         return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, {made}>"
 
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and the bytes of each subtree."""
+        sizes = collections.Counter[str]()
+        counts = collections.Counter[str]()
+        for leaf in self._manifest.leaves:
+            name = leaf.path.partition("/")[0]
+            sizes[name] += self._manifest.leaf_bytes(leaf)
+            counts[name] += 1
+        largest = sizes.most_common(_MOST_SUBTREES)
+        most = max(1, largest[0][1] if largest else 0)
+        lines = [
+            Bar(
+                clipped(name, 60),
+                f"{show_bytes(size)}, leaves: {counts[name]:,}",
+                ((0, size / most, show_bytes(size)),),
+            )
+            for name, size in largest
+        ]
+        rest = len(sizes) - len(largest)
+        facts = {"checkpoint": self.path, "format": self.format, "leaves": f"{len(self):,}"}
+        facts |= {"bytes": show_bytes(self.nbytes)} | ({"saved": self.created} if self.created else {})
+        return joined(
+            [
+                definitions(facts),
+                bars("Bytes of each subtree", lines, []),
+                *([element("p", f"… and {rest:,} smaller ones")] if rest else []),
+            ]
+        )
+
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)
 
@@ -399,6 +443,12 @@ class Where:
     on: str
     """The mesh, such as "data=2×model=4"; else "device 3", "default device", "host"."""
 
+    mesh: MeshRecord | None = field(default=None, repr=False)
+    """The mesh itself, where there is one."""
+
+    split: Spec = field(default=(), repr=False)
+    """The spec itself: the mesh axes that split each leading dimension."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
@@ -433,6 +483,10 @@ class RestorePlan:
         may have memory of their own, what is on its way to them counts too."""
         return max((part.cost.peak_host_bytes for part in self.processes), default=0)
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the figures, a bar for each process, and which leaves move."""
+        return draw_plan(self, _MOST_SUBTREES)
+
     def __str__(self) -> str:
         busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
         devices = [size for part in self.processes for size in part.device_bytes.values()]
@@ -457,6 +511,57 @@ class RestorePlan:
         if len(changed) > 20:
             lines.append(f"  … and {len(changed) - 20} more leaves with another spec")
         return "\n".join(lines)
+
+
+def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
+    """What a restore would read as HTML without styles: its figures, a bar for each process, which leaves move."""
+    sizes = [size for part in plan.processes for size in part.device_bytes.values()]
+    figures = {
+        "needed": show_bytes(plan.needed_bytes),
+        "read": show_bytes(plan.read_bytes),
+        "read / needed": f"{plan.over_read:.3f}",
+        "requests": f"{plan.requests:,}",
+        "per device": f"{show_bytes(min(sizes, default=0))} to {show_bytes(max(sizes, default=0))}",
+        "host memory beside the arrays": show_bytes(plan.peak_host_bytes),
+    }
+    busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:most_bars]
+    widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
+    lines = [
+        Bar(
+            f"process {part.process}",
+            f"{show_bytes(part.cost.read_bytes)}, {part.cost.requests:,} requests",
+            (
+                (
+                    0,
+                    min(part.cost.needed_bytes, part.cost.read_bytes) / widest,
+                    f"needed: {show_bytes(part.cost.needed_bytes)}",
+                ),
+                (
+                    1,
+                    max(0, part.cost.read_bytes - part.cost.needed_bytes) / widest,
+                    f"read besides: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
+                ),
+            ),
+        )
+        for part in sorted(busiest, key=lambda part: part.process)
+    ]
+    rest = len(plan.processes) - len(busiest)
+    moves = collections.Counter((_in_words(leaf.saved), _in_words(leaf.wanted)) for leaf in plan.leaves)
+    rows = [[before, after, f"{count:,}"] for (before, after), count in moves.most_common(12)]
+    if len(moves) > 12:
+        rows.append([f"… {len(moves) - 12} more", "", f"{sum(count for _, count in moves.most_common()[12:]):,}"])
+    return joined(
+        [
+            definitions(figures),
+            bars("Bytes read by each process", lines, ["needed", "read besides"]),
+            *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
+            table(["saved as", "restored as", "leaves"], rows),
+        ]
+    )
+
+
+def _in_words(where: Where) -> str:
+    return " on ".join(filter(None, [where.spec, where.on]))
 
 
 def _restore_plan(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
@@ -504,11 +609,17 @@ def _placement(sharding: Sharding | PlannedSharding, shape: tuple[int, ...]) -> 
 
 def _leaf_plan(manifest: Manifest, record: LeafRecord, goal: Goal) -> LeafPlan:
     stack = manifest.stacks[manifest.place(record)[0]]
-    saved = Where("", "host")
-    if record.layout is not None:
-        mesh, spec, layout = manifest.leaf_layout(record)
-        saved = Where(show_spec(spec), show_axes(mesh.axes)) if mesh else Where("", show_layout(mesh, spec, layout))
-    return LeafPlan(record.path, stack.dtype, tuple(stack.shape), saved, _where(goal))
+    return LeafPlan(record.path, stack.dtype, tuple(stack.shape), saved_where(manifest, record), _where(goal))
+
+
+def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
+    """The layout a leaf was saved in."""
+    if record.layout is None:
+        return Where("", "host")
+    mesh, spec, layout = manifest.leaf_layout(record)
+    if mesh is None:
+        return Where("", show_layout(mesh, spec, layout))
+    return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
 
 
 def _where(goal: Goal) -> Where:
@@ -516,9 +627,23 @@ def _where(goal: Goal) -> Where:
     if sharding is None:
         return Where("", "default device" if goal.kind in ("jax", "key") else "host")
     if isinstance(sharding, PlannedSharding):
-        return Where(show_spec(sharding.spec), show_axes(dict(sharding.axes)))
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return Where(show_spec(spec_of(sharding.spec)), show_axes(dict(sharding.mesh.shape)))
+        mesh, spec = _planned_mesh(sharding.axes), sharding.spec
+        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, Mesh):
+        mesh, spec = _real_mesh(sharding.mesh), spec_of(sharding.spec)
+        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
     if len(sharding.device_set) == 1:
         return Where("", f"device {next(iter(sharding.device_set)).id}")
     return Where("", str(sharding))
+
+
+# Thousands of leaves share a mesh of thousands of devices.
+@functools.lru_cache(maxsize=16)
+def _planned_mesh(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
+    n_devices = math.prod(size for _, size in axes)
+    return MeshRecord(dict(axes), list(range(n_devices)), ["Auto"] * len(axes))
+
+
+@functools.lru_cache(maxsize=16)
+def _real_mesh(mesh: Mesh) -> MeshRecord:
+    return MeshRecord(dict(mesh.shape), [device.id for device in mesh.devices.flat], ["Auto"] * len(mesh.shape))

@@ -38,6 +38,7 @@ from jaxckpt._grid import show_axes, show_spec, spec_of
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._progress import show_bytes
+from jaxckpt._report import report as report_on
 from jaxckpt._store import Array, Store, is_data
 from jaxckpt._terminal import (
     Column,
@@ -901,7 +902,12 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
-# convert, rm, report --------------------------------------------------------------------------------------
+def _require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[Any]) -> None:
+    if rules and not mesh:
+        raise click.UsageError("--specs needs --mesh, whose axes they name")
+
+
+# convert, report, rm --------------------------------------------------------------------------------------
 
 
 @main.command()
@@ -939,8 +945,7 @@ def convert(
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
     """
 
-    if specs and not mesh:
-        raise click.UsageError("--specs needs --mesh, whose axes they name")
+    _require_mesh(mesh, specs)
     convert_checkpoint(
         source,
         destination,
@@ -957,6 +962,33 @@ def convert(
         print_json({"source": source, "destination": destination})
     else:
         click.echo(f"{printable(source)} → {printable(destination)}")
+
+
+@main.command()
+@_path
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=str), required=True, help="The file to write, .html."
+)
+@_mesh
+@_specs
+@click.option("--histograms", is_flag=True, help="Also read the arrays, and draw how their values are distributed.")
+@_json
+@_debug
+def report(path: str, output: str, mesh: Mapping[str, int] | None, specs: Any, histograms: bool, as_json: bool) -> None:
+    """Draw a checkpoint: one HTML file, which needs no network and no other file.
+
+    With --mesh it also shows what a restore onto that mesh would read.
+    """
+
+    _require_mesh(mesh, specs)
+    rules = _prefix(open_checkpoint(path), specs, (), {}) if specs else None
+    page = report_on(path, mesh=mesh, specs=rules, histograms=histograms, options=_options())
+    with open(output, "w", encoding="utf-8") as file:
+        file.write(page)
+    if as_json:
+        print_json({"path": path, "output": output})
+    else:
+        click.echo(printable(output))
 
 
 @main.command()

@@ -56,6 +56,7 @@ _MAX_AXES = 64  # of a mesh, which is a NumPy array
 _SHOWN = 500  # characters of a problem
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -198,6 +199,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     step: StepRecord | None = None
     """Where a Checkpointer saved it."""
+
+    phase_seconds: dict[str, list[Seconds]] = {}
+    """For each phase of the save, the seconds that each process had spent in it when it had written its share. For
+    people; nothing depends on it."""
 
     @property
     def data(self) -> str:
@@ -476,6 +481,8 @@ def _head_problems(manifest: Manifest) -> Iterator[str]:
         return
     if not _is_name(manifest.save_id):
         yield f"save_id {manifest.save_id!r} is no plain name"
+    if len({len(seconds) for seconds in manifest.phase_seconds.values()}) > 1:
+        yield "phase_seconds has not as many processes for each phase"
 
 
 def _layout_problems(manifest: Manifest) -> Iterator[str]:

@@ -561,14 +561,14 @@ def _save(job: _Job, claim: _Claim | None, staged: _Handover | Generator[Staged]
                 with job.group.meeting("saving") as meeting:
                     try:
                         with job.clock.timed("write"):
-                            share = _Share(_write(job, data, staged, report), _put_state(job, data))
+                            written, state = _write(job, data, staged, report), _put_state(job, data)
                     except Exception:
                         staged.close()
                         if job.group.index == 0:  # not to delete the data before the others have ended their writing
                             with contextlib.suppress(PeerError):
                                 meeting.gather("")
                         raise
-                    published = _publish(job, claim, share, meeting)
+                    published = _publish(job, claim, _Share(written, state, job.clock.told()), meeting)
             except BaseException:
                 claim.release(keep=False)
                 raise
@@ -666,6 +666,9 @@ class _Share(msgspec.Struct, frozen=True):
     state: tuple[int, str] | None
     """Length and digest of the file of its own state."""
 
+    phase_seconds: dict[str, float]
+    """Seconds of each phase until then."""
+
 
 def _write(job: _Job, data: str, staged: Iterable[Staged], report: Report) -> list[tuple[int, str, int, str]]:
     """Write this process's objects as their data comes."""
@@ -725,6 +728,10 @@ class _Clock:
     def __init__(self) -> None:
         self.laps = dict.fromkeys(PHASES, 0.0)
         self._within = threading.local()
+
+    def told(self) -> dict[str, float]:
+        """Seconds of the phases until now; process 0 alone publishes, and has yet to begin."""
+        return {phase: round(seconds, 6) for phase, seconds in self.laps.items() if phase != "publish"}
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Generator[None]:
@@ -932,6 +939,7 @@ def _compose(
         ],
         process_states=[share.state for share in shares if share.state is not None],
         step=asked.step,
+        phase_seconds={phase: [share.phase_seconds[phase] for share in shares] for phase in shares[0].phase_seconds},
     )
 
 

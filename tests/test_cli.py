@@ -484,6 +484,17 @@ def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], 
     assert not list(tmp_path.iterdir())
 
 
+def test_report(here: Path, tmp_path: Path) -> None:
+    output = str(tmp_path / "report.html")
+    rules = ["--mesh", "model=8", "--specs", "params/wte=P(None, 'model')"]
+    assert run("report", "run1/00000300", "-o", output, *rules, "--histograms").stdout == f"{output}\n"
+    page = Path(output).read_text(encoding="utf-8")
+    specs = {"params": {"wte": PartitionSpec(None, "model")}}
+    assert page == jaxckpt.report("run1/00000300", mesh={"model": 8}, specs=specs, histograms=True)
+    assert run_json("report", "small", "-o", output) == {"path": "small", "output": output}
+    assert "--specs needs --mesh" in run("report", "small", "-o", output, "--specs", "P()", code=2).stderr
+
+
 def test_integrate_takes_the_four_arguments_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mindspore_files.tutorial(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -671,9 +682,10 @@ def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
         ["plan", "small", "--mesh", "data=2,model=2"],
         ["convert", "run1/00000300", str(tmp_path / "a"), "--mesh", "model=2", "--chunk-bytes", "4KiB"],
         ["convert", "run1/00000300", str(tmp_path / "b.safetensors"), "--select", "params"],
+        ["report", "run1/00000300", "-o", str(tmp_path / "c.html"), "--mesh", "model=2", "--histograms"],
         ["rm", str(tmp_path / "a"), "--yes"],
     ]
-    assert {command[0] for command in commands} >= main.commands.keys() - {"report", "integrate"}
+    assert {command[0] for command in commands} >= main.commands.keys() - {"integrate"}
     program = f"""
 from jaxckpt._cli import main
 for args in {commands!r}:

@@ -1,0 +1,250 @@
+"""The report in a real headless browser, and the drawings in notebooks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+TIMEOUT = 20_000  # milliseconds
+HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+    def put(shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32) -> jax.Array:
+        values = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+        return jax.device_put(values, NamedSharding(mesh, P(*spec)))
+
+    layer = {"kernel": put((64, 64), "data", "model"), "bias": put((64,), "model")}
+    tree = {
+        "params": {"layers": [layer] * 6, "embed": put((512, 64), "model", dtype=jnp.bfloat16)},
+        "opt_state": {"mu": {"layers": [layer] * 6}},
+        HOSTILE: np.arange(3),
+        "step": 7,
+    }
+    path = tmp_path_factory.mktemp("report") / "ckpt"
+    jaxckpt.save(path, tree, metadata={"note": HOSTILE})
+    return path
+
+
+@pytest.fixture(scope="module")
+def page_file(checkpoint: Path) -> Path:
+    file = checkpoint.parent / "report.html"
+    file.write_text(jaxckpt.report(checkpoint, mesh={"data": 4, "model": 4}, histograms=True), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="drives the browser")
+    if CHROMIUM is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=60_000)
+        yield found
+        found.close()
+
+
+class Opened:
+    """A page, and what its console said."""
+
+    def __init__(
+        self, browser: Any, file: Path, *, width: int = 1440, height: int = 900, scheme: str = "light"
+    ) -> None:
+        self._context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self._context.new_page()
+        self.page.set_default_timeout(TIMEOUT)
+        self.said: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(f"file://{file}")
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._context.close()
+
+    def rows(self) -> list[str]:
+        return self.page.locator("#rows .line").all_inner_texts()
+
+
+def test_it_renders_without_a_word_or_a_request(browser: Any, page_file: Path) -> None:
+    with Opened(browser, page_file) as opened:
+        page = opened.page
+        assert page.locator("#map .cell").count() > 10
+        assert "27 leaves" in page.locator("#count").inner_text()
+        body = page.locator("body").inner_text()
+        for told in ("The save, by process and phase", "What this restore would read", "data=2×model=4"):
+            assert told in body
+        assert opened.said == []
+        assert [url for url in opened.requests if not url.startswith("file://")] == []
+
+
+def test_search_and_sorting(browser: Any, page_file: Path) -> None:
+    with Opened(browser, page_file) as opened:
+        opened.page.fill("#search", "mu bias")
+        assert [row.split()[0] for row in opened.rows()] == [f"opt_state/mu/layers/{n}/bias" for n in range(6)]
+        opened.page.fill("#search", "bfloat16")
+        assert [row.split()[0] for row in opened.rows()] == ["params/embed"]
+        opened.page.fill("#search", "nothing like it")
+        assert opened.rows() == []
+        opened.page.fill("#search", "")
+        opened.page.locator("#head button", has_text="bytes").click()
+        assert opened.rows()[0].split()[0] == "params/embed" or opened.rows()[0].split()[-2:] == ["0", "B"]
+        assert opened.said == []
+
+
+def test_hovering_and_choosing_tell_of_a_leaf(browser: Any, page_file: Path) -> None:
+    with Opened(browser, page_file) as opened:
+        page = opened.page
+        page.fill("#search", "params/embed")
+        page.locator("#rows .line").first.click()
+        leaf = page.locator("#leaf").inner_text()
+        assert "params/embed" in leaf
+        assert "bfloat16" in leaf
+        assert "P('model')" in leaf
+        box = page.locator("#leaf .box").first
+        box.hover()
+        assert page.locator("#tip").is_visible()
+        assert "[0:128" in page.locator("#tip").inner_text()
+        assert page.locator("#leaf .bin").count() > 3  # the histogram
+        page.keyboard.press("Escape")
+        assert not page.locator("#tip").is_visible()
+        assert opened.said == []
+
+
+def test_the_treemap_opens_by_mouse_and_keys(browser: Any, page_file: Path) -> None:
+    with Opened(browser, page_file) as opened:
+        page = opened.page
+        page.locator("#map .cell", has_text="opt_state").first.click(position={"x": 5, "y": 5})
+        assert "opt_state" in page.locator("#crumbs").inner_text()
+        page.locator("#crumbs button").first.click()
+        assert "opt_state" not in page.locator("#crumbs").inner_text()
+        page.locator("#map .cell").first.focus()
+        page.keyboard.press("Enter")
+        assert len(page.locator("#crumbs button").all()) == 2
+        page.keyboard.press("Backspace")
+        assert len(page.locator("#crumbs button").all()) == 1
+        assert opened.said == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_need_not_scroll_sideways(browser: Any, page_file: Path, scheme: str) -> None:
+    with Opened(browser, page_file, width=390, height=844, scheme=scheme) as opened:
+        opened.page.fill("#search", "embed")
+        opened.page.locator("#rows .line").first.click()
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert opened.said == []
+
+
+def test_the_dark_is_dark(browser: Any, page_file: Path) -> None:
+    found: dict[str, float] = {}
+    for scheme in ("light", "dark"):
+        with Opened(browser, page_file, scheme=scheme) as opened:
+            colour = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            found[scheme] = sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+    assert found["dark"] < 150 < 600 < found["light"]
+
+
+def test_what_a_checkpoint_says_is_text(browser: Any, page_file: Path) -> None:
+    with Opened(browser, page_file) as opened:
+        opened.page.fill("#search", "onerror")
+        assert len(opened.rows()) == 1
+        opened.page.locator("#rows .line").first.click()
+        assert "onerror" in opened.page.locator("#leaf").inner_text()
+        assert opened.page.locator("img").count() == 0
+        assert "taken" not in opened.page.title()
+        assert opened.said == []
+
+
+def test_twenty_thousand_leaves_stay_usable(browser: Any, tmp_path: Path) -> None:
+    tree = {f"block_{n:03d}": {f"w{m:02d}": np.zeros(n + 1, np.int8) for m in range(40)} for n in range(500)}
+    jaxckpt.save(tmp_path / "ckpt", tree, options=jaxckpt.Options(sync=False))
+    file = tmp_path / "report.html"
+    file.write_text(jaxckpt.report(tmp_path / "ckpt"), encoding="utf-8")
+    assert file.stat().st_size < 3_000_000
+    with Opened(browser, file) as opened:
+        assert opened.page.evaluate("document.querySelectorAll('*').length") < 6000  # only what is seen is drawn
+        opened.page.fill("#search", "block_499/w3")
+        assert len(opened.rows()) == 10
+        assert opened.said == []
+
+
+def test_of_other_formats_too(browser: Any, checkpoint: Path, tmp_path: Path) -> None:
+    jaxckpt.convert(checkpoint, tmp_path / "w.safetensors", select="params")
+    file = tmp_path / "report.html"
+    file.write_text(jaxckpt.report(tmp_path / "w.safetensors", mesh={"x": 2}), encoding="utf-8")
+    with Opened(browser, file) as opened:
+        assert "13 leaves" in opened.page.locator("#count").inner_text()
+        assert "The save, by process" not in opened.page.locator("body").inner_text()
+        assert opened.said == []
+
+
+# Without a browser ----------------------------------------------------------------------------------------
+
+
+class Balanced(HTMLParser):
+    """Fails where elements are not closed in order, or where one could run a script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "img", "iframe", "object")
+        assert not any(name.startswith("on") for name, _ in attrs)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def shown(value: Any) -> str:
+    parser = Balanced()
+    parser.feed(value._repr_html_())
+    parser.close()
+    assert not parser.open
+    return parser.text
+
+
+def test_notebooks_show_the_same_drawings(checkpoint: Path) -> None:
+    opened = jaxckpt.open(checkpoint)
+    whole = shown(opened)
+    assert "opt_state" in whole
+    assert "<~1script><img" in whole
+    leaf = shown(opened["params/layers/0/kernel"])
+    assert "float32[64, 64]" in leaf
+    assert "data" in leaf
+    assert "7" in shown(opened["step"])
+    assert shown(opened[HOSTILE.replace("/", "~1")])
+    plan = shown(opened.plan(mesh={"data": 4, "model": 4}, devices_per_process=4))
+    assert "process 3" in plan
+    assert "needed" in plan
+
+
+def test_the_seconds_of_each_process_are_in_the_manifest(checkpoint: Path) -> None:
+    manifest = jaxckpt.open(checkpoint)._manifest
+    assert set(manifest.phase_seconds) == {"plan", "device_to_host", "write", "sync", "barrier"}
+    assert all(len(seconds) == 1 and seconds[0] >= 0 for seconds in manifest.phase_seconds.values())
