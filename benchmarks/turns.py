@@ -3,7 +3,7 @@
 A round is: for each operation, both; every other round runs in the opposite order. The first round is not counted,
 unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what was
 saved, bit for bit.
-Memory that is freed is kept in the process (steady.py), for both alike. Before each measurement, untimed, dirty pages
+Memory that is freed is kept in the process (steady.py), for both alike; but of (c), which would fill 24 GiB so. Before each measurement, untimed, dirty pages
 are flushed, and memory twice as large as the tree is touched and given back: on a virtual machine the first touch of
 memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page cache.
 """
@@ -18,8 +18,10 @@ from pathlib import Path
 import steady
 
 case = json.loads(sys.argv[1])
-steady.begin(devices=8 // case["processes"], keep_memory=True)
+KEPT = case["workload"] != "c"
+steady.begin(devices=8 // case["processes"], keep_memory=KEPT)
 
+import ctypes
 import functools
 import gc
 import itertools
@@ -42,6 +44,8 @@ SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step ju
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
 SLOW_SECONDS = 40  # where a round of the other takes longer than this, two rounds are enough
 STEP_LEAVES = 5000  # above this a step takes minutes to compile
+
+_libc = ctypes.CDLL(None)
 
 # Its own inverse, bit for bit: after two steps the tree is what it was.
 step = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnums=0)
@@ -170,6 +174,8 @@ class Turns:
     def prepare(self, contender: Contender, *, memory: bool = True) -> None:
         contender.prepare()
         gc.collect()
+        if not KEPT:
+            _libc.malloc_trim(0)
         if memory:
             with mmap.mmap(-1, 2 * max(self.workload.nbytes // jax.process_count(), 1)) as touched:
                 touched.madvise(mmap.MADV_HUGEPAGE)  # as NumPy asks for
