@@ -3,9 +3,10 @@
 A round is: for each operation, both; every other round runs in the opposite order. The first round is not counted,
 unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what was
 saved, bit for bit.
-Memory that is freed is kept in the process (steady.py), for both alike; but of (c), which would fill 24 GiB so. Before each measurement, untimed, dirty pages
-are flushed, and memory twice as large as the tree is touched and given back: on a virtual machine the first touch of
-memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page cache.
+Memory that is freed is kept in the process (steady.py), for both alike; but of (c), which would fill 24 GiB so. Before
+each measurement, untimed, dirty pages are flushed, and memory twice as large as the tree is touched and given back: on
+a virtual machine the first touch of memory that the host has taken back is slow, and files on tmpfs are memory. Files
+are read from the page cache.
 """
 
 from __future__ import annotations
