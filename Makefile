@@ -34,7 +34,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python docs/run_blocks.py README.md docs/*.md
 	$(BIN)/python docs/run_notebooks.py examples/*.ipynb
 	printf '%s\n' examples/*.py | JAXCKPT_DEMO_QUICK=1 xargs -P 2 -n 1 $(BIN)/python
