@@ -231,7 +231,7 @@ def test_the_worked_example_is_what_is_written(tmp_path: Path, monkeypatch: pyte
     fresh = json.loads(Path("example/manifest.json").read_bytes())
     assert list(fresh) == list(EXAMPLE)
     assert fields(fresh) == fields(EXAMPLE)
-    for changing in ("save_id", "created", "libraries", "sha256"):
+    for changing in ("save_id", "created", "libraries", "phase_seconds", "sha256"):
         fresh[changing] = EXAMPLE[changing]
     assert fresh == EXAMPLE
     written = sorted(str(file) for file in Path("example").glob("**/*") if file.is_file())
@@ -336,4 +336,42 @@ def test_a_newer_version_says_so_even_where_the_seal_is_gone(tmp_path: Path) -> 
 def test_an_unknown_member_is_refused(tmp_path: Path) -> None:
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), extension={})
     with pytest.raises(jaxckpt.ManifestError, match="extension"):
+        jaxckpt.open(tmp_path)
+
+
+# Phases of the save ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"phase_seconds": {}},
+        {"phase_seconds": {"write": [], "sync": []}},
+        {"phase_seconds": {"write": [1, 2.5], "</script>": [0, 1e12]}},
+    ],
+)
+def test_phases_are_optional_and_any_writers_own(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), **changes)
+    require_same_bits(jaxckpt.load_numpy(tmp_path)["layers"][0], np.zeros(2, np.uint16))
+    page = jaxckpt.report(tmp_path)
+    assert ("by process and phase" in page) == bool(any(changes.get("phase_seconds", {}).values()))
+    assert "&lt;/script&gt;" in page or "</script>" not in changes.get("phase_seconds", {})
+
+
+@pytest.mark.parametrize(
+    ("phases", "told"),
+    [
+        ({"write": [1.0, 2.0], "sync": [1.0]}, "not as many processes for each phase"),
+        ({"write": [-1.0]}, "phase_seconds"),
+        ({"write": [1e300]}, "phase_seconds"),
+        ({"write": ["1"]}, "phase_seconds"),
+        ({"write": 1.0}, "phase_seconds"),
+        ([1.0], "phase_seconds"),
+        (None, "phase_seconds"),
+    ],
+)
+def test_phases_that_are_none_are_refused(tmp_path: Path, phases: Any, told: str) -> None:
+    write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), phase_seconds=phases)
+    with pytest.raises(jaxckpt.ManifestError, match=told):
         jaxckpt.open(tmp_path)
