@@ -15,7 +15,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxckpt import _manifest as manifests
-from jaxckpt._drawing import Bar, Markup, bars, clipped, definitions, element, joined, layout_drawing, table
+from jaxckpt._drawing import (
+    Bar,
+    Markup,
+    bars,
+    clipped,
+    definitions,
+    element,
+    joined,
+    layout_drawing,
+    notebook,
+    table,
+    treemap,
+)
 from jaxckpt._errors import InputError
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
@@ -65,8 +77,8 @@ def open(path: Location, *, options: Options | None = None) -> Checkpoint:
     return Checkpoint(source, options)
 
 
-_MOST_SUBTREES = 24
-"""Bars that a notebook shows, of subtrees or processes."""
+_MOST_BARS = 24
+"""Processes that have a bar of their own in a notebook."""
 
 
 class LazyLeaf:
@@ -160,9 +172,10 @@ class LazyLeaf:
         what = repr(self.value) if self._record.stack is None else f"{self.dtype}{list(self.shape)}"
         facts = {"leaf": self.path, "is": clipped(what, 200), "saved as": self.layout, "bytes": show_bytes(self.nbytes)}
         if self._record.stack is None:
-            return definitions(facts)
+            return notebook(definitions(facts))
         where = saved_where(self._manifest, self._record)
-        return joined([definitions(facts), layout_drawing(where.mesh, where.split, len(self.shape), where.on)])
+        drawn = [] if where.mesh is None else [layout_drawing(where.mesh, where.split, len(self.shape), where.on)]
+        return notebook(definitions(facts), *drawn)
 
 
 def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
@@ -329,32 +342,10 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """For notebooks: what it is, and the bytes of each subtree."""
-        sizes = collections.Counter[str]()
-        counts = collections.Counter[str]()
-        for leaf in self._manifest.leaves:
-            name = leaf.path.partition("/")[0]
-            sizes[name] += self._manifest.leaf_bytes(leaf)
-            counts[name] += 1
-        largest = sizes.most_common(_MOST_SUBTREES)
-        most = max(1, largest[0][1] if largest else 0)
-        lines = [
-            Bar(
-                clipped(name, 60),
-                f"{show_bytes(size)}, leaves: {counts[name]:,}",
-                ((0, size / most, show_bytes(size)),),
-            )
-            for name, size in largest
-        ]
-        rest = len(sizes) - len(largest)
         facts = {"checkpoint": self.path, "format": self.format, "leaves": f"{len(self):,}"}
         facts |= {"bytes": show_bytes(self.nbytes)} | ({"saved": self.created} if self.created else {})
-        return joined(
-            [
-                definitions(facts),
-                bars("Bytes of each subtree", lines, []),
-                *([element("p", f"… and {rest:,} smaller ones")] if rest else []),
-            ]
-        )
+        sizes = {leaf.path: self._manifest.leaf_bytes(leaf) for leaf in self._manifest.leaves}
+        return notebook(definitions(facts), treemap(sizes))
 
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)
@@ -485,7 +476,7 @@ class RestorePlan:
 
     def _repr_html_(self) -> str:
         """For notebooks: the figures, a bar for each process, and which leaves move."""
-        return draw_plan(self, _MOST_SUBTREES)
+        return notebook(draw_plan(self, _MOST_BARS))
 
     def __str__(self) -> str:
         busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
@@ -555,7 +546,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
             definitions(figures),
             bars("Bytes read by each process", lines, ["needed", "read besides"]),
             *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
-            table(["saved as", "restored as", "leaves"], rows),
+            table(["saved as", "restored as", "leaves"], rows, words=2),
         ]
     )
 

@@ -35,6 +35,15 @@ _INK = "#111111"
 _FONT = "ui-sans-serif, system-ui, sans-serif"
 
 
+_NOTEBOOK = """
+.jaxckpt .figures { display: flex; flex-wrap: wrap; gap: 4px 28px; margin: 4px 0 10px; }
+.jaxckpt dt { font-size: 12px; font-weight: 400; opacity: 0.7; }
+.jaxckpt dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
+.jaxckpt th, .jaxckpt td { padding: 1px 20px 1px 0; text-align: right; }
+.jaxckpt .words { text-align: left; }
+"""
+
+
 class Markup(str):
     """Text that is HTML or SVG already."""
 
@@ -106,10 +115,21 @@ def definitions(figures: Mapping[str, str]) -> Markup:
     return element("dl", *pairs, class_="figures")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    lines = [element("tr", *(element("th", head, scope="col") for head in heads))]
-    lines += [element("tr", *(element("td", cell) for cell in row)) for row in rows]
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> Markup:
+    """The first columns hold words, the others figures."""
+    classes = [{"class_": "words"} if column < words else {} for column in range(len(heads))]
+    lines = [
+        element("tr", *(element("th", head, scope="col", **more) for head, more in zip(heads, classes, strict=True)))
+    ]
+    lines += [
+        element("tr", *(element("td", cell, **more) for cell, more in zip(row, classes, strict=True))) for row in rows
+    ]
     return element("div", element("table", *lines), class_="wide")
+
+
+def notebook(*parts: Markup) -> Markup:
+    """Drawings as a notebook shows them."""
+    return element("div", element("style", Markup(_NOTEBOOK)), *parts, class_="jaxckpt")
 
 
 def clipped(text: str, most: int) -> str:
@@ -352,18 +372,21 @@ def squarified(sizes: Sequence[float], x: float, y: float, width: float, height:
 
 
 def treemap(sizes: Mapping[str, int], *, width: float = 640, height: float = 240, most: int = 40) -> Markup:
-    """Bytes of leaves by path: the containers at the top, and in each what lies directly below it."""
+    """Bytes of leaves by path: the containers at the top, and in each what lies directly below it.
+
+    Coloured by the containers, or where one or two of them fill it by what lies in them.
+    """
     top = _grouped(sizes, 0)
     drawn: list[Markup] = []
+    colours = itertools.count()
     heads = _largest({head: sum(below.values()) for head, below in top.items()}, most)
     total = sum(sizes.values())
-    for number, (head, rectangle) in enumerate(
-        zip(heads, squarified(list(heads.values()), 0, 0, width, height), strict=True)
-    ):
-        x, y, wide, tall = rectangle
+    by_heads = spread(heads.values()) >= 2.2
+    for head, (x, y, wide, tall) in zip(heads, squarified(list(heads.values()), 0, 0, width, height), strict=True):
         told = f"{head}: {show_bytes(heads[head])}, {heads[head] / max(1, total):.1%}"
-        drawn.append(_rect(x + 1, y + 1, wide - 2, tall - 2, number, told))
         inner = _grouped(top[head], 1) if head in top else {}
+        colour = next(colours) if by_heads or len(inner) < 2 else None
+        drawn.append(_rect(x + 1, y + 1, wide - 2, tall - 2, colour, told))
         if len(inner) > 1 and wide > 60 and tall > 50:
             below = _largest({name: sum(found.values()) for name, found in inner.items()}, most)
             for name, (a, b, c, d) in zip(
@@ -375,7 +398,7 @@ def treemap(sizes: Mapping[str, int], *, width: float = 640, height: float = 240
                         b + 1,
                         c - 2,
                         d - 2,
-                        number,
+                        next(colours) if colour is None else colour,
                         f"{head}/{name}: {show_bytes(below[name])}",
                         stroke=_INK,
                         stroke_opacity="0.35",
@@ -384,6 +407,12 @@ def treemap(sizes: Mapping[str, int], *, width: float = 640, height: float = 240
                 drawn.append(_label(a, b, c, d, name))
         drawn.append(_label(x, y, wide, min(tall, 20) if len(inner) > 1 else tall, head))
     return _svg(_number(width), height, f"{show_bytes(total)} by subtree", *drawn)
+
+
+def spread(sizes: Iterable[int]) -> float:
+    """How many equal sizes would be as diverse: the inverse of Simpson's index ("Measurement of diversity", 1949)."""
+    found = list(sizes)
+    return sum(found) ** 2 / max(1, sum(size * size for size in found))
 
 
 def _grouped(sizes: Mapping[str, int], depth: int) -> dict[str, dict[str, int]]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._drawing import squarified
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TIMEOUT = 20_000  # milliseconds
@@ -108,7 +109,9 @@ def test_search_and_sorting(browser: Any, page_file: Path) -> None:
         assert opened.rows() == []
         opened.page.fill("#search", "")
         opened.page.locator("#head button", has_text="bytes").click()
-        assert opened.rows()[0].split()[0] == "params/embed" or opened.rows()[0].split()[-2:] == ["0", "B"]
+        assert opened.rows()[0].split()[0] == "params/embed"
+        opened.page.locator("#head button", has_text="bytes").click()
+        assert opened.rows()[0].split()[0] == "step"
         assert opened.said == []
 
 
@@ -146,6 +149,36 @@ def test_the_treemap_opens_by_mouse_and_keys(browser: Any, page_file: Path) -> N
         assert opened.said == []
 
 
+def test_arrow_keys_move_in_the_treemap_and_the_table(browser: Any, page_file: Path) -> None:
+    with Opened(browser, page_file) as opened:
+        page = opened.page
+        page.locator("#map .cell").first.focus()
+        first = page.evaluate("document.activeElement.getAttribute('aria-label')")
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate("document.activeElement.getAttribute('aria-label')") != first
+        assert page.locator("#map .cell[tabindex='0']").count() == 1  # one stop of the Tab key
+        page.locator("#rows").focus()
+        page.keyboard.press("End")
+        assert page.locator("#leaf h2").inner_text() == "step"
+        page.keyboard.press("Home")
+        assert page.locator("#leaf h2").inner_text() == HOSTILE.replace("/", "~1")
+        page.keyboard.press("ArrowDown")
+        assert page.locator("#leaf h2").inner_text() == "opt_state/mu/layers/0/bias"
+        assert page.locator("#rows .line.chosen").inner_text().startswith("opt_state/mu/layers/0/bias")
+        assert opened.said == []
+
+
+def test_areas_of_the_treemap_are_bytes(browser: Any, page_file: Path) -> None:
+    sizes = [1000, 500, 400, 90, 5, 5, 0]
+    with Opened(browser, page_file) as opened:
+        found = opened.page.evaluate("(sizes) => squarified(sizes, 1, 2, 640, 240)", sizes)
+    assert np.allclose(found, squarified(sizes, 1, 2, 640, 240))  # as in notebooks
+    assert np.allclose([width * height for _, _, width, height in found], np.array(sizes) / 2000 * 640 * 240)
+    for x, y, width, height in found:
+        assert 1 <= x <= x + width <= 641.001
+        assert 2 <= y <= y + height <= 242.001
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_need_not_scroll_sideways(browser: Any, page_file: Path, scheme: str) -> None:
     with Opened(browser, page_file, width=390, height=844, scheme=scheme) as opened:
@@ -171,8 +204,22 @@ def test_what_a_checkpoint_says_is_text(browser: Any, page_file: Path) -> None:
         opened.page.locator("#rows .line").first.click()
         assert "onerror" in opened.page.locator("#leaf").inner_text()
         assert opened.page.locator("img").count() == 0
+        assert opened.page.locator("pre", has_text="onerror").count() == 1  # the metadata
+        for cell in opened.page.locator("#map .cell").all():
+            cell.dispatch_event("pointermove")
         assert "taken" not in opened.page.title()
         assert opened.said == []
+
+
+def test_even_markup_that_slipped_through_would_run_nothing(browser: Any, page_file: Path) -> None:
+    with Opened(browser, page_file) as opened:
+        # It would run once the picture has failed.
+        with opened.page.expect_console_message(lambda said: "script-src" in said.text, timeout=TIMEOUT) as refused:
+            opened.page.evaluate("(markup) => document.body.insertAdjacentHTML('beforeend', markup)", HOSTILE)
+        assert opened.page.locator("img").count() == 1
+        assert "Content Security Policy" in refused.value.text
+        assert "taken" not in opened.page.title()
+        assert [url for url in opened.requests if url.endswith("/x")] == []
 
 
 def test_twenty_thousand_leaves_stay_usable(browser: Any, tmp_path: Path) -> None:
@@ -183,18 +230,26 @@ def test_twenty_thousand_leaves_stay_usable(browser: Any, tmp_path: Path) -> Non
     assert file.stat().st_size < 3_000_000
     with Opened(browser, file) as opened:
         assert opened.page.evaluate("document.querySelectorAll('*').length") < 6000  # only what is seen is drawn
+        assert opened.page.locator("#map .cell", has_text="499").count() == 1
+        opened.page.locator("#rows").focus()
+        opened.page.keyboard.press("End")
+        assert opened.page.locator("#leaf h2").inner_text() == "block_499/w39"
         opened.page.fill("#search", "block_499/w3")
         assert len(opened.rows()) == 10
         assert opened.said == []
 
 
-def test_of_other_formats_too(browser: Any, checkpoint: Path, tmp_path: Path) -> None:
-    jaxckpt.convert(checkpoint, tmp_path / "w.safetensors", select="params")
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_of_other_formats_too(browser: Any, checkpoint: Path, tmp_path: Path, format: str) -> None:
+    jaxckpt.convert(checkpoint, tmp_path / f"w.{format}", format=format, select="params")
     file = tmp_path / "report.html"
-    file.write_text(jaxckpt.report(tmp_path / "w.safetensors", mesh={"x": 2}), encoding="utf-8")
+    file.write_text(
+        jaxckpt.report(tmp_path / f"w.{format}", mesh={"data": 4, "model": 2}, histograms=True), encoding="utf-8"
+    )
     with Opened(browser, file) as opened:
         assert "13 leaves" in opened.page.locator("#count").inner_text()
         assert "The save, by process" not in opened.page.locator("body").inner_text()
+        assert opened.page.locator("#leaf .bin").count() > 3
         assert opened.said == []
 
 
@@ -232,7 +287,8 @@ def shown(value: Any) -> str:
 def test_notebooks_show_the_same_drawings(checkpoint: Path) -> None:
     opened = jaxckpt.open(checkpoint)
     whole = shown(opened)
-    assert "opt_state" in whole
+    assert "opt_state: " in whole
+    assert "params/embed: 64.0 KiB" in whole
     assert "<~1script><img" in whole
     leaf = shown(opened["params/layers/0/kernel"])
     assert "float32[64, 64]" in leaf
