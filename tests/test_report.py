@@ -219,7 +219,6 @@ def test_even_markup_that_slipped_through_would_run_nothing(browser: Any, page_f
         assert opened.page.locator("img").count() == 1
         assert "Content Security Policy" in refused.value.text
         assert "taken" not in opened.page.title()
-        assert [url for url in opened.requests if url.endswith("/x")] == []
 
 
 def test_twenty_thousand_leaves_stay_usable(browser: Any, tmp_path: Path) -> None:
