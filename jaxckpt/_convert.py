@@ -31,6 +31,7 @@ from jaxckpt._manifest import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._mindspore import mindspore_ranks
 from jaxckpt._options import Options
 from jaxckpt._orbax_out import write_orbax
+from jaxckpt._progress import Report, reporting
 from jaxckpt._reading import Stored
 from jaxckpt._save import Asked, start
 from jaxckpt._save_plan import ArrayLeaf
@@ -117,8 +118,9 @@ def convert(
     target = os.path.abspath(os.path.expanduser(to))
     if os.path.lexists(target):
         _require_replaceable(target, source, overwrite)
-    with _published(target) as path:
-        _WRITERS[name](found, path, options)
+    n_bytes = sum(map(found.manifest.leaf_bytes, found.manifest.leaves))
+    with _published(target) as path, reporting("convert", n_bytes, options.progress) as report:
+        _WRITERS[name](found, path, options, report)
 
 
 def integrate(
@@ -141,7 +143,7 @@ def _check(source: Foreign) -> None:
 
 _BY_SUFFIX = {".safetensors": "safetensors", ".npz": "npz", ".zarr": "zarr"}
 
-_WRITERS: dict[str, Callable[[Source, str, Options], None]] = {
+_WRITERS: dict[str, Callable[[Source, str, Options, Report], None]] = {
     "safetensors": export.write_safetensors,
     "npz": export.write_npz,
     "zarr": export.write_zarr,

@@ -19,6 +19,7 @@ from jaxckpt._grid import chunk_shape, object_shape
 from jaxckpt._options import Options
 from jaxckpt._pieces import Array, Pieces, as_bits
 from jaxckpt._plan import Stack
+from jaxckpt._progress import Report
 from jaxckpt._reading import Stored
 from jaxckpt._safetensors import DTYPE_OF, INDEX
 from jaxckpt._source import Source
@@ -33,12 +34,12 @@ SHARD_BYTES = 5_000_000_000
 Data = Stored | Array
 
 
-def write_safetensors(source: Source, path: str, options: Options) -> None:
+def write_safetensors(source: Source, path: str, options: Options, report: Report) -> None:
     """One file where `path` ends in .safetensors; else a folder of shards with an index, as Hugging Face reads them.
 
     The format: 8 bytes of the header's length, the header (JSON), the tensors (github.com/huggingface/safetensors).
     """
-    arrays = _arrays(source, options)
+    arrays = _arrays(source, options, report)
     _require(source, {name: d.dtype.name in _SAFETENSORS_DTYPES for name, d in arrays.items()}, "safetensors has no")
     _require(source, {name: name != "__metadata__" for name in arrays}, "safetensors keeps that name for itself,")
     if path.endswith(".safetensors"):
@@ -87,9 +88,9 @@ def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
                 _write(file, slab)
 
 
-def write_npz(source: Source, path: str, options: Options) -> None:
+def write_npz(source: Source, path: str, options: Options, report: Report) -> None:
     """An uncompressed .npz, each leaf a member by its path: numpy.load opens it without pickle."""
-    arrays = _arrays(source, options)
+    arrays = _arrays(source, options, report)
     _require(source, {name: d.dtype.isbuiltin == 1 for name, d in arrays.items()}, "NumPy's format has no")
     _require(source, {name: "\0" not in name for name in arrays}, "zip files allow no such name,")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
@@ -101,13 +102,13 @@ def write_npz(source: Source, path: str, options: Options) -> None:
                     member.write(slab.data)
 
 
-def write_zarr(source: Source, path: str, options: Options) -> None:
+def write_zarr(source: Source, path: str, options: Options, report: Report) -> None:
     """A Zarr v3 group: an array for each leaf at its path, with sharding and crc32c as our own arrays have them.
 
     bfloat16 and other dtypes that Zarr lacks are stored as unsigned integers of their width; the array's attributes
     name the dtype. The tree's other values are attributes of the group.
     """
-    arrays = _arrays(source, options, keep_values=True)
+    arrays = _arrays(source, options, report, keep_values=True)
     _require(source, {name: all(map(_is_node_name, name.split("/"))) for name in arrays}, "Zarr allows no such name,")
     groups = {"", *(name.rpartition("/")[0] for name in arrays)}
     groups |= {head for name in groups for head in _heads(name)}
@@ -180,7 +181,7 @@ def _heads(path: str) -> Iterator[str]:
 # What is written ------------------------------------------------------------------------------------------
 
 
-def _arrays(source: Source, options: Options, *, keep_values: bool = False) -> dict[str, Data]:
+def _arrays(source: Source, options: Options, report: Report, *, keep_values: bool = False) -> dict[str, Data]:
     """The leaves as arrays by path, Python's numbers as 0-d ones unless they are kept elsewhere. Raises TreeError."""
     found: dict[str, Data] = {}
     problems: list[str] = []
@@ -188,7 +189,7 @@ def _arrays(source: Source, options: Options, *, keep_values: bool = False) -> d
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
     for number, leaf in enumerate(source.manifest.leaves):
         if leaf.stack is not None and leaf.kind not in ("str", "bytes"):
-            found[leaf.path] = Stored(source, number, options)
+            found[leaf.path] = Stored(source, number, options, report)
         elif keep_values and leaf.value is not None:
             continue
         elif (

@@ -23,6 +23,7 @@ from jaxckpt._manifest import LeafRecord, MeshRecord
 from jaxckpt._options import Options
 from jaxckpt._orbax import STEP_FILE, TREE_FILE
 from jaxckpt._pieces import Array, as_bits
+from jaxckpt._progress import Report
 from jaxckpt._reading import Stored
 from jaxckpt._source import Source
 from jaxckpt._tree import Container, Structure, component, decode_int, decode_value, keys_of, show
@@ -34,7 +35,7 @@ _UNKNOWN_DTYPES = {"float8_e4m3", "uint2", "uint4"}
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def write_orbax(source: Source, path: str, options: Options) -> None:
+def write_orbax(source: Source, path: str, options: Options, report: Report) -> None:
     """A folder that Orbax's StandardCheckpointer, PyTreeCheckpointer and v1 restore; a CheckpointManager too, where it
     is the "default" folder of a step.
 
@@ -46,7 +47,7 @@ def write_orbax(source: Source, path: str, options: Options) -> None:
     _require(source, places, leaves)
     started = time.time_ns()
     os.mkdir(path)
-    writer = _Writer(source, path, replace(options, host_bytes=max(1, options.host_bytes // 2)))
+    writer = _Writer(source, path, replace(options, host_bytes=max(1, options.host_bytes // 2)), report)
     kinds = {place: writer.write(place.name, place.leaf) for place in leaves if isinstance(place.leaf, int)}
     writer.finish()
     entries = {
@@ -158,10 +159,11 @@ def _require(source: Source, places: Iterable[_Place], leaves: Mapping[_Place, L
 class _Writer:
     """Writes leaves one by one, and at the end what Orbax keeps of all of them together."""
 
-    def __init__(self, source: Source, path: str, options: Options) -> None:
+    def __init__(self, source: Source, path: str, options: Options, report: Report) -> None:
         self._source = source
         self._path = path
         self._options = options
+        self._report = report
         self._strings: dict[str, Any] = {}
         self._shardings: dict[str, str] = {}
         self._arrays: list[dict[str, Any]] = []
@@ -169,7 +171,7 @@ class _Writer:
     def write(self, name: str, number: int) -> dict[str, Any]:
         """Write a leaf; returns Orbax's record of its value."""
         leaf = self._source.manifest.leaves[number]
-        data = Stored(self._source, number, self._options)
+        data = Stored(self._source, number, self._options, self._report)
         if leaf.kind == "str":
             self._note(name, _text(data) if leaf.value is None else leaf.value)
             return {"value_type": "string", "skip_deserialize": False}

@@ -14,10 +14,10 @@ _log = logging.getLogger("jaxckpt")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a save, a restore, a `verify` or a `diff` stands in this process."""
+    """Where a save, a restore, a conversion or another reading of arrays stands in this process."""
 
     verb: str
-    """"save", "restore", "verify" or "diff"."""
+    """"save", "restore", "verify", "diff", "convert" or "report" (its histograms)."""
 
     done_bytes: int
     """Bytes this process has moved."""
@@ -59,13 +59,17 @@ Report = Callable[[int], None]
 """Called with a number of bytes that have just been moved."""
 
 
+def unseen(moved: int) -> None:
+    """The report that nobody looks at."""
+
+
 @contextmanager
 def reporting(verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None) -> Generator[Report]:
     """A function to call as bytes move; what it shows, if anything, ends with the block."""
     if callable(progress):
         yield _counting(verb, total_bytes, progress)
     elif not progress:
-        yield lambda moved: None
+        yield unseen
     elif sys.stderr.isatty():
         with _bar(verb, total_bytes) as report:
             yield report

@@ -24,7 +24,7 @@ from jaxckpt._grid import Box, cut_down, extent, intersection, volume, whole, wi
 from jaxckpt._manifest import Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import Read, ReadStep, Region, Run, Stack, Want, indexed_objects_of, plan_read, read_bytes
-from jaxckpt._progress import Report
+from jaxckpt._progress import Report, unseen
 from jaxckpt._source import Native, Source, leaves_at
 from jaxckpt._store import Array, ArrayReader, Pending, aligned_empty, storage_errors
 from jaxckpt._tree import DTYPES
@@ -348,6 +348,7 @@ class Stored:
     source: Source
     number: int
     options: Options
+    report: Report = unseen
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -360,7 +361,9 @@ class Stored:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Array:
         box = tuple(part.indices(side)[:2] for part, side in zip(index, self.shape, strict=True))
-        return read_box(self.source, self.number, box, self.options)
+        array = read_box(self.source, self.number, box, self.options)
+        self.report(array.nbytes)
+        return array
 
     def slabs(self) -> Iterator[Array]:
         """All of it in C order, in pieces that fit `options.host_bytes`."""
@@ -404,5 +407,5 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     steps = plan_read(stacks, [Want(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
     with undisturbed(source):
-        read(source, stacks, steps, options, delivery, lambda moved: None)
+        read(source, stacks, steps, options, delivery, unseen)
     return delivery.array

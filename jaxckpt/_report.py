@@ -45,7 +45,7 @@ from jaxckpt._grid import show_axes
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
-from jaxckpt._progress import show_bytes
+from jaxckpt._progress import reporting, show_bytes
 from jaxckpt._reading import Stored
 from jaxckpt._source import Source
 from jaxckpt._tree import DTYPES
@@ -237,12 +237,17 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     # What is read, and as much again in copies of other widths.
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
-    for number, leaf in enumerate(source.manifest.leaves):
-        if leaf.stack is None or leaf.kind in ("key", "str", "bytes"):
-            continue
-        if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating):
+    leaves = [
+        (number, leaf)
+        for number, leaf in enumerate(source.manifest.leaves)
+        if leaf.stack is not None and leaf.kind not in ("key", "str", "bytes")
+        if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating)
+    ]
+    n_bytes = sum(source.manifest.leaf_bytes(leaf) for _, leaf in leaves)
+    with reporting("report", n_bytes, options.progress) as tell:
+        for number, _ in leaves:
             values = _Values()
-            for slab in Stored(source, number, options).slabs():
+            for slab in Stored(source, number, options, tell).slabs():
                 values.add(slab)
             found[number] = values.told()
     return found

@@ -98,3 +98,24 @@ def test_silent_by_default(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     jaxckpt.save(tmp_path / "c", TREE)
     jaxckpt.load_numpy(tmp_path / "c")
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".zarr", ""])
+def test_a_conversion_tells_until_all_is_written(tmp_path: Path, suffix: str) -> None:
+    jaxckpt.save(tmp_path / "c", TREE, options=jaxckpt.Options(chunk_bytes=64 << 10))
+    seen: list[jaxckpt.Progress] = []
+    options = jaxckpt.Options(progress=seen.append, object_bytes=1 << 18, chunk_bytes=64 << 10, host_bytes=1 << 18)
+    jaxckpt.convert(tmp_path / "c", tmp_path / f"to{suffix}", format=None if suffix else "orbax", options=options)
+    done = [one.done_bytes for one in seen]
+    assert {one.verb for one in seen} == {"convert"}
+    assert done == sorted(done)
+    assert len(done) > 3  # now and then, not at the end alone
+    assert done[-1] == seen[-1].total_bytes == N_BYTES
+
+
+def test_histograms_tell_what_they_have_read(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {**TREE, "not counted": np.arange(3)})
+    seen: list[jaxckpt.Progress] = []
+    jaxckpt.report(tmp_path / "c", histograms=True, options=jaxckpt.Options(progress=seen.append))
+    assert seen[-1].done_bytes == seen[-1].total_bytes == N_BYTES
+    assert {one.verb for one in seen} == {"report"}
