@@ -1,11 +1,16 @@
-"""What a person or a program reads on stdout: tables that fit the terminal, texts that cannot drive it, JSON."""
+"""What a person or a program reads on stdout: tables that fit the terminal, texts that cannot drive it, JSON.
+
+And in which few characters it says what several commands show: an age, metrics, a dtype and shape.
+"""
 
 from __future__ import annotations
 
 import base64
+import datetime
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import unicodedata
@@ -103,6 +108,34 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers in names by their value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def show_age(created: str | None) -> str:
+    """How long ago: "5 min"; "-" where it is not known."""
+    try:
+        then = datetime.datetime.fromisoformat(created or "")
+        seconds = (datetime.datetime.now(datetime.UTC) - then).total_seconds()
+    except (ValueError, TypeError):
+        return "-"
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def show_metrics(metrics: Mapping[str, float | None]) -> str:
+    """`loss=0.01, accuracy=0.6`."""
+    return ", ".join(f"{name}={'-' if value is None else format(value, '.4g')}" for name, value in metrics.items())
+
+
+def show_array(dtype: str, shape: Sequence[int]) -> str:
+    """`float32[8, 4]`."""
+    return f"{dtype}{list(shape)}" if shape else dtype
 
 
 def print_json(value: Any) -> None:

@@ -8,8 +8,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import command_line
 import hypothesis
 import processes
 import pytest
@@ -44,6 +46,22 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
     monkeypatch.setattr(os, "preadv", counted)
     return lambda: sum(counts)
+
+
+@pytest.fixture(scope="session")
+def _filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    command_line.fill(folder)
+    return folder
+
+
+@pytest.fixture
+def here(_filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of checkpoints for command lines, the current one; no test changes them."""
+    monkeypatch.chdir(_filled)
+    for name in ("COLUMNS", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    return _filled
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,8 @@
-"""The command line: what it prints at each width, its JSON, its exit codes, and that it starts no JAX backend."""
+"""The command line: its tables at each width, what it writes and deletes, exit codes, processes, and its page."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 import json
 import os
@@ -22,111 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import click
-import jax
-import jax.numpy as jnp
 import mindspore_files
-import ml_dtypes
 import numpy as np
 import processes
 import pytest
 import servers
-from click.testing import CliRunner, Result
-from jax.sharding import NamedSharding, PartitionSpec
+from click.testing import CliRunner
+from command_line import command, days, run, run_json
+from jax.sharding import PartitionSpec
 
 import jaxckpt
-from jaxckpt import _manifest as manifests
 from jaxckpt._cli import main
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
 
 ROOT = Path(__file__).parent.parent
-SAVED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 TIMEOUT = 120
-
-
-def backdate(path: str) -> None:
-    """Let a checkpoint have been saved long ago, so that its age has one width."""
-    store = store_at(path, Options())
-    manifest, content = manifests.load(store)
-    dated = manifests.msgspec.structs.replace(manifest, created=SAVED.isoformat())
-    store.publish(manifest.data, manifests.encode(dated), content, sync=False)
-
-
-def state(step: int) -> Any:
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def put(value: Any, *spec: str | None) -> jax.Array:
-        return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
-
-    layers = [
-        {"bias": put(jnp.full(8, n, jnp.bfloat16), "model"), "kernel": put(jnp.ones((8, 8)) * n, "data", "model")}
-        for n in range(12)
-    ]
-    embedding = put(jnp.arange(1024, dtype=jnp.float32).reshape(64, 16), "model")
-    return {
-        "data": np.arange(10),
-        "opt_state": {"mu": put(jnp.ones((64, 16)), "model")},
-        "params": {
-            "a_module_of_a_rather_long_name_for_normalisation": put(jnp.ones(8)),
-            "layers": layers,
-            "wte": embedding,
-        },
-        "rng": jax.random.key(7),
-        "step": step,
-        "text": "x" * 100,
-    }
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps, beside what killed jobs and other libraries leave."""
-    folder = tmp_path_factory.mktemp("cli")
-    with contextlib.chdir(folder):
-        with jaxckpt.Checkpointer("run1", components={"opt_state": 1}, background=False) as steps:
-            for step in (100, 200, 300):
-                steps.save(step, state(step), metrics={"loss": 1 / step, "accuracy": 0.5 + step / 1000, "bad": np.nan})
-        for step in (100, 200, 300):
-            backdate(f"run1/{step:08d}")
-        jaxckpt.convert("run1/00000300", "run1/exported.safetensors", select="params")
-        Path("run1/00000400", f"data-{'0' * 32}").mkdir(parents=True)
-        Path("run1/00000500").mkdir()
-        Path("run1/00000500/manifest.json").write_text("{}")
-        Path("run1/logs").mkdir()
-        Path("empty").mkdir()
-        jaxckpt.save("small", {"w": np.array([1.0, np.nan]), "z": np.complex64(1 + 2j), "b": b"\x00", "i": 1 << 80})
-        jaxckpt.save("other", {"w": np.array([1.5, np.nan]), "z": np.complex64(1 + 2j), "b": b"\x00", "new": 1})
-    return folder
-
-
-@pytest.fixture
-def here(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(made)
-    for name in ("COLUMNS", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    return made
-
-
-def run(*args: str, width: int | None = None, code: int = 0, stdin: str | None = None) -> Result:
-    result = CliRunner(env={"COLUMNS": str(width) if width else None}).invoke(
-        main, args, input=stdin, prog_name="jaxckpt"
-    )
-    assert result.exit_code == code, f"{args}: {result.exit_code}\n{result.output}"
-    return result
-
-
-def run_json(*args: str, code: int = 0) -> Any:
-    return json.loads(run(*args, "--json", code=code).stdout)
-
-
-def command(*args: str, **settings: Any) -> subprocess.Popen[str]:
-    """A real process, in which no JAX backend can start."""
-    env = {**processes.environment(1), "JAX_PLATFORMS": "absent"}
-    return subprocess.Popen([sys.executable, "-m", "jaxckpt", *args], env=env, text=True, **settings)
-
-
-def days() -> str:
-    return f"{(datetime.datetime.now(datetime.UTC) - SAVED).days} d"
-
 
 # Tables ---------------------------------------------------------------------------------------------------
 
@@ -147,306 +57,7 @@ def test_tables_are_exactly_these(here: Path, name: str, width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_show_at_other_widths(here: Path) -> None:
-    narrow = run("show", "run1/00000300", width=50).stdout.splitlines()
-    assert max(map(len, narrow)) <= 50
-    piped = run("show", "run1/00000300", "--all").stdout
-    assert "a_module_of_a_rather_long_name_for_normalisation" in piped
-    assert "…" not in "".join(line for line in piped.splitlines() if "text" not in line)
-    assert piped.count("kernel") == 12
-
-
-def test_show_narrows_down(here: Path) -> None:
-    lines = run("show", "run1/00000300", "--select", "params/**/kernel", "--select", "params/wte").stdout.splitlines()
-    assert lines[1].startswith("  jaxckpt: 13 of 31 leaves, 7.0 KiB of 11.3 KiB, saved ")
-    assert [line.split()[0] for line in lines[6:]] == ["params/", "layers/", "0", "kernel", "wte"]
-    lines = run("show", "run1/00000300", "--depth", "1").stdout.splitlines()
-    assert [line.split()[0] for line in lines[6:]] == ["data", "opt_state/", "params/", "rng", "step", "text"]
-
-
-def test_steps_of_orbax(tmp_path: Path) -> None:
-    import orbax.checkpoint as ocp
-
-    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
-    with ocp.CheckpointManager(tmp_path / "theirs", options=best) as manager:
-        for step in (9, 10):
-            args = ocp.args.StandardSave({"w": jnp.full(4, step, jnp.float32)})
-            manager.save(step, args=args, metrics={"loss": 1 / step})
-        manager.wait_until_finished()
-    path = str(tmp_path / "theirs")
-    found = run_json("ls", path)["checkpoints"]
-    told = [(entry["name"], entry["format"], entry["step"], entry["leaves"], entry["metrics"]) for entry in found]
-    assert told == [("9", "orbax", 9, 1, {"loss": 1 / 9}), ("10", "orbax", 10, 1, {"loss": 0.1})]
-    assert [entry["name"] for entry in run_json("ls", f"{path}/9")["checkpoints"]] == ["9"]
-    assert run("cat", f"{path}/9", "w[0]").stdout == "9.0\n"
-    run("rm", f"{path}/9", "--yes", code=2)
-
-
-def test_what_is_wrong_with_a_step_is_told_beside_the_list(here: Path) -> None:
-    told = run("ls", "run1").stderr.splitlines()
-    assert told[0] == "00000400: a save to it is going on, or never finished"
-    assert told[1].startswith("00000500: run1/00000500/manifest.json is damaged")
-
-
-def test_ls_changes_nothing(here: Path) -> None:
-    """A Checkpointer would sweep the folder of the save that never finished."""
-
-    def files() -> list[tuple[str, int]]:
-        return [(str(path), path.lstat().st_mtime_ns) for path in sorted(Path("run1").rglob("*"))]
-
-    before = files()
-    assert any("data-0000" in path for path, _ in before)
-    run("ls", "run1")
-    run("ls", "run1", "--json")
-    assert files() == before
-
-
-def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None:
-    jaxckpt.save(tmp_path / "bad", {"\x1b[2J\nw": np.zeros(3), "日本語" * 9: np.zeros(2)}, metadata="\x1b]0;x\x07")
-    shown = run("show", str(tmp_path / "bad"), width=60).stdout
-    assert "\x1b" not in shown
-    assert "\\x1b[2J\\nw" in shown
-    wide = next(line for line in shown.splitlines() if "日" in line)
-    assert len(wide) + len(re.findall("[日本語]", wide)) <= 60
-    assert "\x1b" not in run("cat", str(tmp_path / "bad"), "\x1b[1Jq", code=2).stderr
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_alike_containers_are_one_row_from_three_on(tmp_path: Path, n: int) -> None:
-    leaf = np.zeros(4)
-    jaxckpt.save(tmp_path / "c", {"blocks": [{"w": leaf} for _ in range(n)], "w1": leaf, "w2": leaf, "w3": leaf})
-    shown = run("show", str(tmp_path / "c")).stdout
-    assert ("0 … 2/" in shown) == (n == 3)
-    assert shown.count("float64[4]") == (n if n < 3 else 1) + 3
-
-
-def test_unlike_containers_are_not(tmp_path: Path) -> None:
-    blocks = [{"w": np.zeros(4)}, {"w": np.zeros(4)}, {"w": np.zeros(4, np.float32)}, {"v": np.zeros(4)}]
-    jaxckpt.save(tmp_path / "c", blocks)
-    assert run("show", str(tmp_path / "c")).stdout == run("show", str(tmp_path / "c"), "--all").stdout
-
-
-def test_a_tree_that_is_one_leaf(tmp_path: Path) -> None:
-    jaxckpt.save(tmp_path / "c", np.arange(6).reshape(2, 3))
-    assert "(the tree itself)  int64[2, 3]" in run("show", str(tmp_path / "c")).stdout
-    assert run("cat", str(tmp_path / "c"), "[1, ::2]").stdout == "[3, 5]\n"
-
-
-# JSON -----------------------------------------------------------------------------------------------------
-
-
-def test_json_of_ls(here: Path) -> None:
-    found = run_json("ls", "run1")
-    assert found["path"] == "run1"
-    first, *_, unfinished, damaged, exported = found["checkpoints"]
-    assert first == {
-        "name": "00000100",
-        "path": "run1/00000100",
-        "status": "ok",
-        "format": "jaxckpt",
-        "step": 100,
-        "leaves": 30,
-        "bytes": jaxckpt.open("run1/00000100").nbytes,
-        "created": SAVED.isoformat(),
-        "metrics": {"loss": 0.01, "accuracy": 0.6, "bad": None},
-        "dropped": ["opt_state"],
-        "problem": None,
-    }
-    assert (unfinished["status"], unfinished["step"], unfinished["format"]) == ("unfinished", 400, None)
-    assert damaged["status"] == "damaged"
-    assert "does not match the SHA-256" in damaged["problem"]
-    assert (exported["format"], exported["created"], exported["step"]) == ("safetensors", None, None)
-    (alone,) = run_json("ls", "run1/00000300")["checkpoints"]
-    assert alone["name"] == "00000300"
-
-
-def test_json_of_show(here: Path) -> None:
-    found = run_json("show", "run1/00000300", "--select", "params/layers/1", "--select", "step")
-    assert {**found, "save_id": "", "libraries": "", "leaves": ""} == {
-        "path": "run1/00000300",
-        "format": "jaxckpt",
-        "save_id": "",
-        "created": SAVED.isoformat(),
-        "libraries": "",
-        "metadata": None,
-        "step": 300,
-        "metrics": {"loss": 1 / 300, "accuracy": 0.8, "bad": None},
-        "dropped": [],
-        "bytes": jaxckpt.open("run1/00000300").nbytes,
-        "leaves": "",
-    }
-    bias, kernel, step = found["leaves"]
-    assert kernel == {
-        "path": "params/layers/1/kernel",
-        "kind": "jax",
-        "dtype": "float32",
-        "shape": [8, 8],
-        "bytes": 256,
-        "spec": [["data"], ["model"]],
-        "mesh": {"data": 2, "model": 4},
-        "layout": "P('data', 'model') on data=2×model=4",
-        "value": None,
-    }
-    assert (bias["dtype"], bias["spec"]) == ("bfloat16", [["model"]])
-    assert (step["kind"], step["value"], step["shape"], step["mesh"]) == ("int", 300, None, None)
-
-
-def test_json_of_cat(here: Path) -> None:
-    cat = lambda *args: run_json("cat", *args)  # noqa: E731
-    assert cat("small", "w") == {
-        "path": "small",
-        "leaf": "w",
-        "kind": "numpy",
-        "dtype": "float64",
-        "shape": [2],
-        "value": [1.0, "nan"],
-    }
-    assert cat("small", "z")["value"] == [1.0, 2.0]
-    assert (cat("small", "b")["value"], cat("small", "b")["dtype"]) == ("AA==", None)
-    assert cat("small", "i")["value"] == 1 << 80
-    assert cat("run1/00000300", "params/layers/2/bias[1:3]")["value"] == [2.0, 2.0]
-    assert cat("run1/00000300", "rng")["value"] == [0, 7]
-
-
-def test_json_of_plan(here: Path) -> None:
-    found = run_json(
-        "plan", "run1/00000300", "--mesh", "model=8", "--devices-per-process", "4", "--select", "params/wte"
-    )
-    plan = jaxckpt.open("run1/00000300").plan(mesh={"model": 8}, devices_per_process=4, select="params/wte")
-    assert (found["path"], found["mesh"]) == ("run1/00000300", {"model": 8})
-    for name in ("needed_bytes", "read_bytes", "over_read", "requests", "peak_host_bytes"):
-        assert found[name] == getattr(plan, name)
-    assert found["processes"][1]["device_bytes"] == {str(device): 512 for device in range(4, 8)}
-    assert found["leaves"] == [
-        {
-            "path": "params/wte",
-            "dtype": "float32",
-            "shape": [64, 16],
-            "saved": {"spec": "P('model')", "on": "data=2×model=4"},
-            "wanted": {"spec": "P('model')", "on": "model=8"},
-        }
-    ]
-
-
-def test_json_of_verify_and_diff(here: Path) -> None:
-    found = run_json("verify", "small")
-    assert (found["ok"], found["quick"], found["problems"], found["leaves"]) == (True, False, [], 4)
-    assert found["checked_bytes"] > 0
-    (problem,) = run_json("verify", "run1/00000500", "--quick", code=1)["problems"]
-    assert (problem["leaf"], problem["box"], problem["object"]) == (None, None, "manifest.json")
-    found = run_json("diff", "small", "other", code=1)
-    assert (found["a"], found["identical"], found["same_structure"], found["leaves"]) == ("small", False, False, 5)
-    i, new, w = found["differing"]
-    assert (i["a"], i["b"], new["a"]) == ("int", None, None)
-    assert w == {
-        "path": "w",
-        "a": "numpy float64[2]",
-        "b": "numpy float64[2]",
-        "size": 2,
-        "differing": 1,
-        "max_abs": 0.5,
-        "max_rel": 1 / 3,
-    }
-    assert run_json("diff", "small", "other", "--select", "z")["identical"]
-
-
 # Commands -------------------------------------------------------------------------------------------------
-
-
-def test_cat(here: Path) -> None:
-    wte = np.arange(1024, dtype=np.float32).reshape(64, 16)
-    for index in ("[3, ::5]", "[-1]", "[..., 0]", "[60:, 14:16]", "[:2,]"):
-        shown = run("cat", "run1/00000300", f"params/wte{index}").stdout
-        expected = wte[eval(f"np.s_{index}")]
-        assert shown == np.array2string(expected, max_line_width=80, separator=", ") + "\n"
-    assert run("cat", "run1/00000300", "params/wte[ 2 , 3 ]").stdout == "35.0\n"
-    assert run("cat", "run1/00000300", "step").stdout == "300\n"
-    assert run("cat", "small", "b").stdout == "b'\\x00'\n"
-    assert run("cat", "run1/00000300", "params/layers/3/bias[0]").stdout == "3\n"
-
-
-def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:
-    jaxckpt.save(tmp_path / "c", {"w[0]": np.arange(3), "w": np.zeros(1)})
-    assert run("cat", str(tmp_path / "c"), "w[0]").stdout == "[0, 1, 2]\n"
-    assert run("cat", str(tmp_path / "c"), "w[0][1]").stdout == "1\n"
-
-
-@pytest.mark.parametrize(
-    ("leaf", "told"),
-    [
-        ("params/wtf", "did you mean 'params/wte'?"),
-        ("params", "leaves below it"),
-        ("params/wte[64]", "leaf 'params/wte' of shape (64, 16): index 64 is out of bounds"),
-        ("params/wte[0, 0, 0]", "too many indices"),
-        ("params/wte[a]", "expected integers, slices and ..."),
-        ("params/wte[]", "expected integers, slices and ..."),
-        ("params/wte[::0]", "slice step cannot be zero"),
-        ("step[0]", "takes no index"),
-    ],
-)
-def test_cat_of_what_is_not_there(here: Path, leaf: str, told: str) -> None:
-    assert told in run("cat", "run1/00000300", leaf, code=2).stderr
-
-
-def test_cat_reads_no_more_than_people_read(tmp_path: Path) -> None:
-    jaxckpt.save(tmp_path / "c", {"w": np.zeros((5, 1 << 20))})
-    assert "w is 40.0 MiB, too much to print" in run("cat", str(tmp_path / "c"), "w", code=2).stderr
-    assert "[0., 0., 0.," in run("cat", str(tmp_path / "c"), "w[1]").stdout
-
-
-@pytest.mark.parametrize("index", [None, "[1:3, ::2]", "[2, 1]"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "complex64"])
-def test_cat_saves_npy(tmp_path: Path, dtype: str, index: str | None) -> None:
-    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    array = (np.arange(20).reshape(5, 4) % 7).astype(kind)
-    jaxckpt.save(tmp_path / "c", {"w": array})
-    wanted = array if index is None else array[eval(f"np.s_{index}")]
-    result = run("cat", str(tmp_path / "c"), f"w{index or ''}", "--save", str(tmp_path / "w.npy"))
-    loaded = np.load(tmp_path / "w.npy", allow_pickle=False)
-    assert loaded.shape == wanted.shape
-    assert np.array_equal(loaded.astype(kind), wanted)
-    assert loaded.dtype == {"bfloat16": "float32", "float8_e4m3fn": "float32", "int4": "int8"}.get(dtype, dtype)
-    assert ("without loss" in result.stderr) == (loaded.dtype != kind)
-    assert [path.name for path in tmp_path.iterdir() if "npy" in path.name] == ["w.npy"]
-
-
-def test_cat_saves_odd_shapes(tmp_path: Path) -> None:
-    jaxckpt.save(tmp_path / "c", {"empty": np.zeros((0, 3)), "number": np.float64(2), "python": 3, "text": "a"})
-    for leaf, shape in (("empty", (0, 3)), ("number", ()), ("python", ())):
-        run("cat", str(tmp_path / "c"), leaf, "--save", str(tmp_path / "w.npy"))
-        assert np.load(tmp_path / "w.npy").shape == shape
-    assert "which is no array" in run("cat", str(tmp_path / "c"), "text", "--save", "w.npy", code=2).stderr
-
-
-def test_plan_by_rules(here: Path) -> None:
-    specs = ["--specs", 'params/**/kernel=P(None, ("data", "model"))', "--specs", "P()", "--specs", "params=P('data')"]
-    found = run_json("plan", "run1/00000300", "--mesh", "data=2,model=4", *specs)
-    wanted = {leaf["path"]: leaf["wanted"]["spec"] for leaf in found["leaves"]}
-    assert wanted["params/layers/0/kernel"] == "P(None, ('data', 'model'))"
-    assert wanted["params/layers/0/bias"] == wanted["params/wte"] == "P()"
-    found = run_json("plan", "run1/00000300", "--mesh", "data=2,model=4", "--specs", "params/wte=P('data')")
-    wanted = {leaf["path"]: leaf["wanted"]["spec"] for leaf in found["leaves"]}
-    assert wanted["params/wte"] == "P('data')"
-    assert wanted["params/layers/0/kernel"] == "P('data', 'model')"  # its own
-
-
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["--mesh", "data"], "expected axis sizes"),
-        (["--mesh", "data=0"], "expected axis sizes"),
-        (["--mesh", "data=2,data=2"], "expected axis sizes"),
-        (["--mesh", "data=2", "--specs", "wte"], "expected a spec"),
-        (["--mesh", "data=2", "--specs", "wte=P(1)"], "expected a spec"),
-        (["--mesh", "data=2", "--specs", "wte=P(__import__('os'))"], "expected a spec"),
-        (["--mesh", "data=2", "--specs", "wtf=P()"], "no array is there or below"),
-        (["--mesh", "data=2", "--specs", "params/wte=P('x')"], "'x'"),
-        (["--mesh", "data=3"], "does not divide by 3"),
-        ([], "Missing option '--mesh'"),
-    ],
-)
-def test_plan_of_what_cannot_be(here: Path, args: list[str], told: str) -> None:
-    assert told in run("plan", "run1/00000300", *args, code=2).stderr
 
 
 def test_convert(here: Path, tmp_path: Path) -> None:
@@ -467,21 +78,6 @@ def test_convert(here: Path, tmp_path: Path) -> None:
     tensors = str(tmp_path / "w.safetensors")
     run("convert", "run1/00000300", tensors, "--select", "params")
     assert run_json("show", tensors)["format"] == "safetensors"
-
-
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["--chunk-bytes", "64kb"], "expected bytes"),
-        (["--chunk-bytes", "0"], "expected bytes"),
-        (["--rename", "params"], "expected OLD=NEW"),
-        (["--specs", "P()"], "--specs needs --mesh"),
-        (["--format", "pickle"], "expected one of"),
-    ],
-)
-def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], told: str) -> None:
-    assert told in run("convert", "run1/00000300", str(tmp_path / "out"), *args, code=2).stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_report(here: Path, tmp_path: Path) -> None:
@@ -701,24 +297,6 @@ except RuntimeError:
         [sys.executable, "-c", program], env=env, text=True, capture_output=True, timeout=TIMEOUT, check=False
     )
     assert done.stdout.endswith("no backend is here\n"), done.stdout + done.stderr
-
-
-def complete(*words: str) -> list[str]:
-    env = {"_JAXCKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    result = CliRunner().invoke(main, [], env=env, prog_name="jaxckpt")
-    return [line.partition(",")[2] for line in result.stdout.splitlines()]
-
-
-def test_completion(here: Path) -> None:
-    assert complete("jaxckpt", "c") == ["cat", "convert"]
-    assert "--depth" in complete("jaxckpt", "show", "--")
-    assert complete("jaxckpt", "cat", "run1/00000300", "pa") == ["params/"]
-    assert complete("jaxckpt", "cat", "run1/00000300", "params/") == [
-        "params/a_module_of_a_rather_long_name_for_normalisation",
-        "params/layers/",
-        "params/wte",
-    ]
-    assert complete("jaxckpt", "cat", "nowhere", "pa") == complete("jaxckpt", "cat", "s3://none/x", "pa") == [""]
 
 
 def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:

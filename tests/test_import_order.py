@@ -46,6 +46,7 @@ ROWS = [
     ["_checkpointer"],
     ["orbax"],
     ["_terminal"],
+    ["_arguments", "_listing", "_results", "_tree_view"],
     ["_cli"],
     ["__main__"],
 ]

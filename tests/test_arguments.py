@@ -1,0 +1,100 @@
+"""What may stand on a command line: indices, meshes, specs, sizes, names; what is said of others; completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from command_line import run, run_json
+
+import jaxckpt
+from jaxckpt._cli import main
+
+
+def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"w[0]": np.arange(3), "w": np.zeros(1)})
+    assert run("cat", str(tmp_path / "c"), "w[0]").stdout == "[0, 1, 2]\n"
+    assert run("cat", str(tmp_path / "c"), "w[0][1]").stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "told"),
+    [
+        ("params/wtf", "did you mean 'params/wte'?"),
+        ("params", "leaves below it"),
+        ("params/wte[64]", "leaf 'params/wte' of shape (64, 16): index 64 is out of bounds"),
+        ("params/wte[0, 0, 0]", "too many indices"),
+        ("params/wte[a]", "expected integers, slices and ..."),
+        ("params/wte[]", "expected integers, slices and ..."),
+        ("params/wte[::0]", "slice step cannot be zero"),
+        ("step[0]", "takes no index"),
+    ],
+)
+def test_cat_of_what_is_not_there(here: Path, leaf: str, told: str) -> None:
+    assert told in run("cat", "run1/00000300", leaf, code=2).stderr
+
+
+def test_plan_by_rules(here: Path) -> None:
+    specs = ["--specs", 'params/**/kernel=P(None, ("data", "model"))', "--specs", "P()", "--specs", "params=P('data')"]
+    found = run_json("plan", "run1/00000300", "--mesh", "data=2,model=4", *specs)
+    wanted = {leaf["path"]: leaf["wanted"]["spec"] for leaf in found["leaves"]}
+    assert wanted["params/layers/0/kernel"] == "P(None, ('data', 'model'))"
+    assert wanted["params/layers/0/bias"] == wanted["params/wte"] == "P()"
+    found = run_json("plan", "run1/00000300", "--mesh", "data=2,model=4", "--specs", "params/wte=P('data')")
+    wanted = {leaf["path"]: leaf["wanted"]["spec"] for leaf in found["leaves"]}
+    assert wanted["params/wte"] == "P('data')"
+    assert wanted["params/layers/0/kernel"] == "P('data', 'model')"  # its own
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--mesh", "data"], "expected axis sizes"),
+        (["--mesh", "data=0"], "expected axis sizes"),
+        (["--mesh", "data=2,data=2"], "expected axis sizes"),
+        (["--mesh", "data=2", "--specs", "wte"], "expected a spec"),
+        (["--mesh", "data=2", "--specs", "wte=P(1)"], "expected a spec"),
+        (["--mesh", "data=2", "--specs", "wte=P(__import__('os'))"], "expected a spec"),
+        (["--mesh", "data=2", "--specs", "wtf=P()"], "no array is there or below"),
+        (["--mesh", "data=2", "--specs", "params/wte=P('x')"], "'x'"),
+        (["--mesh", "data=3"], "does not divide by 3"),
+        ([], "Missing option '--mesh'"),
+    ],
+)
+def test_plan_of_what_cannot_be(here: Path, args: list[str], told: str) -> None:
+    assert told in run("plan", "run1/00000300", *args, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--chunk-bytes", "64kb"], "expected bytes"),
+        (["--chunk-bytes", "0"], "expected bytes"),
+        (["--rename", "params"], "expected OLD=NEW"),
+        (["--specs", "P()"], "--specs needs --mesh"),
+        (["--format", "pickle"], "expected one of"),
+    ],
+)
+def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], told: str) -> None:
+    assert told in run("convert", "run1/00000300", str(tmp_path / "out"), *args, code=2).stderr
+    assert not list(tmp_path.iterdir())
+
+
+def complete(*words: str) -> list[str]:
+    env = {"_JAXCKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    result = CliRunner().invoke(main, [], env=env, prog_name="jaxckpt")
+    return [line.partition(",")[2] for line in result.stdout.splitlines()]
+
+
+def test_completion(here: Path) -> None:
+    assert complete("jaxckpt", "c") == ["cat", "convert"]
+    assert "--depth" in complete("jaxckpt", "show", "--")
+    assert complete("jaxckpt", "cat", "run1/00000300", "pa") == ["params/"]
+    assert complete("jaxckpt", "cat", "run1/00000300", "params/") == [
+        "params/a_module_of_a_rather_long_name_for_normalisation",
+        "params/layers/",
+        "params/wte",
+    ]
+    assert complete("jaxckpt", "cat", "nowhere", "pa") == complete("jaxckpt", "cat", "s3://none/x", "pa") == [""]

@@ -1,0 +1,72 @@
+"""What `ls` finds in a folder, its JSON, and that it changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+from command_line import SAVED, run, run_json
+
+import jaxckpt
+
+
+def test_json_of_ls(here: Path) -> None:
+    found = run_json("ls", "run1")
+    assert found["path"] == "run1"
+    first, *_, unfinished, damaged, exported = found["checkpoints"]
+    assert first == {
+        "name": "00000100",
+        "path": "run1/00000100",
+        "status": "ok",
+        "format": "jaxckpt",
+        "step": 100,
+        "leaves": 30,
+        "bytes": jaxckpt.open("run1/00000100").nbytes,
+        "created": SAVED.isoformat(),
+        "metrics": {"loss": 0.01, "accuracy": 0.6, "bad": None},
+        "dropped": ["opt_state"],
+        "problem": None,
+    }
+    assert (unfinished["status"], unfinished["step"], unfinished["format"]) == ("unfinished", 400, None)
+    assert damaged["status"] == "damaged"
+    assert "does not match the SHA-256" in damaged["problem"]
+    assert (exported["format"], exported["created"], exported["step"]) == ("safetensors", None, None)
+    (alone,) = run_json("ls", "run1/00000300")["checkpoints"]
+    assert alone["name"] == "00000300"
+
+
+def test_what_is_wrong_with_a_step_is_told_beside_the_list(here: Path) -> None:
+    told = run("ls", "run1").stderr.splitlines()
+    assert told[0] == "00000400: a save to it is going on, or never finished"
+    assert told[1].startswith("00000500: run1/00000500/manifest.json is damaged")
+
+
+def test_ls_changes_nothing(here: Path) -> None:
+    """A Checkpointer would sweep the folder of the save that never finished."""
+
+    def files() -> list[tuple[str, int]]:
+        return [(str(path), path.lstat().st_mtime_ns) for path in sorted(Path("run1").rglob("*"))]
+
+    before = files()
+    assert any("data-0000" in path for path, _ in before)
+    run("ls", "run1")
+    run("ls", "run1", "--json")
+    assert files() == before
+
+
+def test_steps_of_orbax(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path / "theirs", options=best) as manager:
+        for step in (9, 10):
+            args = ocp.args.StandardSave({"w": jnp.full(4, step, jnp.float32)})
+            manager.save(step, args=args, metrics={"loss": 1 / step})
+        manager.wait_until_finished()
+    path = str(tmp_path / "theirs")
+    found = run_json("ls", path)["checkpoints"]
+    told = [(entry["name"], entry["format"], entry["step"], entry["leaves"], entry["metrics"]) for entry in found]
+    assert told == [("9", "orbax", 9, 1, {"loss": 1 / 9}), ("10", "orbax", 10, 1, {"loss": 0.1})]
+    assert [entry["name"] for entry in run_json("ls", f"{path}/9")["checkpoints"]] == ["9"]
+    assert run("cat", f"{path}/9", "w[0]").stdout == "9.0\n"
+    run("rm", f"{path}/9", "--yes", code=2)

@@ -1,0 +1,156 @@
+"""The tree that `show` draws, the leaves that `cat` prints and saves, and the JSON of both."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from command_line import SAVED, run, run_json
+
+import jaxckpt
+
+# The tree -------------------------------------------------------------------------------------------------
+
+
+def test_show_at_other_widths(here: Path) -> None:
+    narrow = run("show", "run1/00000300", width=50).stdout.splitlines()
+    assert max(map(len, narrow)) <= 50
+    piped = run("show", "run1/00000300", "--all").stdout
+    assert "a_module_of_a_rather_long_name_for_normalisation" in piped
+    assert "…" not in "".join(line for line in piped.splitlines() if "text" not in line)
+    assert piped.count("kernel") == 12
+
+
+def test_show_narrows_down(here: Path) -> None:
+    lines = run("show", "run1/00000300", "--select", "params/**/kernel", "--select", "params/wte").stdout.splitlines()
+    assert lines[1].startswith("  jaxckpt: 13 of 31 leaves, 7.0 KiB of 11.3 KiB, saved ")
+    assert [line.split()[0] for line in lines[6:]] == ["params/", "layers/", "0", "kernel", "wte"]
+    lines = run("show", "run1/00000300", "--depth", "1").stdout.splitlines()
+    assert [line.split()[0] for line in lines[6:]] == ["data", "opt_state/", "params/", "rng", "step", "text"]
+
+
+def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "bad", {"\x1b[2J\nw": np.zeros(3), "日本語" * 9: np.zeros(2)}, metadata="\x1b]0;x\x07")
+    shown = run("show", str(tmp_path / "bad"), width=60).stdout
+    assert "\x1b" not in shown
+    assert "\\x1b[2J\\nw" in shown
+    wide = next(line for line in shown.splitlines() if "日" in line)
+    assert len(wide) + len(re.findall("[日本語]", wide)) <= 60
+    assert "\x1b" not in run("cat", str(tmp_path / "bad"), "\x1b[1Jq", code=2).stderr
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_alike_containers_are_one_row_from_three_on(tmp_path: Path, n: int) -> None:
+    leaf = np.zeros(4)
+    jaxckpt.save(tmp_path / "c", {"blocks": [{"w": leaf} for _ in range(n)], "w1": leaf, "w2": leaf, "w3": leaf})
+    shown = run("show", str(tmp_path / "c")).stdout
+    assert ("0 … 2/" in shown) == (n == 3)
+    assert shown.count("float64[4]") == (n if n < 3 else 1) + 3
+
+
+def test_unlike_containers_are_not(tmp_path: Path) -> None:
+    blocks = [{"w": np.zeros(4)}, {"w": np.zeros(4)}, {"w": np.zeros(4, np.float32)}, {"v": np.zeros(4)}]
+    jaxckpt.save(tmp_path / "c", blocks)
+    assert run("show", str(tmp_path / "c")).stdout == run("show", str(tmp_path / "c"), "--all").stdout
+
+
+def test_a_tree_that_is_one_leaf(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", np.arange(6).reshape(2, 3))
+    assert "(the tree itself)  int64[2, 3]" in run("show", str(tmp_path / "c")).stdout
+    assert run("cat", str(tmp_path / "c"), "[1, ::2]").stdout == "[3, 5]\n"
+
+
+def test_json_of_show(here: Path) -> None:
+    found = run_json("show", "run1/00000300", "--select", "params/layers/1", "--select", "step")
+    assert {**found, "save_id": "", "libraries": "", "leaves": ""} == {
+        "path": "run1/00000300",
+        "format": "jaxckpt",
+        "save_id": "",
+        "created": SAVED.isoformat(),
+        "libraries": "",
+        "metadata": None,
+        "step": 300,
+        "metrics": {"loss": 1 / 300, "accuracy": 0.8, "bad": None},
+        "dropped": [],
+        "bytes": jaxckpt.open("run1/00000300").nbytes,
+        "leaves": "",
+    }
+    bias, kernel, step = found["leaves"]
+    assert kernel == {
+        "path": "params/layers/1/kernel",
+        "kind": "jax",
+        "dtype": "float32",
+        "shape": [8, 8],
+        "bytes": 256,
+        "spec": [["data"], ["model"]],
+        "mesh": {"data": 2, "model": 4},
+        "layout": "P('data', 'model') on data=2×model=4",
+        "value": None,
+    }
+    assert (bias["dtype"], bias["spec"]) == ("bfloat16", [["model"]])
+    assert (step["kind"], step["value"], step["shape"], step["mesh"]) == ("int", 300, None, None)
+
+
+# A leaf ---------------------------------------------------------------------------------------------------
+
+
+def test_cat(here: Path) -> None:
+    wte = np.arange(1024, dtype=np.float32).reshape(64, 16)
+    for index in ("[3, ::5]", "[-1]", "[..., 0]", "[60:, 14:16]", "[:2,]"):
+        shown = run("cat", "run1/00000300", f"params/wte{index}").stdout
+        expected = wte[eval(f"np.s_{index}")]
+        assert shown == np.array2string(expected, max_line_width=80, separator=", ") + "\n"
+    assert run("cat", "run1/00000300", "params/wte[ 2 , 3 ]").stdout == "35.0\n"
+    assert run("cat", "run1/00000300", "step").stdout == "300\n"
+    assert run("cat", "small", "b").stdout == "b'\\x00'\n"
+    assert run("cat", "run1/00000300", "params/layers/3/bias[0]").stdout == "3\n"
+
+
+def test_json_of_cat(here: Path) -> None:
+    cat = lambda *args: run_json("cat", *args)  # noqa: E731
+    assert cat("small", "w") == {
+        "path": "small",
+        "leaf": "w",
+        "kind": "numpy",
+        "dtype": "float64",
+        "shape": [2],
+        "value": [1.0, "nan"],
+    }
+    assert cat("small", "z")["value"] == [1.0, 2.0]
+    assert (cat("small", "b")["value"], cat("small", "b")["dtype"]) == ("AA==", None)
+    assert cat("small", "i")["value"] == 1 << 80
+    assert cat("run1/00000300", "params/layers/2/bias[1:3]")["value"] == [2.0, 2.0]
+    assert cat("run1/00000300", "rng")["value"] == [0, 7]
+
+
+def test_cat_reads_no_more_than_people_read(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"w": np.zeros((5, 1 << 20))})
+    assert "w is 40.0 MiB, too much to print" in run("cat", str(tmp_path / "c"), "w", code=2).stderr
+    assert "[0., 0., 0.," in run("cat", str(tmp_path / "c"), "w[1]").stdout
+
+
+@pytest.mark.parametrize("index", [None, "[1:3, ::2]", "[2, 1]"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "complex64"])
+def test_cat_saves_npy(tmp_path: Path, dtype: str, index: str | None) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    array = (np.arange(20).reshape(5, 4) % 7).astype(kind)
+    jaxckpt.save(tmp_path / "c", {"w": array})
+    wanted = array if index is None else array[eval(f"np.s_{index}")]
+    result = run("cat", str(tmp_path / "c"), f"w{index or ''}", "--save", str(tmp_path / "w.npy"))
+    loaded = np.load(tmp_path / "w.npy", allow_pickle=False)
+    assert loaded.shape == wanted.shape
+    assert np.array_equal(loaded.astype(kind), wanted)
+    assert loaded.dtype == {"bfloat16": "float32", "float8_e4m3fn": "float32", "int4": "int8"}.get(dtype, dtype)
+    assert ("without loss" in result.stderr) == (loaded.dtype != kind)
+    assert [path.name for path in tmp_path.iterdir() if "npy" in path.name] == ["w.npy"]
+
+
+def test_cat_saves_odd_shapes(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"empty": np.zeros((0, 3)), "number": np.float64(2), "python": 3, "text": "a"})
+    for leaf, shape in (("empty", (0, 3)), ("number", ()), ("python", ())):
+        run("cat", str(tmp_path / "c"), leaf, "--save", str(tmp_path / "w.npy"))
+        assert np.load(tmp_path / "w.npy").shape == shape
+    assert "which is no array" in run("cat", str(tmp_path / "c"), "text", "--save", "w.npy", code=2).stderr
