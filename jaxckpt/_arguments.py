@@ -39,7 +39,7 @@ def axis_sizes(text: str) -> dict[str, int]:
 def rule(text: str) -> Rule:
     """GLOB=P(…), or P(…) for all leaves."""
     found = re.fullmatch(r"(?:(.+?)=)?\s*((?:P|PartitionSpec)\(.*\))\s*", text, re.DOTALL)
-    with contextlib.suppress(ValueError, SyntaxError):
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as literal_eval says
         call = ast.parse(found[2], mode="eval").body if found else None
         if isinstance(call, ast.Call) and not call.keywords:
             entries = [ast.literal_eval(entry) for entry in call.args]
@@ -96,7 +96,7 @@ def indexed(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
 def _index(text: str) -> tuple[Any, ...]:
     try:
         return tuple(_index_entry(entry.strip()) for entry in text.rstrip().removesuffix(",").split(","))
-    except ValueError:
+    except (ValueError, TypeError):  # a slice of four entries is a TypeError
         raise InputError(f"index [{text}]: expected integers, slices and ..., such as [8:16, 0]") from None
 
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._coord import Group
+from jaxckpt._draft import Recent
 from jaxckpt._errors import (
     CheckpointExistsError,
     CorruptError,
@@ -30,6 +31,7 @@ from jaxckpt._errors import (
     NotACheckpointError,
     Preempted,
 )
+from jaxckpt._folder import Folder
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StepRecord
 from jaxckpt._options import Options
@@ -113,12 +115,15 @@ class Checkpointer:
             raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
         self._rules = Rules(keep_last, keep_every, keep_best, keep_for, dict(components or {}))
         self._options = options or Options()
-        self._store = store_at(directory, self._options)
+        store = store_at(directory, self._options)
+        # It stays where it is, wherever the program changes its working directory to.
+        self._store = Folder(store.folder, store.folder) if isinstance(store, Folder) else store
         self._every = every
         self._background = background
         self._fail_fast = fail_fast
         self._on_preemption = on_preemption
         self._preemption_seconds = preemption_seconds
+        self._recent = Recent()
         self._known: dict[int, _Step] = {}
         self._pending: PendingSave | None = None
         self._newest: int | None = None
@@ -214,6 +219,7 @@ class Checkpointer:
                 process_state=process_state,
                 step=record,
                 components=tuple(self._rules.components),
+                recent=self._recent,
                 check=functools.partial(self._admit, step, overwrite),
                 then=functools.partial(self._tidy_up, record),
                 deadline=self._deadline() if last_one else None,
@@ -670,6 +676,7 @@ class _Notice:
         self._processes = processes
         self._told = False
         self._listening = False
+        self._closed = False
         self._previous: Any = None
 
     def _listen(self) -> None:
@@ -680,11 +687,21 @@ class _Notice:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        closed, previous = self._closed, self._before()
         self._told, self.heard = True, time.monotonic()
-        previous = self._previous
         self.close()  # a second signal does what it did before
         if callable(previous):
             previous(number, frame)
+        elif closed and previous == signal.SIG_DFL:  # another's handler passed it on to this one, which is no more
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def _before(self) -> Any:
+        """What handled the signal before, passing over those like this that are closed."""
+        previous = self._previous
+        while isinstance(owner := getattr(previous, "__self__", None), _Notice) and owner._closed:
+            previous = owner._previous
+        return previous
 
     def reached(self, step: int) -> bool:
         """Whether this is the step to stop at. The first call begins to listen."""
@@ -695,10 +712,9 @@ class _Notice:
         return self._told
 
     def close(self) -> None:
-        if self._previous is not None:
-            if signal.getsignal(signal.SIGTERM) == self._on_signal:
-                signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        if self._previous is not None and not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._before())
+        self._closed = True
 
 
 def _sync_point(step: int) -> bool:

@@ -44,6 +44,7 @@ from jaxckpt._results import (
     print_verification,
     verification_record,
 )
+from jaxckpt._store import MANIFEST
 from jaxckpt._terminal import print_json, printable
 from jaxckpt._tree_view import describe, print_tree, print_value, read_value, save_npy, tree_record, value_record
 from jaxckpt._verify import verify as verify_checkpoint
@@ -397,7 +398,8 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     store.unpublish(sync=options.sync)
     store.clear()
     above, _, name = path.rstrip("/").rpartition("/")
-    if "://" in above:  # an object store keeps a list of steps
+    # An object store keeps a list of steps; this one may have been published again meanwhile.
+    if "://" in above and store.read(MANIFEST) is None:
         store_at(above, options).unmark(name)
     left = store.names()
     _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)

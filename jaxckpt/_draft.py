@@ -63,28 +63,38 @@ class Draft:
 _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
 
 
-def describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...] = ()) -> Draft:
+@dataclass(slots=True)
+class Recent:
+    """What was found of the last tree that a Checkpointer saved: a training job saves one like it again and again."""
+
+    found: tuple[Any, Draft] | None = None
+    """The likeness of that tree, and its draft without the values."""
+
+
+def describe(
+    tree: Tree,
+    mesh: Mesh | None,
+    specs: Specs,
+    options: Options,
+    components: tuple[str, ...] = (),
+    recent: Recent | None = None,
+) -> Draft:
     """Flatten a tree and find how each leaf will be stored. TreeError and SpecError list all leaves at fault.
 
     Leaves of each of `components` (paths of subtrees) are stored apart from all others, so that they can be dropped.
     """
-    global _last
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
-    found = _likeness(tree, components) if mesh is None else None
-    if found is None:
+    found = _likeness(tree, components) if recent is not None and mesh is None else None
+    if recent is None or found is None:
         return _describe(tree, mesh, specs, options, components)
     likeness, leaves = found
-    if _last is None or _last[0] != likeness:
-        draft = _describe(tree, mesh, specs, options, components)
-        if _has_str_keys(draft.structure):
-            _last = likeness, replace(draft, values={})
-        return draft
-    return replace(_last[1], values=dict(enumerate(leaves)))
-
-
-_last: tuple[Any, Draft] | None = None
-"""The likeness of the last tree and what was found of it: a training job saves one like it again and again."""
+    if recent.found is not None and _alike(recent.found[0], likeness):
+        return replace(recent.found[1], values=dict(enumerate(leaves)))
+    draft = _describe(tree, mesh, specs, options, components)
+    if _has_str_keys(draft.structure):
+        recent.found = likeness, replace(draft, values={})
+    return draft
 
 
 def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Array]] | None:
@@ -103,6 +113,13 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Ar
     if any(type(leaf) is not plain or leaf.is_deleted() for leaf in leaves):
         return None
     return (treedef, [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves], components), leaves
+
+
+def _alike(a: Any, b: Any) -> bool:
+    try:
+        return a == b
+    except Exception:  # of static fields that do not compare, such as NumPy arrays
+        return False
 
 
 def _has_str_keys(structure: Structure) -> bool:
@@ -149,7 +166,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     if isinstance(value, jax.Array):
         if value.is_deleted():
             raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if dtype_name(value.dtype) not in DTYPES and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
         return LeafRecord(leaf.path, "jax"), _stored(value)
     if isinstance(value, np.generic):

@@ -7,14 +7,16 @@ replicating the leaf, or slicing it with XLA's partitioner, would put all of it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt._grid import Box, extent, spec_of
 
@@ -22,8 +24,20 @@ try:
     from jax import enable_x64
 except ImportError:  # before jax 0.8
     from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+try:
+    from jax import set_mesh
+except ImportError:  # before jax 0.7
+    from jax.sharding import use_mesh as set_mesh  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+@contextlib.contextmanager
+def moving_bits(mesh: Mesh) -> Generator[None]:
+    """For calls of JAX that move data: on the mesh where it lies, whichever the caller has set, and without judging
+    its numbers or narrowing them, as the caller may have asked of JAX for its own."""
+    with set_mesh(mesh), enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 def box_everywhere(value: jax.Array, box: Box) -> jax.Array:
@@ -31,9 +45,10 @@ def box_everywhere(value: jax.Array, box: Box) -> jax.Array:
 
     `value` must lie on all processes by a NamedSharding.
     """
-    with jax.debug_nans(False), enable_x64(True):  # the data is not ours to judge, nor to narrow
+    sharding: Any = value.sharding
+    with moving_bits(sharding.mesh):
         starts = np.array([start for start, _ in box], np.int64)
-        return jax.block_until_ready(_cutter(value.sharding, extent(box))(value, starts))
+        return jax.block_until_ready(_cutter(sharding, extent(box))(value, starts))
 
 
 @functools.lru_cache(maxsize=256)

@@ -367,12 +367,22 @@ class _Workers:
     """Threads that move bytes. Unlike those of a ThreadPoolExecutor they still do while the interpreter ends, when a
     save_async is seen to its end."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         self._todo = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"]]()
-        for number in range(count):
-            threading.Thread(target=self._run, name=f"jaxckpt-files-{number}", daemon=True).start()
+        self._lock = threading.Lock()
+        self._started = False
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._started:
+                # More than there are cores only take each other's turns: 4 on 2 cores made a restore 5 to 8 % slower.
+                for number in range(min(32, max(2, os.cpu_count() or 1))):
+                    threading.Thread(target=self._run, name=f"jaxckpt-files-{number}", daemon=True).start()
+                self._started = True
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
+        if not self._started:
+            self._start()
         future = Future[T]()
         self._todo.put((work, future))
         return future
@@ -387,18 +397,21 @@ class _Workers:
             del work, future  # they hold the data
 
 
-@functools.cache
-def _workers() -> _Workers:
-    # More than there are cores only take each other's turns: with 4 on 2 cores a restore took 5 to 8 % longer.
-    return _Workers(min(32, max(2, os.cpu_count() or 1)))
+_workers = _Workers()
 
 
-os.register_at_fork(after_in_child=_workers.cache_clear)
+def _forget() -> None:
+    """In a fork: the threads are its parent's."""
+    global _workers
+    _workers = _Workers()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def submit(work: Callable[[], T]) -> Future[T]:
     """Have a piece of work done by the threads that move bytes; it must not wait for another such piece."""
-    return _workers().submit(work)
+    return _workers.submit(work)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,9 +65,14 @@ def within(box: Box, origin: Box) -> tuple[slice, ...]:
 
 
 def spec_of(partition_spec: Iterable[object]) -> Spec:
-    """A jax PartitionSpec as plain data."""
+    """A jax PartitionSpec as plain data. Raises SpecError."""
+    if unreduced := getattr(partition_spec, "unreduced", None):
+        raise SpecError(
+            f"PartitionSpec has unreduced mesh axes {sorted(unreduced)}: such values are still to be summed up over"
+            " them; jax.reshard does that"
+        )
     entries: list[tuple[str, ...]] = []
-    for entry in partition_spec:
+    for entry in getattr(partition_spec, "partitions", partition_spec):
         if entry is None:
             entries.append(())
         elif isinstance(entry, str):

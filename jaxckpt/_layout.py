@@ -212,6 +212,8 @@ class LayoutTable:
         memory = memory_kind(sharding)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             mesh = sharding.mesh
+            if not all(isinstance(axis, str) for axis in mesh.axis_names):
+                raise SpecError(f"its mesh has axes {mesh.axis_names}: only names that are str can be recorded")
             if mesh not in self._meshes:
                 self._meshes[mesh] = len(self.meshes)
                 ids = [device.id for device in mesh.devices.flat]

@@ -77,12 +77,16 @@ class Options:
     is off); a function is called with a `Progress` as bytes move, in the thread that moves them. None is silent."""
 
     def __post_init__(self) -> None:
-        for name in ("object_bytes", "chunk_bytes", "host_bytes", "timeout_seconds", "retry_seconds"):
+        for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
+            value = getattr(self, name)
+            if value is None and name == "staging_bytes":
+                continue
+            if not isinstance(value, numbers.Integral) or int(value) <= 0:
+                raise InputError(f"Options.{name} must be a whole number above zero, found {value!r}")
+        for name in ("timeout_seconds", "retry_seconds"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or not float(value) > 0:
                 raise InputError(f"Options.{name} must be above zero, found {value!r}")
-        if self.staging_bytes is not None and not self.staging_bytes > 0:
-            raise InputError(f"Options.staging_bytes must be above zero or None, found {self.staging_bytes!r}")
         for name, allowed in (
             ("when_busy", ("wait", "skip")),
             ("compression", (None, "zstd")),

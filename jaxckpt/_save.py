@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._coord import Group, Meeting
-from jaxckpt._draft import Draft, describe
+from jaxckpt._draft import Draft, Recent, describe
 from jaxckpt._errors import (
     CheckpointExistsError,
     CorruptError,
@@ -199,6 +199,9 @@ class Asked:
     components: tuple[str, ...] = ()
     """Paths of subtrees that are stored apart from all else, so that they can be dropped later."""
 
+    recent: Recent | None = None
+    """Where what is found of the tree is remembered."""
+
     check: Callable[[], None] | None = None
     """What process 0 does before anything else; what it raises, all raise."""
 
@@ -322,12 +325,20 @@ def _in_background(job: _Job, pending: PendingSave, staged: Iterator[Staged]) ->
         raise
 
 
-@functools.cache
 def _worker() -> tuple[queue.SimpleQueue[Callable[[], None] | None], threading.Thread]:
     """The thread that writes, and where its work is put; None ends it.
 
     It stays: starting one takes the caller up to Python's switch interval, 5 ms.
     """
+    with _starting:
+        return _started()
+
+
+_starting = threading.Lock()
+
+
+@functools.cache
+def _started() -> tuple[queue.SimpleQueue[Callable[[], None] | None], threading.Thread]:
     todo = queue.SimpleQueue[Callable[[], None] | None]()
 
     def run() -> None:
@@ -343,7 +354,9 @@ def _worker() -> tuple[queue.SimpleQueue[Callable[[], None] | None], threading.T
 
 def _forget() -> None:
     """In a fork: the thread, and the saves that it was writing, are its parent's."""
-    _worker.cache_clear()
+    global _starting
+    _starting = threading.Lock()
+    _started.cache_clear()
     _unsettled.clear()
     atexit.unregister(_wait_at_exit)
 
@@ -387,7 +400,7 @@ def _wait_at_exit() -> None:
         todo, thread = _worker()
         todo.put(None)
         thread.join()
-        _worker.cache_clear()
+        _started.cache_clear()
 
 
 @atexit.register
@@ -440,7 +453,9 @@ def _prepare(asked: Asked, options: Options, group: Group, *, background: bool) 
             store = store_at(asked.path, options)
             manifests.require_json(asked.metadata, "metadata")
             state = None if asked.process_state is None else manifests.encode_state(asked.process_state)
-            draft = asked.draft or describe(asked.tree, asked.mesh, asked.specs, options, asked.components)
+            draft = asked.draft or describe(
+                asked.tree, asked.mesh, asked.specs, options, asked.components, asked.recent
+            )
             plan = _planned(draft, options, group)
             digest = _digest_of(draft, plan, asked) if group.count > 1 else ""
         # What the caller may change, and what should be freed when the caller lets go of it, is not held.

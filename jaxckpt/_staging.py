@@ -22,10 +22,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._draft import Draft, Value
-from jaxckpt._exchange import box_everywhere
+from jaxckpt._exchange import box_everywhere, moving_bits
 from jaxckpt._grid import Box, contains, extent, intersection, volume, whole, within
 from jaxckpt._layout import addressable_boxes, memory_kind
 from jaxckpt._pieces import Pieces
@@ -56,7 +57,9 @@ class Staged:
     """An object's data: pieces that together make it up."""
 
     obj: Object
+
     dtype: np.dtype[Any]
+    """Of the stack; pieces may be of another of its width, which holds its bits."""
 
     group_rows: int
 
@@ -74,13 +77,13 @@ class Staged:
             self.obj.box,
             self.dtype,
             self.group_rows,
-            [[(box, _host(array)[part].reshape(extent(box))) for box, array, part in group] for group in groups],
+            [[(box, self._host(array, part).reshape(extent(box))) for box, array, part in group] for group in groups],
         )
 
-
-def _host(array: Any) -> Any:
-    """What NumPy can index: of another checkpoint's array, an index reads just that."""
-    return np.asarray(array) if isinstance(array, jax.Array) else array
+    def _host(self, array: Any, part: Index | EllipsisType) -> Any:
+        """A part of an array in host memory: of another checkpoint's array, this reads just that."""
+        found = (np.asarray(array) if isinstance(array, jax.Array) else array)[part]
+        return found if found.dtype == self.dtype else found.view(self.dtype)
 
 
 def stage(plan: SavePlan, draft: Draft, *, hold: bool, stack_bytes: int) -> Generator[Staged]:
@@ -102,14 +105,14 @@ def stage(plan: SavePlan, draft: Draft, *, hold: bool, stack_bytes: int) -> Gene
                     yield _stacked(obj, values)
                 else:
                     sources = _by_row(obj, values, obj.box[1:])
-                    yield _pieces(obj, sources, 1, hold="views" if hold else None)
+                    yield _pieces(obj, sources, 1, values[0].dtype, hold="views" if hold else None)
         for number, index, box in exchanges:
             parts = _exchanged(plan, draft, number, box)
             obj = own.get((number, index))
             if obj is not None:
                 # They are ours alone, but whole on every device: what is kept for later is a copy.
                 sources = _by_row(obj, parts, whole(parts[0].shape))
-                yield _pieces(obj, sources, 1, hold="copies" if hold else None)
+                yield _pieces(obj, sources, 1, parts[0].dtype, hold="copies" if hold else None)
     except (Exception, GeneratorExit):
         # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
         for number, _, box in exchanges:
@@ -131,7 +134,7 @@ def _by_row(obj: Object, values: Iterable[Value], region: Box) -> Iterator[Sourc
     return ((value, region, ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0]))
 
 
-def _pieces(obj: Object, sources: Iterable[Source], group_rows: int, hold: Hold) -> Staged:
+def _pieces(obj: Object, sources: Iterable[Source], group_rows: int, dtype: np.dtype[Any], hold: Hold) -> Staged:
     """An object from a source for every `group_rows` rows."""
     groups: list[list[tuple[Box, Any, Index | EllipsisType]]] = []
     sent: list[tuple[int, int]] = []
@@ -163,7 +166,7 @@ def _pieces(obj: Object, sources: Iterable[Source], group_rows: int, hold: Hold)
         for (row, number), array in zip(sent, arrays, strict=True):
             groups[row][number] = (groups[row][number][0], array, ...)
         copied += sum(array.nbytes for array in arrays)
-    return Staged(obj, np.dtype(groups[0][0][1].dtype), group_rows, groups, copied)
+    return Staged(obj, np.dtype(dtype), group_rows, groups, copied)
 
 
 def _moved(box: Box, origin: Box, target: Box) -> Box:
@@ -253,6 +256,8 @@ def _stackable(values: Sequence[Value]) -> bool:
     return (
         len(values) * boxes >= STACK_PIECES
         and places <= boxes * STACK_REPLICAS
+        and first.dtype.name not in ("int2", "uint2")  # XLA's compiler for CPUs aborts
+        and not getattr(first.sharding.spec, "reduced", None)
         and first.is_fully_addressable  # with other processes, all would have to make the same calls
         and all(value.sharding == first.sharding and value.committed for value in values)
     )
@@ -266,14 +271,21 @@ def _stacked(obj: Object, values: Sequence[Value]) -> Staged:
     sources: list[Source] = []
     for first in range(0, len(values), STACK_ROWS):
         leaves = values[first : first + STACK_ROWS]
-        with jax.debug_nans(False):  # the data is not ours to judge
+        with moving_bits(sharding.mesh):
             # Filled up with the last one, so that there is one program.
             stacked = _stack(along)([*leaves, *[leaves[-1]] * (STACK_ROWS - len(leaves))])
         rows = (begun + first, begun + first + STACK_ROWS)
         sources.append((stacked, ((0, STACK_ROWS), *obj.box[1:]), (rows, *obj.box[1:])))
-    return _pieces(obj, sources, STACK_ROWS, hold=None)
+    return _pieces(obj, sources, STACK_ROWS, values[0].dtype, hold=None)
 
 
 @functools.lru_cache(maxsize=256)
 def _stack(sharding: Sharding) -> Any:
-    return jax.jit(jnp.stack, out_shardings=sharding)
+    def stack(leaves: list[jax.Array]) -> jax.Array:
+        # As integers: XLA computes with small floats in wider ones, which changes the payload of NaNs.
+        if jnp.issubdtype(leaves[0].dtype, jnp.floating):
+            bits = jnp.finfo(leaves[0].dtype).bits
+            leaves = [lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{bits}")) for leaf in leaves]
+        return jnp.stack(leaves)
+
+    return jax.jit(stack, out_shardings=sharding)

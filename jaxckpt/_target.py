@@ -476,13 +476,18 @@ class _Layouts:
                     )
                     return None
                 sharding = NamedSharding(found[0], sharding.spec, memory_kind=sharding.memory_kind)
-            spec, problem = fit_spec(axes, spec_of(sharding.spec), shape, self._options)
+            try:
+                given = spec_of(sharding.spec)
+            except SpecError as error:
+                self._spec_problems.append(f"{show(path)}: {error}")
+                return None
+            spec, problem = fit_spec(axes, given, shape, self._options)
             if problem:
                 self._spec_problems.append(f"{show(path)}: {problem}")
                 return None
             if not isinstance(sharding.mesh, Mesh):
                 return PlannedSharding(tuple(axes.items()), spec, self._asked.devices_per_process or 1)
-            return sharding if spec == spec_of(sharding.spec) else sharding.update(spec=partition_spec(spec))
+            return sharding if spec == given else sharding.update(spec=partition_spec(spec))
         try:
             sharding.shard_shape(shape)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -243,11 +244,16 @@ def save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
         parts = [np.asarray(leaf[... if index is None else index])]
         shape = parts[0].shape
     dtype = plain_dtype(leaf.dtype)
-    with open(f"{path}.part", "wb") as file:
-        described = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
-        np.lib.format.write_array_header_1_0(file, described)
-        for part in parts:
-            file.write(np.ascontiguousarray(part, dtype).data)
-    os.replace(f"{path}.part", path)
+    try:
+        with open(f"{path}.part", "wb") as file:
+            described = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
+            np.lib.format.write_array_header_1_0(file, described)
+            for part in parts:
+                file.write(np.ascontiguousarray(part, dtype).data)
+        os.replace(f"{path}.part", path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}.part")
+        raise
     if dtype != leaf.dtype:
         click.echo(f"{leaf.dtype} is saved as {dtype}, without loss", err=True)

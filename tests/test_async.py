@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -378,24 +382,55 @@ def similar() -> list[Any]:
     ]
 
 
-def test_no_tree_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(tree: Any, components: tuple[str, ...] = ()) -> Any:
-        draft = _draft.describe(tree, None, None, jaxckpt.Options(), components)
+def test_no_tree_is_taken_for_another() -> None:
+    def told(tree: Any, recent: _draft.Recent, components: tuple[str, ...] = ()) -> str:
+        draft = _draft.describe(tree, None, None, jaxckpt.Options(), components, recent)
         values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
-        return draft.structure, draft.records, draft.arrays, draft.table.layouts, draft.table.meshes, values
-
-    def afresh(*arguments: Any) -> Any:
-        monkeypatch.setattr(_draft, "_last", None)
-        return told(*arguments)
+        # repr: 1, 1.0 and True are equal, but not the same
+        return repr((draft.structure, draft.records, draft.arrays, draft.table.layouts, draft.table.meshes, values))
 
     trees = similar()
-    expected = [repr(afresh(tree)) for tree in trees]  # repr: 1, 1.0 and True are equal, but not the same
-    monkeypatch.setattr(_draft, "_last", None)
+    expected = [told(tree, _draft.Recent()) for tree in trees]
+    recent = _draft.Recent()
     for numbers in (range(len(trees)), reversed(range(len(trees))), [0, 0, 2, 2, 0, 3, 3, 1, 9, 10, 11, 10, 9]):
         for number in numbers:
-            assert repr(told(trees[number])) == expected[number]
-    assert repr(told(trees[12], ("q",))) == repr(afresh(trees[12], ("q",)))
-    assert repr(told(trees[12])) == expected[12]
+            assert told(trees[number], recent) == expected[number]
+    assert told(trees[12], recent, ("q",)) == told(trees[12], _draft.Recent(), ("q",))
+    assert told(trees[12], recent) == expected[12]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["model"])
+@dataclasses.dataclass
+class State:
+    w: jax.Array
+    model: Any
+
+
+class Model:
+    """A static field that does not compare, as a NumPy array does not."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    __hash__ = object.__hash__
+
+
+def test_static_fields_need_not_compare(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step, State(jnp.full(3, step), Model()))
+        assert checkpoints.restore(1)["w"].tolist() == [1, 1, 1]
+
+
+def test_nothing_of_a_tree_outlives_its_save_or_its_checkpointer(tmp_path: Path) -> None:
+    models = [Model(), Model()]
+    gone = [weakref.ref(model) for model in models]
+    jaxckpt.save(tmp_path / "one", State(jnp.ones(3), models[0]))
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(0, State(jnp.ones(3), models[1]))
+    del models, checkpoints
+    gc.collect()
+    assert [model() for model in gone] == [None, None]
 
 
 @pytest.mark.parametrize("save", ["save", "save_async"])
@@ -423,9 +458,7 @@ except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
     assert list((tmp_path / "c").iterdir()) == []
 
 
-def test_a_plan_is_made_once_for_like_trees_and_anew_for_other_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     made = _save.plan_save
 
@@ -434,11 +467,9 @@ def test_a_plan_is_made_once_for_like_trees_and_anew_for_other_options(
         return made(*arguments)
 
     monkeypatch.setattr(_save, "plan_save", counted)
-    monkeypatch.setattr(_draft, "_last", None)
-    smaller = jaxckpt.Options(object_bytes=1024, chunk_bytes=1024)
-    expected = [(None, 1, 1), (None, 1, 1), (smaller, 2, 16), (smaller, 2, 16), (None, 3, 1)]
-    for number, (options, plans, objects) in enumerate(expected):
-        tree = {"w": jax.device_put(jnp.full((16, 256), number, jnp.float32), jax.devices()[0])}
-        info = jaxckpt.save(tmp_path / f"{number}", tree, options=options)
-        assert (len(calls), info.objects) == (plans, objects)
-        np.testing.assert_array_equal(jaxckpt.restore(tmp_path / f"{number}")["w"], tree["w"])
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        for step, (shape, plans) in enumerate([((16, 256), 1), ((16, 256), 1), ((8, 8), 2), ((8, 8), 2)]):
+            tree = {"w": jax.device_put(jnp.full(shape, step, jnp.float32), jax.devices()[0])}
+            checkpoints.save(step, tree)
+            assert len(calls) == plans
+            np.testing.assert_array_equal(checkpoints.restore(step)["w"], tree["w"])

@@ -548,3 +548,16 @@ def test_process_states_that_are_not_there(tmp_path: Path) -> None:
         checkpoints.wait()
         with pytest.raises(jaxckpt.InputError, match=r"no process_state 'on'; it has \['at'\]"):
             checkpoints.process_state("on")
+
+
+def test_it_stays_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with jaxckpt.Checkpointer("run", keep_last=2, options=FAST) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, {"x": step})
+            monkeypatch.chdir(tmp_path / "b")
+        jaxckpt.save("run/00000003", {"x": 999})  # another's
+        assert checkpoints.restore() == {"x": 3}
+    assert [path.name for path in sorted((tmp_path / "a/run").iterdir())] == ["00000002", "00000003"]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxckpt._exchange import box_everywhere
 from jaxckpt._tree import DTYPES
 
-mesh = jax.make_mesh((2, 2), ("a", "b"))
+mesh, other = jax.make_mesh((2, 2), ("a", "b")), jax.make_mesh((4,), ("x",))
 rng = np.random.default_rng(0)  # the same in every process
 for name, dtype in DTYPES.items():
     jax.config.update("jax_enable_x64", dtype.itemsize >= 8)
@@ -23,7 +23,8 @@ for name, dtype in DTYPES.items():
     for spec in (P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")):
         array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
         for box in (((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))):
-            got = box_everywhere(array, box)
+            with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # whatever the caller has set
+                got = box_everywhere(array, box)
             wanted = host[tuple(slice(*side) for side in box)]
             for shard in got.addressable_shards:
                 assert shard.data.shape == wanted.shape, (name, spec, box)

@@ -19,6 +19,7 @@ import tensorstore as ts
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import RunPython
 
 import jaxckpt
 from jaxckpt import _zarr
@@ -379,3 +380,21 @@ def test_a_boolean_is_true_or_false(tmp_path: Path) -> None:
     assert f"{crc32c.crc32c(checksum):08x}" not in json.dumps(manifest)
     with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'mask': .* neither true nor false"):
         jaxckpt.load_numpy(tmp_path / "c")
+
+
+def test_threads_that_come_first_at_once_start_the_workers_once(run_python: RunPython) -> None:
+    program = """
+import os, sys, threading
+from jaxckpt import _files
+sys.setswitchinterval(1e-6)
+together = threading.Barrier(8)
+def submit():
+    together.wait()
+    _files.submit(lambda: None).result()
+threads = [threading.Thread(target=submit) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+workers = sum(thread.name.startswith("jaxckpt-files") for thread in threading.enumerate())
+print(workers == min(32, max(2, os.cpu_count())))
+"""
+    assert run_python(program) == "True\n"

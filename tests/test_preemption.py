@@ -146,3 +146,30 @@ with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
 """
     said = run_python(program, args=[str(tmp_path / "s")], check=False, devices=1, timeout=60)
     assert "step 0 was not saved within the deadline" in said
+
+
+CLOSED = """
+import os, signal, sys, time
+import numpy as np, jaxckpt
+runs = [jaxckpt.Checkpointer(f"{sys.argv[1]}/{name}") for name in ("model", "ema")]
+for run in runs:
+    run.save(0, {"w": np.arange(3)})
+if sys.argv[2] == "another on top":
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *told: before(*told))
+for run in runs if sys.argv[2] != "last first" else reversed(runs):
+    run.close()
+print("closed", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.1)
+print("still here")
+"""
+
+
+@pytest.mark.parametrize("order", ["first first", "last first", "another on top"])
+def test_once_all_are_closed_the_signal_does_what_it_did_before(tmp_path: Path, order: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED, str(tmp_path), order],
+        env=environment(1), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == (f"closed {order != 'another on top'}\n", -signal.SIGTERM), done.stderr

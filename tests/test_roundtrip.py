@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
-from jaxckpt import _draft, _plan, _restore, _save_plan
+from jaxckpt import _plan, _restore, _save_plan, _staging
 from jaxckpt._tree import DTYPES
 
 QUICK = jaxckpt.Options(sync=False)
@@ -42,10 +42,12 @@ SIZES = [
     {"pack": 300, "tiny": 40},
     {"passing": 1},
     {"passing": 1, "whole": 0, "pack": 1, "tiny": 1},
+    {"stacked": 1},
 ]
 """Bytes at which leaves count as large: what takes megabytes otherwise is met by the small leaves of a test.
 
 With "passing", CPU devices are filled as accelerators are: from buffers that are let go, and large leaves in parts.
+With "stacked", few leaves are stacked by a jitted call, as many are.
 """
 
 
@@ -55,7 +57,11 @@ def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
     with (
         mock.patch.multiple(_plan, PACK_BYTES=pack, TINY_BYTES=sizes.get("tiny", _plan.TINY_BYTES)),
         mock.patch.multiple(_save_plan, PACK_BYTES=pack, SHARED_BYTES=sizes.get("pack", _save_plan.SHARED_BYTES)),
-        mock.patch.object(_draft, "_last", None),  # it was planned with other sizes
+        mock.patch.multiple(
+            _staging,
+            STACK_PIECES=sizes.get("stacked", _staging.STACK_PIECES),
+            STACK_ROWS=4 if "stacked" in sizes else _staging.STACK_ROWS,
+        ),
         mock.patch.multiple(
             _restore,
             WHOLE_BYTES=sizes.get("whole", _restore.WHOLE_BYTES),

@@ -383,6 +383,31 @@ def test_options_are_checked() -> None:
 # Choosing -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [0, -1, 1e6, float("inf"), "1"])
+@pytest.mark.parametrize("name", ["object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"])
+def test_bytes_are_whole_numbers(name: str, size: Any) -> None:
+    with pytest.raises(jaxckpt.InputError, match=f"Options.{name} must be a whole number above zero, found "):
+        jaxckpt.Options(**{name: size})
+
+
+def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: Path) -> None:
+    devices = np.array(jax.devices()).reshape(2, 4)
+    for axes in [(0, 1), (("a", "b"), "c")]:
+        tree = {"a": {"w": jax.device_put(jnp.ones(8), NamedSharding(Mesh(devices, axes), P()))}}
+        with pytest.raises(jaxckpt.SpecError, match=r"'a/w': its mesh has axes .*: only names that are str"):
+            jaxckpt.save(tmp_path / "c", tree)
+    mesh = Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        unsummed = jax.reshard(jnp.arange(8.0), P("y", unreduced={"x"}))
+        whole = jax.reshard(jnp.arange(8.0), P("y", reduced={"x"}))
+    with pytest.raises(jaxckpt.SpecError, match=r"'w': PartitionSpec has unreduced mesh axes \['x'\]"):
+        jaxckpt.save(tmp_path / "c", {"w": unsummed})
+    jaxckpt.save(tmp_path / "c", {"w": whole})
+    assert jaxckpt.restore(tmp_path / "c")["w"].sharding.spec == P("y")
+    with pytest.raises(jaxckpt.SpecError, match="'w': PartitionSpec has unreduced"):
+        jaxckpt.restore(tmp_path / "c", {"w": unsummed.sharding})
+
+
 def test_functions_of_the_target_stay_and_functions_are_not_saved(tmp_path: Path) -> None:
     module = {"weight": jnp.ones(3), "activation": jax.nn.gelu}
     with pytest.raises(jaxckpt.TreeError, match=r"'activation' is of type .*; leave functions out, as eqx\.filter"):

@@ -1,0 +1,71 @@
+"""Many small leaves are stacked by jitted calls: their bits are kept, whatever the caller has set in JAX."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from strategies import bits
+
+import jaxckpt
+from jaxckpt import _staging
+from jaxckpt._tree import DTYPES
+
+LEAVES = 64
+"""On 8 devices they are as many pieces as it takes."""
+
+
+def stackable(array: np.ndarray[Any, Any], mesh: Mesh) -> dict[str, jax.Array]:
+    return {f"w{number}": jax.device_put(array, NamedSharding(mesh, P("d"))) for number in range(LEAVES)}
+
+
+@pytest.fixture
+def stacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The dtypes of the objects that were stacked."""
+    seen: list[str] = []
+    stack = _staging._stacked
+
+    def counted(obj: Any, values: Any) -> Any:
+        seen.append(values[0].dtype.name)
+        return stack(obj, values)
+
+    monkeypatch.setattr(_staging, "_stacked", counted)
+    return seen
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("save", [jaxckpt.save, lambda *arguments: jaxckpt.save_async(*arguments).wait()])
+def test_every_dtype_keeps_its_bits(name: str, save: Any, tmp_path: Path, stacked: list[str]) -> None:
+    array = bits(DTYPES[name], (8, 32), 0)
+    with jax.enable_x64(True):
+        tree = stackable(array, jax.make_mesh((8,), ("d",)))
+    save(tmp_path / "c", tree)  # with or without x64, as with any array that is there
+    assert stacked == ([] if name in ("int2", "uint2") else [name])
+    for found in jaxckpt.load_numpy(tmp_path / "c").values():
+        assert found.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("own", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("others", [AxisType.Auto, AxisType.Explicit])
+def test_the_callers_mesh_does_not_matter(own: Any, others: Any, tmp_path: Path, stacked: list[str]) -> None:
+    array = np.arange(64, dtype=np.float32)
+    tree = stackable(array, jax.make_mesh((8,), ("d",), axis_types=(own,)))
+    with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"), axis_types=(others,) * 2)):
+        jaxckpt.save(tmp_path / "c", tree)
+    assert stacked == ["float32"]
+    assert (jaxckpt.load_numpy(tmp_path / "c")["w7"] == array).all()
+
+
+def test_numbers_that_jax_is_told_to_stop_at_are_saved(tmp_path: Path, stacked: list[str]) -> None:
+    tree = stackable(np.array([np.nan, -np.inf] * 4, np.float32), jax.make_mesh((8,), ("d",)))
+    with contextlib.ExitStack() as strict:
+        strict.enter_context(jax.debug_nans(True))
+        strict.enter_context(jax.debug_infs(True))
+        jaxckpt.save(tmp_path / "c", tree)
+    assert stacked == ["float32"]
