@@ -14,6 +14,7 @@ objects. Held, it is safe from whatever the caller does to the leaves next:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -52,6 +53,10 @@ Way = Literal["leave", "view", "copy", "send"]
 """What is done with a piece: nothing, a NumPy view, a NumPy copy, or a copy from its device to the host begun."""
 
 
+Group = list[tuple[Box, Any, Index | EllipsisType]]
+"""(what it holds of the stack, an array, what part of that) of each piece."""
+
+
 @dataclass(slots=True)
 class Staged:
     """An object's data: pieces that together make it up."""
@@ -63,9 +68,8 @@ class Staged:
 
     group_rows: int
 
-    groups: list[list[tuple[Box, Any, Index | EllipsisType]]]
-    """For every so many rows: (what it holds of the stack, an array, what part of that) of each piece; NumPy, or a
-    jax.Array that may still be under way."""
+    groups: list[Group]
+    """The pieces of every so many rows; NumPy, or a jax.Array that may still be under way."""
 
     copied_bytes: int
     """Host memory that the pieces take beside the leaves."""
@@ -104,15 +108,15 @@ def stage(plan: SavePlan, draft: Draft, *, hold: bool, stack_bytes: int) -> Gene
                     stack_bytes -= obj.n_bytes if hold else 0
                     yield _stacked(obj, values)
                 else:
-                    sources = _by_row(obj, values, obj.box[1:])
-                    yield _pieces(obj, sources, 1, values[0].dtype, hold="views" if hold else None)
+                    sources = _by_row(obj, values)
+                    yield _pieces(obj, obj.box[1:], sources, 1, values[0].dtype, "views" if hold else None)
         for number, index, box in exchanges:
             parts = _exchanged(plan, draft, number, box)
             obj = own.get((number, index))
             if obj is not None:
                 # They are ours alone, but whole on every device: what is kept for later is a copy.
-                sources = _by_row(obj, parts, whole(parts[0].shape))
-                yield _pieces(obj, sources, 1, parts[0].dtype, hold="copies" if hold else None)
+                region, sources = whole(parts[0].shape), _by_row(obj, parts)
+                yield _pieces(obj, region, sources, 1, parts[0].dtype, "copies" if hold else None)
     except (Exception, GeneratorExit):
         # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
         for number, _, box in exchanges:
@@ -125,48 +129,57 @@ def _exchanged(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.A
     return [box_everywhere(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
 
 
-Source = tuple[Value, Box, Box]
-"""An array, a region of it, and what that is of the stack: with rows first where the region has none."""
+Source = tuple[Value, Box]
+"""An array, and what its region is of the stack: with rows first where the region has none."""
 
 
-def _by_row(obj: Object, values: Iterable[Value], region: Box) -> Iterator[Source]:
-    """A region of one array for each row of an object."""
-    return ((value, region, ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0]))
+def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
+    """One array for each row of an object."""
+    return ((value, ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0]))
 
 
-def _pieces(obj: Object, sources: Iterable[Source], group_rows: int, dtype: np.dtype[Any], hold: Hold) -> Staged:
-    """An object from a source for every `group_rows` rows."""
-    groups: list[list[tuple[Box, Any, Index | EllipsisType]]] = []
-    sent: list[tuple[int, int]] = []
+def _pieces(
+    obj: Object, region: Box, sources: Iterable[Source], group_rows: int, dtype: np.dtype[Any], hold: Hold
+) -> Staged:
+    """An object from one region of each source, which is `group_rows` rows of it."""
+
+    def alike(source: Source) -> tuple[Way, tuple[tuple[Box, int], ...], Box]:
+        value, place = source
+        return _way(value, hold), _held(value), place[len(place) - len(region) :]
+
+    groups: list[Group] = []
+    sent: list[Group] = []
     copied = 0
-    known: tuple[tuple[tuple[Box, int], ...], Box] | None = None
-    cuts: list[tuple[Box, Index, int]] = []
-    way: Way = "leave"
-    for value, region, place in sources:
-        lead, rest = place[: len(place) - len(region)], place[len(place) - len(region) :]
-        held = _held(value)
-        if known is None or held is not known[0] or rest != known[1]:  # rows of one sharding share the very same tuple
-            known, way = (held, rest), _way(value, hold)
-            cuts = [(_moved(common, region, rest), here, number) for common, here, number in _cuts(held, region)]
-        group: list[tuple[Box, Any, Index | EllipsisType]] = []
-        for box, here, number in cuts:
-            array, part = value.addressable_data(number) if isinstance(value, jax.Array) else value, here
-            if way == "view":
-                array = np.asarray(array)
+    for (way, held, rest), run in itertools.groupby(sources, alike):
+        cuts = [(_moved(common, region, rest), here, number) for common, here, number in _cuts(held, region)]
+        for value, place in run:
+            lead = place[: len(place) - len(region)]
+            group: Group = [((*lead, *box), *_taken(value, number, here, way)) for box, here, number in cuts]
+            groups.append(group)
+            if way == "send":
+                sent.append(group)
             elif way == "copy":
-                array, part = np.array(np.asarray(array)[here]), ...
-                copied += array.nbytes
-            elif way == "send":
-                array, part = array if _is_all(here, array.shape) else array[here], ...
-                sent.append((len(groups), len(group)))
-            group.append(((*lead, *box), array, part))
-        groups.append(group)
+                copied += sum(array.nbytes for _, array, _ in group)
     if sent:
-        arrays = _to_host([groups[row][number][1] for row, number in sent])
-        for (row, number), array in zip(sent, arrays, strict=True):
-            groups[row][number] = (groups[row][number][0], array, ...)
-        copied += sum(array.nbytes for array in arrays)
+        arrays = iter(_to_host([array for group in sent for _, array, _ in group]))
+        for group in sent:
+            group[:] = [(box, next(arrays), part) for box, _, part in group]
+            copied += sum(array.nbytes for _, array, _ in group)
     return Staged(obj, np.dtype(dtype), group_rows, groups, copied)
+
+
+def _taken(value: Value, number: int, here: Index, way: Way) -> tuple[Any, Index | EllipsisType]:
+    """An array, and what part of it is a piece of a leaf."""
+    array = value.addressable_data(number) if isinstance(value, jax.Array) else value
+    match way:
+        case "leave":
+            return array, here
+        case "view":
+            return np.asarray(array), here
+        case "copy":
+            return np.array(np.asarray(array)[here]), ...
+        case "send":
+            return array if _is_all(here, array.shape) else array[here], ...
 
 
 def _moved(box: Box, origin: Box, target: Box) -> Box:
@@ -274,9 +287,8 @@ def _stacked(obj: Object, values: Sequence[Value]) -> Staged:
         with moving_bits(sharding.mesh):
             # Filled up with the last one, so that there is one program.
             stacked = _stack(along)([*leaves, *[leaves[-1]] * (STACK_ROWS - len(leaves))])
-        rows = (begun + first, begun + first + STACK_ROWS)
-        sources.append((stacked, ((0, STACK_ROWS), *obj.box[1:]), (rows, *obj.box[1:])))
-    return _pieces(obj, sources, STACK_ROWS, values[0].dtype, hold=None)
+        sources.append((stacked, ((begun + first, begun + first + STACK_ROWS), *obj.box[1:])))
+    return _pieces(obj, ((0, STACK_ROWS), *obj.box[1:]), sources, STACK_ROWS, values[0].dtype, None)
 
 
 @functools.lru_cache(maxsize=256)
