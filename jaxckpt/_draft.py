@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,7 +148,8 @@ def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, com
     if components:
         tests = [selector(component) for component in components]
         draft.arrays = [
-            replace(array, component=_first_true(tests, draft.records[array.number].path)) for array in draft.arrays
+            msgspec.structs.replace(array, component=_first_true(tests, draft.records[array.number].path))
+            for array in draft.arrays
         ]
     return draft
 
@@ -158,12 +159,17 @@ def _first_true(tests: Sequence[Callable[[str], bool]], path: str) -> int:
     return next((number for number, test in enumerate(tests, 1) if test(path)), 0)
 
 
+_ARRAY_TYPES = set[type]()
+"""Types known to be jax.Array: asking that takes a Python call for each leaf."""
+
+
 def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     """What is recorded of a leaf, and the array to store for it. Raises TreeError (a reason, without the path)."""
     value = leaf.value
     if isinstance(value, Tracer):
         raise TreeError("is a tracer: call save outside of jit, grad and vmap")
-    if isinstance(value, jax.Array):
+    if type(value) in _ARRAY_TYPES or isinstance(value, jax.Array):
+        _ARRAY_TYPES.add(type(value))
         if value.is_deleted():
             raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
         if dtype_name(value.dtype) not in DTYPES and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -200,16 +206,16 @@ def _stored(value: Any) -> Any:
 
 def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
     """Fill in the layout of each array leaf, and its record's."""
-    on_devices = [
-        (leaf.path, leaf.value) for leaf, record in zip(leaves, draft.records, strict=True) if _on_devices(record)
-    ]
-    chosen = resolve_specs(specs, on_devices)
+    chosen: Mapping[str, Spec] = {}
+    if specs is not None:
+        pairs = zip(leaves, draft.records, strict=True)
+        chosen = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if _on_devices(record)])
     axes = {} if mesh is None else mesh_axes(mesh)
     problems: list[str] = []
     found: dict[tuple[Any, ...], _Place] = {}
     for number, value in draft.values.items():
         record = draft.records[number]
-        if not isinstance(value, jax.Array):
+        if not _on_devices(record):
             layout = Layout((1,) * value.ndim, _HOST)
             draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, layout))
             continue

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 
 from jaxckpt._grid import Box, Layout, Numbers, cell_shape, coarsen
@@ -34,8 +35,7 @@ have too much of, each to the next. Of three devices to a piece and four to a pr
 12 % above the mean, two 4 %, three 0.5 %."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayLeaf:
+class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """What the planner must know of a leaf that is stored as an array."""
 
     number: int

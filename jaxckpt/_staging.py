@@ -294,8 +294,8 @@ def _stacked(obj: Object, values: Sequence[Value]) -> Staged:
 @functools.lru_cache(maxsize=256)
 def _stack(sharding: Sharding) -> Any:
     def stack(leaves: list[jax.Array]) -> jax.Array:
-        # As integers: XLA computes with small floats in wider ones, which changes the payload of NaNs.
-        if jnp.issubdtype(leaves[0].dtype, jnp.floating):
+        # As integers: XLA computes with small floats in wider ones, which is slow and changes the payload of NaNs.
+        if jnp.issubdtype(leaves[0].dtype, jnp.floating) and leaves[0].dtype.itemsize < 4:
             bits = jnp.finfo(leaves[0].dtype).bits
             leaves = [lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{bits}")) for leaf in leaves]
         return jnp.stack(leaves)
