@@ -15,12 +15,13 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2] if v >= (3, 11) else "")' \
 	2>/dev/null)
 BIN := .venv/bin
+READY_FOR_DEMO := .venv/ready-for-demo-$(VERSION)
 READY := .venv/ready-$(VERSION)
 READY_TO_BENCH := .venv/ready-to-bench-$(VERSION)
 
 .PHONY: demo test check faults bench clean
 
-demo: $(READY)
+demo: $(READY_FOR_DEMO)
 	$(BIN)/python examples/train_reshard_serve.py
 	$(BIN)/python examples/pipeline_stages.py
 
@@ -45,14 +46,26 @@ bench: $(READY_TO_BENCH)
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site
 
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable
+
 # --clear: what an older lock or another Python left there would be tested too.
-$(READY): pyproject.toml requirements-dev.lock
+define environment
 	@test -n "$(VERSION)" || { echo "make: $(if $(PYTHON),$(PYTHON) is not a,found no) Python of 3.11 or newer;" \
 		"name one with PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[dev,docs]'
-	touch $(READY)
+endef
+
+# The demo needs a few of the packages only, and the first look at a library should not take ten minutes.
+$(READY_FOR_DEMO): pyproject.toml requirements-dev.lock
+	$(environment)
+	$(INSTALL) '.[demo]'
+	touch $(READY_FOR_DEMO)
+
+$(READY): pyproject.toml requirements-dev.lock
+	$(environment)
+	$(INSTALL) '.[dev,docs]'
+	touch $(READY_FOR_DEMO) $(READY)
 
 $(READY_TO_BENCH): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable '.[bench]'
+	$(INSTALL) '.[bench]'
 	touch $(READY_TO_BENCH)

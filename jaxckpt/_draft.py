@@ -23,6 +23,7 @@ from jaxckpt._layout import (
     mesh_axes,
     partition_spec,
     process_layout,
+    require_mesh,
     resolve_specs,
 )
 from jaxckpt._manifest import LeafRecord
@@ -85,6 +86,7 @@ def describe(
     """
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
+    require_mesh(mesh)
     found = _likeness(tree, components) if recent is not None and mesh is None else None
     if recent is None or found is None:
         return _describe(tree, mesh, specs, options, components)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,6 +52,12 @@ class ShapedLeaf(Protocol):
 
 
 # Specs ----------------------------------------------------------------------------------------------------
+
+
+def require_mesh(mesh: object) -> None:
+    """Raise InputError unless arrays can be put on it, or it is None."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise InputError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found {reprlib.repr(mesh)}")
 
 
 def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dict[str, Spec]:

@@ -465,7 +465,7 @@ def _why_not(store: Store) -> str:
             raise
         return f"it holds no manifest.json ({error})"  # it may be read all the same: over HTTP, or without that right
     if any(map(is_data, names)):
-        return "a save to it never finished, so it has data but no manifest.json"
+        return "a save to it is under way, or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published]
     if inside:
         return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"

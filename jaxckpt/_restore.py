@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxckpt._coord import Group
-from jaxckpt._errors import DataError, ManifestError, PeersDisagreeError
+from jaxckpt._errors import DataError, InputError, ManifestError, PeersDisagreeError
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, extent, volume, whole
-from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes, memory_kind
+from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes, memory_kind, require_mesh
 from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options
 from jaxckpt._plan import ReadStep, Stack, Want, plan_read, read_bytes
@@ -92,6 +92,9 @@ def restore(
     options = options or Options()
     group = Group.current(options.timeout_seconds)  # first of all: a call that raises counts like any other
     with group.meeting("opening the checkpoint") as meeting:
+        require_mesh(mesh)
+        if isinstance(target, Mesh):
+            raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
         source, digest = source_at(path, options)
         digests = meeting.gather(digest)
         if len(set(digests)) > 1:

@@ -249,8 +249,8 @@ def _raise_mismatch(manifest: Manifest, missing: list[str], extra: list[str], la
             'Options(cast="unsafe") allows lossy casts' if any("lossy" in text for text in layouts.mismatches) else "",
         ]
         raise MismatchError(
-            f"target and checkpoint differ in {len(problems)} of {len(manifest.leaves)} leaves:\n{listing(problems)}\n"
-            + "; ".join(way for way in ways if way),
+            f"target and checkpoint differ in {len(problems)} leaves; the checkpoint has {len(manifest.leaves)}:\n"
+            f"{listing(problems)}\n" + "; ".join(way for way in ways if way),
             problems,
         )
 

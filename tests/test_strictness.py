@@ -265,6 +265,26 @@ def test_a_mesh_without_any_saved_axis_is_an_error(path: Path) -> None:
     assert jaxckpt.restore(path, mesh=mesh, specs=P())["params"]["w"].sharding == NamedSharding(mesh, P())
 
 
+def test_a_mesh_must_be_one_with_devices(path: Path, mesh: Mesh) -> None:
+    for wrong in ({"data": 2, "model": 4}, (2, 4), mesh.abstract_mesh, NamedSharding(mesh, P())):
+        with pytest.raises(
+            jaxckpt.InputError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found"
+        ):
+            jaxckpt.restore(path, mesh=wrong)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(
+            jaxckpt.InputError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found"
+        ):
+            jaxckpt.save(path.parent / "other", {"x": jnp.ones(3)}, mesh=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(jaxckpt.InputError, match="target is a mesh: pass it as mesh="):
+        jaxckpt.restore(path, mesh)
+
+
+def test_arguments_in_the_other_order_are_told_in_few_words(tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.InputError, match="path, the first argument, must be a non-empty str") as told:
+        jaxckpt.save({"w": np.arange(10_000)}, tmp_path)  # pyright: ignore[reportArgumentType]
+    assert len(str(told.value)) < 300
+
+
 def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
     with pytest.raises(jaxckpt.SpecError, match=r"'params/w'.*names mesh axis 'nope'"):
         jaxckpt.restore(path, mesh=mesh, specs=P("nope"))
