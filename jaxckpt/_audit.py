@@ -28,7 +28,7 @@ from jaxckpt._drawing import (
     table,
     treemap,
 )
-from jaxckpt._errors import InputError
+from jaxckpt._errors import InputError, counted
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._layout import (
@@ -338,7 +338,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         made = f"saved {self.created}" if self.created else self.format
-        return f"<Checkpoint {self.path!r}: {len(self)} leaves, {show_bytes(self.nbytes)}, {made}>"
+        return f"<Checkpoint {self.path!r}: {counted(len(self), 'leaf')}, {show_bytes(self.nbytes)}, {made}>"
 
     def _repr_html_(self) -> str:
         """For notebooks: what it is, and the bytes of each subtree."""
@@ -482,11 +482,13 @@ class RestorePlan:
         busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
         devices = [size for part in self.processes for size in part.device_bytes.values()]
         lines = [
-            f"{len(self.leaves)} leaves onto {len(devices)} devices of {len(self.processes)} processes",
+            f"{counted(len(self.leaves), 'leaf')} onto {counted(len(devices), 'device')} of"
+            f" {counted(len(self.processes), 'process')}",
             f"  needed     {show_bytes(self.needed_bytes)}",
-            f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed), {self.requests} requests",
+            f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed),"
+            f" {counted(self.requests, 'request')}",
             f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
-            f" {busiest.cost.requests} requests",
+            f" {counted(busiest.cost.requests, 'request')}",
             f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
             f"  host       {show_bytes(self.peak_host_bytes)} at most beside the arrays",
         ]
@@ -520,7 +522,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
     lines = [
         Bar(
             f"process {part.process}",
-            f"{show_bytes(part.cost.read_bytes)}, {part.cost.requests:,} requests",
+            f"{show_bytes(part.cost.read_bytes)}, {counted(part.cost.requests, 'request')}",
             (
                 (
                     0,

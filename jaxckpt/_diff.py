@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxckpt._errors import TreeError, listing
+from jaxckpt._errors import TreeError, counted, listing
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, cut_down, volume, whole
 from jaxckpt._manifest import Manifest
@@ -101,10 +101,11 @@ class Delta:
     def __str__(self) -> str:
         head = f"a = {self.path_a}\nb = {self.path_b}\n"
         if self.identical:
-            return f"{head}identical: {len(self.leaves)} leaves, bit by bit"
+            return f"{head}identical: {counted(len(self.leaves), 'leaf')}, bit by bit"
         structure = "" if self.same_structure else "\n  the containers differ"
         found = self.differing
-        return f"{head}{len(found)} of {len(self.leaves)} leaves differ{structure}\n{listing(map(str, found))}".rstrip()
+        told = f"{head}{len(found)} of {counted(len(self.leaves), 'leaf')} differ{structure}"
+        return f"{told}\n{listing(map(str, found))}".rstrip()
 
 
 def diff(

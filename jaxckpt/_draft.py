@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxckpt._errors import InputError, LayoutError, SpecError, TreeError, listing
+from jaxckpt._errors import InputError, LayoutError, SpecError, TreeError, counted, listing
 from jaxckpt._grid import Layout, Spec, both, spec_of
 from jaxckpt._layout import (
     LayoutTable,
@@ -145,7 +145,7 @@ def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, com
         if value is not None:
             draft.values[len(draft.records) - 1] = value
     if problems:
-        raise TreeError(f"{len(problems)} of {len(leaves)} leaves cannot be stored:\n{listing(problems)}")
+        raise TreeError(f"{len(problems)} of {counted(len(leaves), 'leaf')} cannot be stored:\n{listing(problems)}")
     _lay_out(leaves, draft, mesh, specs, options)
     if components:
         tests = [selector(component) for component in components]

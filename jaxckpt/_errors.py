@@ -113,6 +113,13 @@ class Preempted(SystemExit):
 _LISTED = 20
 
 
+def counted(count: int, noun: str) -> str:
+    """How many there are of something: "1 leaf", "2,000 leaves"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} " + ("leaves" if noun == "leaf" else f"{noun}es" if noun.endswith("s") else f"{noun}s")
+
+
 def listing(problems: Iterable[str]) -> str:
     """Problems as indented lines, the first 20 and a count of the rest."""
     lines = list(problems)

@@ -9,6 +9,7 @@ import click
 
 from jaxckpt._audit import ProcessPlan, RestorePlan
 from jaxckpt._diff import Delta, LeafDelta
+from jaxckpt._errors import counted
 from jaxckpt._progress import show_bytes
 from jaxckpt._terminal import Column, print_table, printable, show_array
 from jaxckpt._verify import VerifyReport
@@ -66,10 +67,10 @@ def delta_record(delta: Delta) -> dict[str, Any]:
 
 def print_delta(delta: Delta) -> None:
     if delta.identical:
-        click.echo(f"identical: {len(delta.leaves):,} leaves, bit by bit")
+        click.echo(f"identical: {counted(len(delta.leaves), 'leaf')}, bit by bit")
         return
     structure = "" if delta.same_structure else "; the containers differ too"
-    click.echo(f"{len(delta.differing):,} of {len(delta.leaves):,} leaves differ{structure}")
+    click.echo(f"{len(delta.differing):,} of {counted(len(delta.leaves), 'leaf')} differ{structure}")
     columns = [
         Column("leaf", least=16, middle=True),
         Column("a", least=10),
@@ -128,7 +129,8 @@ def plan_record(plan: RestorePlan) -> dict[str, Any]:
 def print_plan(plan: RestorePlan) -> None:
     devices = sum(len(part.device_bytes) for part in plan.processes)
     click.echo(
-        f"{len(plan.leaves):,} arrays onto {_many(devices, 'device')} of {_many(len(plan.processes), 'process')}"
+        f"{counted(len(plan.leaves), 'array')} onto {counted(devices, 'device')} of"
+        f" {counted(len(plan.processes), 'process')}"
     )
     click.echo()
     titles = ["process", "needed", "read", "over-read", "requests", "host memory", "each device"]
@@ -142,7 +144,7 @@ def print_plan(plan: RestorePlan) -> None:
     click.echo()
     moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in plan.leaves)
     for (before, after), count in moves.most_common():
-        click.echo(printable(f"{before} → {after}: {_many(count, 'array')}"))
+        click.echo(printable(f"{before} → {after}: {counted(count, 'array')}"))
     groups: dict[Any, list[str]] = {}
     for leaf in plan.leaves:
         before, after = (where.spec or where.on for where in (leaf.saved, leaf.wanted))
@@ -186,7 +188,3 @@ def _process_row(part: ProcessPlan) -> list[str]:
         show_bytes(cost.peak_host_bytes),
         " – ".join(ends),
     ]
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")

@@ -13,7 +13,7 @@ import click
 import numpy as np
 
 from jaxckpt._audit import Checkpoint, LazyLeaf
-from jaxckpt._errors import InputError
+from jaxckpt._errors import InputError, counted
 from jaxckpt._grid import show_axes, show_spec, spec_of
 from jaxckpt._options import Options
 from jaxckpt._progress import show_bytes
@@ -106,19 +106,19 @@ def print_tree(
 
 def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[str]:
     """Lines about a checkpoint of which these leaves are chosen; the first alone tells what it is."""
-    count, size = f"{len(checkpoint):,}", show_bytes(checkpoint.nbytes)
+    count, size = counted(len(checkpoint), "leaf"), show_bytes(checkpoint.nbytes)
     if len(leaves) < len(checkpoint):
         chosen = show_bytes(sum(leaf.nbytes for leaf in leaves.values()))
         count, size = f"{len(leaves):,} of {count}", f"{chosen} of {size}"
     saved = f", saved {show_age(checkpoint.created)} ago" if checkpoint.created else ""
-    yield f"{checkpoint.format}: {count} leaves, {size}{saved}"
+    yield f"{checkpoint.format}: {count}, {size}{saved}"
     if checkpoint.step is not None:
         metrics = f": {show_metrics(checkpoint.metrics)}" if checkpoint.metrics else ""
         yield f"step {checkpoint.step}{metrics}"
     if checkpoint.dropped:
         yield f"dropped since: {', '.join(checkpoint.dropped)}"
     for axes in _meshes(leaves):
-        yield f"mesh {show_axes(dict(axes))}, {math.prod(size for _, size in axes)} devices"
+        yield f"mesh {show_axes(dict(axes))}, {counted(math.prod(size for _, size in axes), 'device')}"
     if checkpoint.metadata is not None:
         yield f"metadata {json.dumps(checkpoint.metadata, ensure_ascii=False)}"
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from jaxckpt import _manifest as manifests
 from jaxckpt import _zarr as zarr
-from jaxckpt._errors import CorruptError, DataError, NotACheckpointError, StorageError, listing
+from jaxckpt._errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, cut_down, volume, whole
 from jaxckpt._manifest import Manifest
@@ -86,7 +86,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         extent = "existence and lengths only" if self.quick else f"{show_bytes(self.checked_bytes)} read"
-        head = f"{self.path}: {self.leaves} leaves in {self.objects} objects, {extent}"
+        head = f"{self.path}: {counted(self.leaves, 'leaf')} in {counted(self.objects, 'object')}, {extent}"
         if self.ok:
             return f"{head}: ok"
         # One line for each file and reason: a damaged object may hold thousands of leaves.
