@@ -6,6 +6,7 @@ weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, witho
 """
 
 from jaxckpt._audit import Checkpoint, LazyLeaf, RestorePlan, open
+from jaxckpt._background import PendingSave, SaveInfo
 from jaxckpt._checkpointer import Checkpointer
 from jaxckpt._convert import convert
 from jaxckpt._diff import Delta, LeafDelta, diff
@@ -36,7 +37,7 @@ from jaxckpt._progress import Progress
 from jaxckpt._rank_files import rank_files
 from jaxckpt._report import report
 from jaxckpt._restore import load_numpy, restore
-from jaxckpt._save import PendingSave, SaveInfo, save, save_async
+from jaxckpt._save import save, save_async
 from jaxckpt._verify import Problem, VerifyReport, verify
 
 __version__ = "0.1.0"

@@ -21,7 +21,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxckpt import _manifest as manifests
-from jaxckpt._coord import Group
+from jaxckpt._background import PendingSave
+from jaxckpt._coord import Call, Group
 from jaxckpt._draft import Recent
 from jaxckpt._errors import (
     CheckpointExistsError,
@@ -37,9 +38,10 @@ from jaxckpt._manifest import Manifest, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._place import store_at
 from jaxckpt._restore import restore
-from jaxckpt._save import Asked, PendingSave, start
+from jaxckpt._save import SaveRequest, start
 from jaxckpt._store import MANIFEST, Store
 from jaxckpt._target import Rename, Uncommitted
+from jaxckpt._threads import uninterrupted
 from jaxckpt._tree import Select, Tree
 
 _log = logging.getLogger("jaxckpt")
@@ -129,14 +131,22 @@ class Checkpointer:
         self._newest: int | None = None
         self._restored: int | None = None
         self._preempted = False
-        group = Group.current(self._options.timeout_seconds)
-        self._first = group.index == 0
+        with self._calling("Checkpointer") as group:
+            self._first = group.index == 0
+            uninterrupted(functools.partial(self._open, group))
+        self._notice = _Notice(group.count)
+
+    def _open(self, group: Group) -> None:
         with group.meeting("opening the directory of steps") as meeting:
             if self._first:
                 self._sweep()
                 self._tidy_up()
             meeting.barrier()
-        self._notice = _Notice(group.count)
+
+    def _calling(self, verb: str, step: int | None = None) -> Group:
+        """A call that every process makes."""
+        path = self._store.url if step is None else self.path(step)
+        return Group.current(self._options.timeout_seconds, Call.of(verb, path))
 
     def __enter__(self) -> Self:
         return self
@@ -210,21 +220,22 @@ class Checkpointer:
             except Exception as error:
                 _log.warning("the save before the last one failed: %s", error)
         if not saved:
-            record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
-            asked = Asked(
-                self.path(step),
-                tree,
-                metadata=metadata,
-                overwrite=overwrite,
-                process_state=process_state,
-                step=record,
-                components=tuple(self._rules.components),
-                recent=self._recent,
-                check=functools.partial(self._admit, step, overwrite),
-                then=functools.partial(self._tidy_up, record),
-                deadline=self._deadline() if last_one else None,
-            )
-            pending = start(asked, self._options, background=self._background or last_one)
+            with self._calling("Checkpointer.save", step) as group:
+                record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
+                request = SaveRequest(
+                    self.path(step),
+                    tree,
+                    metadata=metadata,
+                    overwrite=overwrite,
+                    process_state=process_state,
+                    step=record,
+                    components=tuple(self._rules.components),
+                    recent=self._recent,
+                    check=functools.partial(self._admit, step, overwrite),
+                    then=functools.partial(self._tidy_up, record),
+                    deadline=self._deadline() if last_one else None,
+                )
+                pending = start(request, self._options, group, background=self._background or last_one)
             saved = not pending.skipped
             if saved:
                 self._pending, self._newest = pending, step
@@ -252,7 +263,11 @@ class Checkpointer:
         Raises:
             InputError: No other step would be left.
         """
-        group = Group.current(self._options.timeout_seconds)
+        with self._calling("Checkpointer.delete", step) as group:
+            uninterrupted(functools.partial(self._delete_together, step, group))
+        self._newest = None
+
+    def _delete_together(self, step: int, group: Group) -> None:
         with group.meeting("deleting a step") as meeting:
             self.wait()
             meeting.gather("")
@@ -261,7 +276,6 @@ class Checkpointer:
                     raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
                 self._delete(step)
             meeting.share("")
-        self._newest = None
 
     def _delete(self, step: int) -> None:
         self._child(step).unpublish(sync=self._options.sync)
@@ -410,8 +424,10 @@ class Checkpointer:
             DataError: It is not as it was saved.
         """
         chosen = self._chosen(self._restored if step is None else step)
-        group = Group.current(self._options.timeout_seconds)
-        with group.meeting("restoring each process's own state") as meeting:
+        with (
+            self._calling("Checkpointer.process_state", chosen) as group,
+            group.meeting("restoring each process's own state") as meeting,
+        ):
             store = self._child(chosen)
             states = manifests.load_states(store, manifests.load(store)[0])
             if not states or any(name not in state for state in states):
@@ -441,8 +457,10 @@ class Checkpointer:
 
     def _agreed_step(self) -> int | None:
         """The newest step as process 0 finds it, after the save under way: others may list at another moment."""
-        group = Group.current(self._options.timeout_seconds)
-        with group.meeting("looking for the newest step") as meeting:
+        with (
+            self._calling("Checkpointer.restore") as group,
+            group.meeting("looking for the newest step") as meeting,
+        ):
             self.wait()
             newest = self.latest_step() if self._first else None
             meeting.gather("")

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt import _export as export
+from jaxckpt._coord import Call, Group
 from jaxckpt._draft import Draft
 from jaxckpt._errors import CheckpointExistsError, InputError, JaxckptError, SpecError, StorageError, listing
 from jaxckpt._formats import Location, holds_checkpoint, source_at
@@ -33,7 +34,7 @@ from jaxckpt._options import Options
 from jaxckpt._orbax_out import write_orbax
 from jaxckpt._progress import Report, reporting
 from jaxckpt._reading import Stored
-from jaxckpt._save import Asked, start
+from jaxckpt._save import SaveRequest, start
 from jaxckpt._save_plan import ArrayLeaf
 from jaxckpt._source import Foreign, Source
 from jaxckpt._store import storage_errors
@@ -108,8 +109,10 @@ def convert(
     if name == "jaxckpt":
         draft = _drafted(found, mesh_shape, specs, options)
         metadata = found.manifest.metadata
-        asked = Asked(destination, metadata=metadata, overwrite=overwrite, draft=draft, step=found.manifest.step)
-        start(asked, replace(options, manifest_sha256=None), background=False).wait()
+        with Group.current(options.timeout_seconds, Call.of("convert", destination)) as group:
+            step = found.manifest.step
+            request = SaveRequest(destination, metadata=metadata, overwrite=overwrite, draft=draft, step=step)
+            start(request, replace(options, manifest_sha256=None), group, background=False).wait()
         return
     if mesh_shape is not None:
         raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")

@@ -1,6 +1,6 @@
 """Meetings of the processes of one job, over JAX's own coordination service.
 
-    with group.meeting("saving") as meeting:
+    with Group.current(timeout_seconds, Call.of("save", path)) as group, group.meeting("saving") as meeting:
         heard = meeting.gather(mine)        # every process gives a text; process 0 gets them all
         if group.index == 0:
             decision = decide(heard)
@@ -16,37 +16,81 @@ such are all that a waiting process makes. What it posts, and its beats, are lef
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
 from jax._src import distributed  # the only door to the coordination service; orbax and flax use it too
 
 from jaxckpt._errors import (
+    InputError,
     PathNotSharedError,
     PeerFailedError,
     PeersDisagreeError,
     PeerTimeoutError,
     listing,
 )
+from jaxckpt._threads import Caller, Task, start_thread
 
 _POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
-_operations = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that every process makes."""
+
+    verb: str
+    """"save", "restore" and so on."""
+
+    where: str
+    """The path or URL that it is about."""
+
+    number: int = 0
+    """How many such calls this process had made before."""
+
+    @classmethod
+    def of(cls, verb: str, path: object) -> Call:
+        text = os.fspath(path) if isinstance(path, str | os.PathLike) else getattr(path, "url", type(path).__name__)
+        return cls(verb, str(text).rstrip("/"))
+
+
+class _Count:
+    """The calls that this process has made since JAX connected it to the job."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.calls = itertools.count()
+        self.like = dict[Call, int]()
+
+    def counted(self, call: Call) -> tuple[int, Call]:
+        number = self.like.get(call, 0)
+        self.like[call] = number + 1
+        return next(self.calls), replace(call, number=number)
+
+
+_count = _Count(None)
+_running: list[tuple[Caller, Group]] = []
+"""The calls that some thread is in."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The processes of the job during one operation, which all of them must call, in the same order.
+    """The processes of the job during one call, which all of them must make, in the same order.
 
-    Made without starting a JAX backend: a job of one process never needs one.
+        with Group.current(timeout_seconds, Call.of("save", path)) as group:  # the first thing that the function does
+            …
+
+    Made without starting a JAX backend: a job of one process never needs one. What is raised inside the block, the
+    other processes hear of in the meeting that they are waiting in, so that the next call of all finds them in step.
     """
 
     index: int
@@ -54,20 +98,50 @@ class Group:
     timeout_seconds: float
     client: Any
     prefix: str
+    call: Call
     meetings: int = 0
+    told: BaseException | None = None
+    """The error that the other processes were notified of, if any."""
+
+    passed_on: bool = False
+    """Whether another thread carries the call on after the block, and notifies the others."""
 
     @classmethod
-    def current(cls, timeout_seconds: float) -> Group:
+    def current(cls, timeout_seconds: float, call: Call) -> Group:
+        """Count the call. Raises InputError if it is made from within another."""
+        global _count
+        within = next((other for caller, other in _running.copy() if caller.is_here()), None)
+        if within is not None:
+            raise InputError(
+                f"{call.verb} of {call.where!r} was called from inside {within.call.verb} of {within.call.where!r}, by"
+                " a signal handler or a callback: set a flag there, and make the call once the other has returned"
+            )
         state: Any = distributed.global_state
-        prefix = f"jaxckpt/{next(_operations)}"
         if state.client is None:
-            return cls(0, 1, timeout_seconds, None, prefix)
-        return cls(state.process_id, state.num_processes, timeout_seconds, state.client, prefix)
+            return cls(0, 1, timeout_seconds, None, "", call)
+        if _count.client is not state.client:
+            # Calls before jax.distributed.initialize, or of an earlier job of this process, were made with others.
+            _count = _Count(state.client)
+        number, call = _count.counted(call)
+        return cls(state.process_id, state.num_processes, timeout_seconds, state.client, f"jaxckpt/{number}", call)
+
+    def __enter__(self) -> Self:
+        _running.append((Caller(depth=1), self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Also those that an interrupt kept from leaving.
+        _running[:] = [(caller, group) for caller, group in _running if not caller.is_here() and caller.present()]
+        if error is not None and error is not self.told and not self.passed_on and self.count > 1:
+            with contextlib.suppress(type(error)), self.meeting(f"calling {self.call.verb}"):
+                raise error
 
     def meeting(self, what: str) -> Meeting:
         """The next meeting; `what` the processes are doing, for messages ("saving")."""
         self.meetings += 1
-        return Meeting(self, what, f"{self.prefix}/{self.meetings}")
+        return Meeting(self, what, f"{self.prefix}/{self.meetings}", first=self.meetings == 1)
 
 
 @dataclass(slots=True)
@@ -77,38 +151,51 @@ class Meeting:
     group: Group
     what: str
     key: str
+    first: bool = False
+    """Whether it is the first of its call: then the processes also compare what they have called."""
+
     _gave: bool = False
     _closed: bool = False
     _lost: bool = False
     """Whether process 0 does not answer, so that nothing more can be told to it."""
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
-    _voice: threading.Thread | None = None
+    _voice: Task[None] | None = None
+    _attendee: Caller | None = None
+    """The function that is in the meeting."""
+
     _mute: Exception | None = None
     """What stopped the voice."""
 
     def __enter__(self) -> Self:
         if self.group.count > 1:
-            self._voice = threading.Thread(target=self._speak, daemon=True, name="jaxckpt-voice")
-            self._voice.start()
+            self._attendee = Caller(depth=1)
+            self._voice = Task(self._speak)
+            start_thread(self._voice.run, "jaxckpt-voice")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._voice is None:
+        if self._voice is None or self._attendee is None:
             return
         if error is not None:
-            failure = _failure(self.group.index, error)
-            if not self._gave:
-                self._post("in", failure)
-            if self.group.index == 0 and not self._closed:
-                self._post("out", failure)
+            self.group.told = error
+            self._fail(error)
         self._posts.put(None)
+        self._attendee.leave()
         if not self._lost:
-            self._voice.join(self.group.timeout_seconds)
+            self._voice.wait(self.group.timeout_seconds)
         if error is None and self._mute is not None and self.group.index == 0:
             raise self._service_failed(self._mute) from self._mute  # the others never got what was shared
+
+    def _fail(self, error: BaseException) -> None:
+        """Notify the others, as far as they have yet to hear of this process."""
+        failure = _failure(self.group.index, error)
+        if not self._gave:
+            self._post("in", failure)
+        if self.group.index == 0 and not self._closed:
+            self._post("out", failure)
 
     def gather(self, text: str) -> list[str]:
         """Give a text. Process 0 waits for all and gets them in order of process; the others get nothing, at once.
@@ -144,6 +231,9 @@ class Meeting:
         self.share("")
 
     def _post(self, folder: str, message: dict[str, Any]) -> None:
+        if self.first:
+            call = self.group.call
+            message = {**message, "call": f"{call.verb} {call.where!r}", "number": call.number}
         self._posts.put((folder, json.dumps(message)))
 
     def _speak(self) -> None:
@@ -155,6 +245,11 @@ class Meeting:
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
+                    if self._attendee is not None and not self._attendee.present():
+                        # An interrupt ended it before it could say so: the others must not wait for it.
+                        self._fail(KeyboardInterrupt("interrupted"))
+                        self._posts.put(None)
+                        continue
                     post = "beat", str(beats := beats + 1)
                 if post is None:
                     break
@@ -191,6 +286,7 @@ class Meeting:
         self._lost = 0 in silent
         messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
         failures = self._silences({process: watched[process] for process in silent})
+        failures += self._different_calls(sorted(answers), messages) if folder == "in" else []
         failures += [message for message in messages if "error" in message]
         if failures:
             raise _raised(failures, self.what)
@@ -217,6 +313,27 @@ class Meeting:
                 "kind": PeerTimeoutError.__name__,
             }
             for seconds, processes in by_seconds.items()
+        ]
+
+    def _different_calls(self, processes: Sequence[int], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The processes that made another call than others, as a message of failure."""
+        by_call = dict[str, list[int]]()
+        numbers = dict[str, int]()
+        for process, message in zip(processes, messages, strict=True):
+            if "call" in message and "ok" in message:
+                by_call.setdefault(message["call"], []).append(process)
+                numbers.setdefault(message["call"], message["number"])
+        if len(by_call) < 2:
+            return []
+        made = "; ".join(
+            f"{_names(made)}: {call}, for the {_ordinal(numbers[call] + 1)} time" for call, made in by_call.items()
+        )
+        return [
+            {
+                "error": f"the processes made different calls of jaxckpt. {made}. Every process must make the same"
+                " calls in the same order, with the same paths: one has missed a call, or has made one more",
+                "kind": PeersDisagreeError.__name__,
+            }
         ]
 
     def _get(self, name: str) -> str | None:
@@ -272,6 +389,11 @@ def _raised(failures: list[dict[str, Any]], what: str) -> Exception:
     errors = list(dict.fromkeys(failure["error"] for failure in failures))
     several = f"{len(errors)} failures while {what}:\n{listing(errors)}"
     return _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)
+
+
+def _ordinal(number: int) -> str:
+    suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
 
 
 def _names(processes: list[int]) -> str:

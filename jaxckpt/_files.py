@@ -18,7 +18,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from jaxckpt._grid import Box, contains, extent, within
 from jaxckpt._pieces import Array, Pieces, as_bits
 from jaxckpt._plan import Stack, indexed_objects_of
 from jaxckpt._store import Pending
+from jaxckpt._threads import Task, ending, start_thread
 from jaxckpt._zarr import Bytes
 
 T = TypeVar("T")
@@ -368,7 +368,7 @@ class _Workers:
     save_async is seen to its end."""
 
     def __init__(self) -> None:
-        self._todo = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"]]()
+        self._todo = SimpleQueue[Task[Any]]()
         self._lock = threading.Lock()
         self._started = False
 
@@ -377,24 +377,27 @@ class _Workers:
             if not self._started:
                 # More than there are cores only take each other's turns: 4 on 2 cores made a restore 5 to 8 % slower.
                 for number in range(min(32, max(2, os.cpu_count() or 1))):
-                    threading.Thread(target=self._run, name=f"jaxckpt-files-{number}", daemon=True).start()
+                    start_thread(self._run, f"jaxckpt-files-{number}")
                 self._started = True
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        if not self._started:
-            self._start()
-        future = Future[T]()
-        self._todo.put((work, future))
-        return future
+    def submit(self, work: Callable[[], T]) -> Task[T]:
+        task = Task(work)
+        try:
+            if not self._started:
+                self._start()
+        except RuntimeError:
+            if not ending():
+                raise
+            task.run()  # Python 3.12 starts no thread any more
+        else:
+            self._todo.put(task)
+        return task
 
     def _run(self) -> None:
         while True:
-            work, future = self._todo.get()
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del work, future  # they hold the data
+            task = self._todo.get()
+            task.run()
+            del task  # it holds the data
 
 
 _workers = _Workers()
@@ -409,7 +412,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def submit(work: Callable[[], T]) -> Future[T]:
+def submit(work: Callable[[], T]) -> Task[T]:
     """Have a piece of work done by the threads that move bytes; it must not wait for another such piece."""
     return _workers.submit(work)
 
@@ -419,7 +422,7 @@ class All:
     """Several pieces of work as one."""
 
     parts: Sequence[Any]
-    """Futures of any library."""
+    """Tasks, or futures of another library."""
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)

@@ -196,9 +196,12 @@ class Folder(Store):
             self._lock(handle)
             yield handle
         finally:
-            with contextlib.suppress(OSError):
+            try:
                 fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
-            os.close(handle)
+            except OSError:
+                pass
+            finally:
+                os.close(handle)
 
     def _lock(self, handle: int) -> None:
         """Released when closed, and when this process dies; but one that is stopped keeps it."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jaxckpt._coord import Group
+from jaxckpt._coord import Call, Group
 from jaxckpt._errors import DataError, InputError, ManifestError, PeersDisagreeError
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, extent, volume, whole
@@ -90,22 +90,23 @@ def restore(
         (8, 4)
     """
     options = options or Options()
-    group = Group.current(options.timeout_seconds)  # first of all: a call that raises counts like any other
-    with group.meeting("opening the checkpoint") as meeting:
-        require_mesh(mesh)
-        if isinstance(target, Mesh):
-            raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
-        source, digest = source_at(path, options)
-        digests = meeting.gather(digest)
-        if len(set(digests)) > 1:
-            raise PeersDisagreeError(
-                f"the processes see different checkpoints at {source.url}: it was replaced meanwhile, or is not shared"
-            )
-        meeting.share("")
-    with group.meeting("restoring") as meeting:
-        goals, build = resolve(source.manifest, Request(target, mesh, specs, select, rename, strict), options)
-        result = build(fetch(source, goals, options))
-        meeting.barrier()
+    with Group.current(options.timeout_seconds, Call.of("restore", path)) as group:
+        with group.meeting("opening the checkpoint") as meeting:
+            require_mesh(mesh)
+            if isinstance(target, Mesh):
+                raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
+            source, digest = source_at(path, options)
+            digests = meeting.gather(digest)
+            if len(set(digests)) > 1:
+                raise PeersDisagreeError(
+                    f"the processes see different checkpoints at {source.url}: it was replaced meanwhile, or is not"
+                    " shared"
+                )
+            meeting.share("")
+        with group.meeting("restoring") as meeting:
+            goals, build = resolve(source.manifest, Request(target, mesh, specs, select, rename, strict), options)
+            result = build(fetch(source, goals, options))
+            meeting.barrier()
     return result
 
 

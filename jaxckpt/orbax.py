@@ -27,10 +27,11 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jaxckpt._audit import LazyLeaf
 from jaxckpt._audit import open as open_checkpoint
+from jaxckpt._background import PendingSave
 from jaxckpt._errors import InputError
 from jaxckpt._options import Options
 from jaxckpt._restore import restore
-from jaxckpt._save import PendingSave, save, save_async
+from jaxckpt._save import save, save_async
 from jaxckpt._tree import Tree
 
 Path = os.PathLike[str]

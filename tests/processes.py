@@ -103,7 +103,7 @@ def run_processes(
     code: str, *, processes: int, devices_per_process: int, timeout: float = 120, args: Any = None, check: bool = True
 ) -> list[Finished]:
     """Run a program in the processes of one jax.distributed job; it finds `process_id` and `args` as globals."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     program = _JOIN + textwrap.dedent(code)
     commands = [
         [sys.executable, "-c", program, str(number), str(processes), address, json.dumps(args)]
@@ -120,7 +120,7 @@ def run_together(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> 
     assert all(one.returncode == 0 for one in done), _report(done)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     # Below the range from which the kernel gives ports to outgoing connections: in the seconds before the coordinator
     # listens, nobody else is handed this one.
     while True:

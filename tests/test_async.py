@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
-from jaxckpt import _draft, _save
+from jaxckpt import _background, _draft, _save
 from jaxckpt._files import FileWriter
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
@@ -50,9 +50,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate(monkeypatch)
     yield made
     made.opened.set()
-    for pending in list(_save._unsettled):
-        pending._finished.wait(60)
-    _save._unsettled.clear()
+    for pending in _background.under_way():
+        _background.give_up(pending)
 
 
 def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
@@ -60,7 +59,7 @@ def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
     gate.error = jaxckpt.StorageError(28, "no space")
     gate.opened.set()
     pending = jaxckpt.save_async(path, TREE)
-    assert pending._finished.wait(60)
+    assert pending._ended.wait(60)
     gate.error = None
     return pending
 
@@ -165,17 +164,17 @@ def test_metadata_may_be_changed_right_after(tmp_path: Path, gate: Gate) -> None
 
 def test_no_thread_can_be_started(tmp_path: Path, run_python: RunPython) -> None:
     program = """
-import sys, threading
+import sys, _thread
 import numpy as np, jaxckpt
-start = threading.Thread.start
-def refuse(thread):
+start = _thread.start_new_thread
+def refuse(*_):
     raise RuntimeError("can't start new thread")
-threading.Thread.start = refuse
+_thread.start_new_thread = refuse
 try:
     jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 except RuntimeError as error:
     print(error)
-threading.Thread.start = start
+_thread.start_new_thread = start
 jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 """
     assert run_python(program, args=[str(tmp_path / "c")], timeout=60) == "can't start new thread\n"

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from processes import RunProcesses
 
 import jaxckpt
+from jaxckpt import _background, _coord
 from jaxckpt._bucket import Bucket
 from jaxckpt._checkpointer import Rules, _Step
 from jaxckpt._files import FileWriter
@@ -276,7 +277,10 @@ def test_an_older_step_that_is_published_meanwhile_stays(
         listings += 1
         if listings == last:
             assert found["00000003"] is False
-            jaxckpt.save(checkpoints.path(3), state(3), options=FAST)
+            with monkeypatch.context() as elsewhere:  # as in another process, where no save is under way
+                elsewhere.setattr(_coord, "_running", [])
+                elsewhere.setattr(_background, "wake", lambda: [job.run() for job in list(_background._jobs)])
+                jaxckpt.save(checkpoints.path(3), state(3), options=FAST)
         return found
 
     monkeypatch.setattr(kind, "folders", then_published)
@@ -387,7 +391,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
         patched.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
         assert checkpoints.save(0, state(0))
         assert checkpoints.pending is not None
-        assert checkpoints.pending._finished.wait(60)
+        assert checkpoints.pending._ended.wait(60)
         stopped = 0
         for step in (1, 2, 3):
             try:
@@ -405,7 +409,7 @@ def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
     program = """
 import time
 import numpy as np, jaxckpt
-from jaxckpt import _save
+from jaxckpt import _claim
 from jaxckpt._bucket import Bucket
 from jaxckpt._files import FileWriter
 
@@ -424,12 +428,12 @@ def fail_once(then):
         FileWriter.write = refuse
     attempt(then)
 
-release = _save._Claim.release
+release = _claim.Claim.release
 def late(*arguments, **named):
     if process_id == 1:
         time.sleep(1.5)  # it hears of the end later
     release(*arguments, **named)
-_save._Claim.release = late
+_claim.Claim.release = late
 options = jaxckpt.Options(timeout_seconds=8)
 with jaxckpt.Checkpointer(args, fail_fast=True, options=options) as checkpoints:
     fail_once(lambda: checkpoints.save(0, {"x": np.arange(3)}))

@@ -138,7 +138,7 @@ def test_numpy_arrays_overwritten_right_after(tmp_path: Path, gate: threading.Ev
 def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
     held, most = 0, 0
-    pieces, landed = _staging._pieces, jaxckpt._save._Handover.landed
+    pieces, landed = _staging._pieces, jaxckpt._handover.Handover.landed
 
     def count(*arguments: Any, **named: Any) -> Any:
         nonlocal held, most
@@ -153,7 +153,7 @@ def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.Mo
         landed(self, one)
 
     monkeypatch.setattr(_staging, "_pieces", count)
-    monkeypatch.setattr(jaxckpt._save._Handover, "landed", uncount)
+    monkeypatch.setattr(jaxckpt._handover.Handover, "landed", uncount)
     mesh = jax.make_mesh((8,), ("a",))
     x = jax.device_put(np.arange(1 << 22, dtype=np.float32).reshape(64, -1), NamedSharding(mesh, P("a")))
     options = jaxckpt.Options(staging_bytes=4 << 20, object_bytes=1 << 20, host_bytes=16 << 20)

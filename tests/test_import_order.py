@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 ROWS = [
     ["_errors"],
     ["_progress"],
-    ["_options"],
+    ["_options", "_threads", "_clock"],
     ["_tree"],
     ["_grid"],
     ["_coord"],
@@ -38,6 +38,8 @@ ROWS = [
     ["_draft"],
     ["_exchange"],
     ["_staging", "_reading"],
+    ["_handover", "_agreement", "_background", "_claim"],
+    ["_publish"],
     ["_save", "_restore"],
     ["_drawing"],
     ["_audit", "_verify", "_diff"],

@@ -7,7 +7,9 @@ import json
 import re
 from pathlib import Path
 
-from processes import Finished, RunProcesses, RunPython
+import numpy as np
+import pytest
+from processes import Finished, RunProcesses, RunPython, free_port, run_together
 
 import jaxckpt
 
@@ -191,8 +193,10 @@ def test_a_path_that_is_not_shared_is_found_before_data_is_written(run_processes
     run_processes(
         TREE
         + """
+os.mkdir(f"{args}/of-process-{process_id}")
+os.chdir(f"{args}/of-process-{process_id}")
 try:
-    jaxckpt.save(f"{args}/of-process-{process_id}", make(mesh_of(2, 2)))
+    jaxckpt.save("ckpt", make(mesh_of(2, 2)))
 except jaxckpt.PathNotSharedError as error:
     assert "process 1 does not see" in str(error)
 else:
@@ -258,7 +262,7 @@ assert len([name for name in os.listdir(path) if name.startswith("data-")]) == 1
         assert kinds == (own if number == 1 else ["PeerFailedError", "PeersDisagreeError", "PeerFailedError"])
         assert number == 1 or all("process 1" in lines[i] for i in (0, 2))
         assert number == 1 or "no space left" in lines[2]
-        assert "[1]" in lines[1]
+        assert "process 1 was given a tree of other leaves" in lines[1]
 
 
 def test_all_raise_when_one_cannot_restore_and_the_next_restore_works(
@@ -434,3 +438,171 @@ os._exit(0)
     )
     lines = [[line for line in process.stdout.splitlines() if line[:2] in ("0 ", "1 ")] for process in done]
     assert lines == [["0 PeerFailedError", "1 saved"], ["0 InputError", "1 saved"]]
+
+
+# Processes out of step -------------------------------------------------------------------------------------
+
+
+OUT_OF_STEP = (
+    TREE
+    + """
+import time
+mesh = mesh_of(2, 2)
+options = jaxckpt.Options(timeout_seconds=10)
+
+def attempt(call):
+    try:
+        call()
+        print("fine", flush=True)
+    except (jaxckpt.JaxckptError, TypeError) as error:
+        print(f"{type(error).__name__}: {error}".replace(chr(10), " "), flush=True)
+
+def rows(step):
+    data = np.full((8, 8), step, np.float32)
+    return jax.make_array_from_callback(data.shape, NamedSharding(mesh, P("data")), lambda index: data[index])
+"""
+)
+
+
+def out_of_step(run_processes: RunProcesses, program: str, args: str) -> list[list[str]]:
+    done = run_processes(OUT_OF_STEP + program, processes=2, devices_per_process=2, args=args, timeout=60)
+    return [process.stdout.splitlines() for process in done]
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", "step"), ("name", "f'step {step}'")])
+def test_python_values_show_that_a_call_was_missed(
+    run_processes: RunProcesses, tmp_path: Path, name: str, value: str
+) -> None:
+    """Process 1 skips step 1, and would save its shards of step 2 along with process 0's of step 1."""
+    program = f"""
+for step in range(4):
+    if (process_id, step) == (1, 1) or (process_id, step) == (0, 3):
+        continue
+    tree = {{"w": rows(step), {name!r}: {value}}}
+    attempt(lambda: jaxckpt.save(args, tree, overwrite=True, options=options))
+"""
+    for number, lines in enumerate(out_of_step(run_processes, program, str(tmp_path / "c"))):
+        assert lines[0] == "fine"
+        assert lines[1].startswith("PeersDisagreeError: the processes hold different values"), lines
+        assert f"{name!r} (" in lines[1]
+        assert "missed a call" in lines[1]
+        assert number == 1 or "process 1 and process 0 differ" in lines[1]
+    assert jaxckpt.verify(tmp_path / "c").ok
+    tree = jaxckpt.load_numpy(tmp_path / "c")
+    assert len(np.unique(tree["w"])) == 1
+
+
+def test_different_calls_are_named(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+path = args + "/c"
+attempt(lambda: jaxckpt.save(path, {"w": rows(0)}, options=options))
+if process_id == 0:
+    attempt(lambda: jaxckpt.restore(path, options=options))
+else:
+    attempt(lambda: jaxckpt.save(path, {"w": rows(1)}, overwrite=True, options=options))
+with jaxckpt.Checkpointer(args + "/steps", options=options) as steps:
+    attempt(lambda: steps.save(3 + process_id, {"w": rows(3)}) and steps.wait())
+    attempt(lambda: steps.save(5, {"w": rows(5)}) and steps.wait())
+"""
+    for lines in out_of_step(run_processes, program, str(tmp_path)):
+        assert lines[0] == "fine"
+        assert re.search(
+            r"PeersDisagreeError: the processes made different calls of jaxckpt\. process 0: restore", lines[1]
+        )
+        assert re.search(r"process 1: save '.*/c', for the 2nd time", lines[1])
+        assert re.search(r"process 0: Checkpointer.save '.*/00000003'.*; process 1: .*/00000004'", lines[2])
+        assert lines[3] == "fine"
+
+
+@pytest.mark.parametrize(
+    ("what", "argument", "blamed"),
+    [
+        ("options", "options=jaxckpt.Options(timeout_seconds=10, chunk_bytes=(1 + process_id) << 6)", "other Options"),
+        ("metadata", "options=options, metadata={'run': process_id}", "other metadata"),
+        ("names", "options=options, process_state={f'at{process_id}': 1}", "a process_state of other names"),
+        (
+            "specs",
+            "options=options, mesh=mesh, specs=P('data', 'model') if process_id else P('data')",
+            "leaves of other shardings",
+        ),
+    ],
+)
+def test_what_differs_is_what_is_blamed(
+    run_processes: RunProcesses, tmp_path: Path, what: str, argument: str, blamed: str
+) -> None:
+    program = f"""
+attempt(lambda: jaxckpt.save(args, {{"w": rows(0)}}, {argument}))
+attempt(lambda: jaxckpt.save(args, {{"w": rows(0)}}, options=options))
+"""
+    for lines in out_of_step(run_processes, program, str(tmp_path / "c")):
+        assert lines[0].startswith(f"PeersDisagreeError: process 1 was given {blamed}"), lines
+        assert lines[1] == "fine"
+
+
+def test_what_one_process_raises_by_itself_leaves_the_calls_in_step(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = """
+with jaxckpt.Checkpointer(args, options=options) as steps:
+    bad = {"metrics": {"loss": "low"}} if process_id == 1 else {"metrics": {"loss": 0.5}}
+    attempt(lambda: steps.save(0, {"w": rows(0)}, **bad) and steps.wait())
+    attempt(lambda: steps.save(1, {"w": rows(1)}, metrics={"loss": 0.5}) and steps.wait())
+    attempt(lambda: steps.save(2, {"w": rows(2)}, metadata={1: 2} if process_id else None) and steps.wait())
+    attempt(lambda: steps.save(2, {"w": rows(2)}, metrics={"loss": 0.5}) and steps.wait())
+    attempt(lambda: steps.restore(7 if process_id else 1))
+    attempt(lambda: steps.restore(2))
+    attempt(lambda: steps.process_state("data" if process_id else 3))
+    print(steps.steps(), steps.metrics(1))
+"""
+    lines = out_of_step(run_processes, program, str(tmp_path))
+    assert [line.split(":")[0] for line in lines[1]][:7] == [
+        "InputError", "fine", "InputError", "fine", "NotACheckpointError", "fine", "InputError",
+    ]  # fmt: skip
+    assert [line.split(":")[0] for line in lines[0]][1::2][:3] == ["fine"] * 3
+    assert all(each[-1] == "[1, 2] {'loss': 0.5}" for each in lines)
+
+
+def test_calls_before_the_processes_are_connected_and_a_second_job(
+    run_python: RunPython, run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    """JAX is connected a second time, by one process that has saved before and another that has just begun."""
+    program = """
+import subprocess, sys, os
+import numpy as np, jaxckpt, jax
+
+def connect(address, number):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, 2, number, initialization_timeout=60)
+
+folder, address, role = sys.argv[1:]
+options = jaxckpt.Options(timeout_seconds=10)
+if role == "old":
+    for n in range(3):
+        jaxckpt.save(f"{folder}/alone", {"x": n}, overwrite=True)
+connect(address, int(role == "old"))
+for n in range(2):
+    jaxckpt.save(f"{folder}/both", {"x": np.arange(n)}, overwrite=True, options=options)
+print("done")
+"""
+    address = f"127.0.0.1:{free_port()}"
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    run_together([[str(file), str(tmp_path), address, role] for role in ("old", "new")], timeout=60)
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "both")["x"], np.arange(1))
+
+
+def test_a_replicated_count_on_the_devices_of_one_process(run_processes: RunProcesses, tmp_path: Path) -> None:
+    """Such as the step count of a pipeline stage."""
+    program = """
+second = mesh_of(1, 2, devices=jax.devices()[2:])
+def count(value, mesh):
+    return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.int32(value), dtype=np.int32)
+tree = {"stage": count(7, second), "all": count(3, mesh)}
+attempt(lambda: jaxckpt.save(args, tree, options=options))
+attempt(lambda: jaxckpt.save(args, {"stage": count(7, second), "all": count(process_id, mesh)}, overwrite=True))
+"""
+    for lines in out_of_step(run_processes, program, str(tmp_path / "c")):
+        assert lines[0] == "fine"
+        assert lines[1].startswith("PeersDisagreeError: the processes hold different values")
+        assert "'all' (0 in process 0): process 1 and process 0 differ" in lines[1]
+    assert jaxckpt.load_numpy(tmp_path / "c") == {"stage": 7, "all": 3}

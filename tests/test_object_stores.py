@@ -242,7 +242,7 @@ def test_an_error_names_the_url_and_no_secret(
 
 
 def test_a_refused_connection_is_told_plainly(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:hidden@127.0.0.1:{processes._free_port()}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:hidden@127.0.0.1:{processes.free_port()}")
     with pytest.raises(jaxckpt.StorageError) as caught:
         jaxckpt.save(bucket.url, tree(1), options=jaxckpt.Options(retry_seconds=0.5))
     assert bucket.url in str(caught.value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 # `phase` of an operation → the call of a function in which it begins; all of them in the victim's own process.
 PHASES = {
-    "plan agreement": ("save", "_save._digest_of"),
-    "folder check": ("save", "_save._require_shared"),
+    "plan agreement": ("save", "_save.agreement"),
+    "folder check": ("save", "_save.require_shared"),
     "writing": ("save", "_files.FileWriter.write"),
-    "before the barrier": ("save", "_save._publish"),
+    "before the barrier": ("save", "_save.publish"),
     "publishing": ("save", "_coord.Meeting.share"),  # the last of the save: process 0 has just published
     "writing in the background": ("save_async", "_files.FileWriter.write"),
-    "before the barrier in the background": ("save_async", "_save._publish"),
+    "before the barrier in the background": ("save_async", "_save.publish"),
     "opening": ("restore", "_manifest.load"),
     "reading": ("restore", "_files.FileReader.read"),
 }
@@ -223,7 +223,7 @@ for round_, (what, victim) in enumerate(args["rounds"], 1):
             back = at(phase, lambda: time.sleep(3 * timeout))
         elif what == "makes no call":
             await_notes(f"told{round_}", set(range(count)) - {victim})
-            _coord.Group.current(1)  # its calls count on: as if it had called and raised
+            _coord.Group.current(1, _coord.Call.of('save', path))  # its calls count on: as if it had called and raised
             said = "none"
         else:
             broken = make(round_)

@@ -46,14 +46,14 @@ def serve(prepare, save, passed):
 # The moments of a save at which it can be told to stop, each the call of a function.
 MOMENTS = {
     "planning": ("_save", "_planned"),
-    "looking at the path": ("_save", "_previous"),
+    "looking at the path": ("_claim", "_previous"),
     "making its folder": ("_folder.Folder", "begin"),
     "making arrays": ("_folder.Folder", "create_array"),
     "writing": ("_files.FileWriter", "write"),
     "syncing its folders": ("_folder.Folder", "sync_folders"),
     "syncing": ("_folder.Folder", "sync_data"),
     "publishing": ("_folder.Folder", "publish"),
-    "tidying up": ("_save._Claim", "release"),
+    "tidying up": ("_claim.Claim", "release"),
 }
 
 JAXCKPT = (
@@ -62,7 +62,7 @@ JAXCKPT = (
     + """
 import operator
 import jaxckpt
-from jaxckpt import _files, _folder, _save
+from jaxckpt import _claim, _files, _folder, _save
 
 def stop_at(owner, name):
     original = getattr(owner, name)

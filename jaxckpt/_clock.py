@@ -1,0 +1,38 @@
+"""How long each phase of a save takes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Generator
+
+PHASES: tuple[str, ...] = ("plan", "device_to_host", "write", "sync", "barrier", "publish")
+
+
+class Clock:
+    """Seconds of each phase; what is timed within another phase does not count for that one."""
+
+    def __init__(self) -> None:
+        self.laps = dict.fromkeys(PHASES, 0.0)
+        self._within = threading.local()
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Count seconds that were spent in a phase."""
+        self.laps[phase] += seconds
+
+    def reported(self) -> dict[str, float]:
+        """Seconds of the phases until now; process 0 alone publishes, and has yet to begin."""
+        return {phase: round(seconds, 6) for phase, seconds in self.laps.items() if phase != "publish"}
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Generator[None]:
+        begun = time.perf_counter()
+        outer = getattr(self._within, "seconds", 0.0)
+        self._within.seconds = 0.0
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begun
+            self.laps[phase] += seconds - self._within.seconds
+            self._within.seconds = outer + seconds

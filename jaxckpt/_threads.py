@@ -1,0 +1,137 @@
+"""Threads, and waiting for them, such that Ctrl-C at any moment neither hangs the program nor leaves a lock behind.
+
+Python raises KeyboardInterrupt in the main thread, between any two bytecodes. `threading.Event`, `Condition`, `Future`
+and `Thread.start` take a lock in Python code: an interrupt right after that leaves the lock taken, and whoever needs it
+next waits forever. What is here rests on `queue.SimpleQueue` and on plain locks, which do their work in one call of C.
+Work that must not be cut short, such as what holds a lock on a folder, runs in another thread: none but the main thread
+is ever interrupted.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.5
+"""A wake-up call that an interrupt has swallowed delays whoever waits for it by so much at most."""
+
+
+class Latch:
+    """An event that happens once."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._wakes = queue.SimpleQueue[None]()
+
+    def set(self) -> None:
+        self.is_set = True
+        self._wakes.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, or for `timeout` seconds; returns whether it is set."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_set:
+            left = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            try:
+                self._wakes.get(timeout=left)
+            except queue.Empty:
+                continue
+            self._wakes.put(None)  # for others that wait
+        return True
+
+
+class Task(Generic[T]):
+    """A piece of work that another thread does."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._ended = Latch()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work; whatever it raises is for those who ask for the result."""
+        work, self._work = self._work, None  # it may hold much
+        assert work is not None
+        try:
+            self._value = work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del work
+            self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, or for `timeout` seconds; returns whether it is done."""
+        return self._ended.wait(timeout)
+
+    def exception(self) -> BaseException | None:
+        self._ended.wait()
+        return self._error
+
+    def result(self) -> T:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def start_thread(run: Callable[[], object], name: str) -> None:
+    """Start a daemon thread. Raises RuntimeError if the system, or Python at its end, starts no more of them."""
+
+    def named() -> None:
+        threading.current_thread().name = name
+        run()
+
+    _thread.start_new_thread(named, ())
+
+
+def uninterrupted(work: Callable[[], T]) -> T:
+    """Do work in a thread of its own and wait for it: an interrupt ends the waiting, never the work half-way."""
+    if threading.current_thread() is not threading.main_thread() or ending():
+        return work()
+    task = Task(work)
+    start_thread(task.run, "jaxckpt-aside")
+    return task.result()
+
+
+def ending() -> bool:
+    """Whether the interpreter is at its end: it runs the functions registered with atexit, or is past them."""
+    return not threading.main_thread().is_alive()
+
+
+class Caller:
+    """A call that is running, as other threads see it."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth` functions above the one that makes this."""
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = sys._getframe(1 + depth)  # pyright: ignore[reportPrivateUsage]
+
+    def is_here(self) -> bool:
+        """Whether the thread that asks is in the function that made this."""
+        return self._thread == threading.get_ident() and self.present()
+
+    def present(self) -> bool:
+        """Whether the function that made this has yet to return. One that an interrupt ended may not have said so."""
+        frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return self._frame is not None and frame is not None
+
+    def leave(self) -> None:
+        """Say so, and hold the function's variables no longer."""
+        self._frame = None
