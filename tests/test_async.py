@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -472,3 +473,81 @@ def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: p
             checkpoints.save(step, tree)
             assert len(calls) == plans
             np.testing.assert_array_equal(checkpoints.restore(step)["w"], tree["w"])
+
+
+# Calls at odd moments --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", ["save", "save_async"])
+@pytest.mark.parametrize("early", [False, True], ids=["imported first", "registered first"])
+def test_a_save_from_an_exit_function(tmp_path: Path, save: str, early: bool) -> None:
+    """Registered before or after jaxckpt is imported, and with or without a save before it."""
+    program = f"""
+import atexit, sys
+def last():
+    import jaxckpt
+    import numpy as np
+    for name in "cd":
+        jaxckpt.{save}(sys.argv[1] + name, {{"x": np.arange(3)}})
+    print("saved")
+{"atexit.register(last)" if early else ""}
+import jaxckpt, numpy as np
+{"" if early else "atexit.register(last)"}
+jaxckpt.save_async(sys.argv[1] + "before", {{"x": np.arange(3)}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, f"{tmp_path}/"],
+        env=environment(1), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr
+    for name in ("c", "d", "before"):
+        np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / name)["x"], np.arange(3))
+
+
+@pytest.mark.parametrize("save", [jaxckpt.save, lambda *a, **k: jaxckpt.save_async(*a, **k).wait(60)])
+def test_a_save_from_inside_a_save(tmp_path: Path, save: Any) -> None:
+    """By a progress callback, which would wait for itself."""
+
+    def again(_: jaxckpt.Progress) -> None:
+        jaxckpt.save(tmp_path / "inner", TREE)
+
+    with pytest.raises(jaxckpt.InputError, match=r"save of '.*inner' was called from inside save.* of '.*outer'"):
+        save(tmp_path / "outer", TREE, options=jaxckpt.Options(progress=again))
+    jaxckpt.save(tmp_path / "outer", TREE)
+    with pytest.raises(jaxckpt.InputError, match=r"save of '.*inner' was called from inside restore of '.*outer'"):
+        jaxckpt.restore(tmp_path / "outer", options=jaxckpt.Options(progress=again))
+    jaxckpt.restore(tmp_path / "outer")
+    assert not (tmp_path / "inner").exists()
+
+
+def test_a_signal_handler_that_saves_during_a_save(tmp_path: Path, gate: Gate) -> None:
+    def handler(*_: Any) -> None:
+        jaxckpt.save(tmp_path / "inner", TREE)
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGUSR1]).start()
+        threading.Timer(0.6, gate.opened.set).start()
+        with pytest.raises(jaxckpt.InputError, match=r"inside save of .*outer.*by a signal handler"):
+            jaxckpt.save(tmp_path / "outer", TREE)
+        # While a save is only under way in the background, a handler may save: it waits for the other.
+        gate.opened.clear()
+        pending = jaxckpt.save_async(tmp_path / "background", TREE)
+        threading.Timer(0.3, gate.opened.set).start()
+        signal.raise_signal(signal.SIGUSR1)
+        assert pending.done
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert "a" in jaxckpt.load_numpy(tmp_path / "inner")
+
+
+def test_a_blocking_save_that_is_interrupted_leaves_nothing(tmp_path: Path, gate: Gate) -> None:
+    gate.opened.set()
+    jaxckpt.save(tmp_path / "c", {"x": np.arange(3)})
+    gate.opened.clear()
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.6, gate.opened.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        jaxckpt.save(tmp_path / "c", {"x": np.arange(4)}, overwrite=True)
+    assert len(list(tmp_path.glob("c/data-*"))) == 1
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
