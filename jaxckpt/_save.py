@@ -46,7 +46,7 @@ from jaxckpt._errors import (
 )
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import Manifest, StackRecord, StepRecord
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._pieces import Pieces
 from jaxckpt._place import store_at
 from jaxckpt._plan import WRITE_COPIES
@@ -141,7 +141,7 @@ def save(
         128
     """
     asked = Asked(path, tree, mesh, specs, metadata, overwrite, process_state)
-    return start(asked, options or Options(), background=False).wait()
+    return start(asked, given(options), background=False).wait()
 
 
 def save_async(
@@ -176,7 +176,7 @@ def save_async(
         128
     """
     asked = Asked(path, tree, mesh, specs, metadata, overwrite, process_state)
-    return start(asked, options or Options(), background=True)
+    return start(asked, given(options), background=True)
 
 
 @dataclass(frozen=True, slots=True)
