@@ -677,8 +677,8 @@ class Rules:
                 pass
             case _:
                 raise InputError(f'keep_best must be (metric, "min") or (metric, "max"), found {best!r}')
-        if younger is not None and not (isinstance(younger, datetime.timedelta) and younger > datetime.timedelta(0)):
-            raise InputError(f"keep_for must be a datetime.timedelta above zero, found {younger!r}")
+        if younger is not None and not (isinstance(younger, datetime.timedelta) and younger >= datetime.timedelta(0)):
+            raise InputError(f"keep_for must be a datetime.timedelta, and not below zero, found {younger!r}")
         counts: dict[str, int] = {}
         if components is not None and not isinstance(components, Mapping):
             raise InputError(f'components must be a mapping such as {{"opt_state": 1}}, found {components!r}')
