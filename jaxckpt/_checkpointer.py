@@ -257,7 +257,7 @@ class Checkpointer:
                 f"keep_best compares steps by the metric {name!r}, and metrics has {', '.join(map(repr, given_names))}"
                 f"{closest(name, given_names)}"
             )
-        self._measured = self._measured or any(name in found.record.metrics for found in self._look_at(steps))
+        self._measured = self._measured or self._rules.measured(self._look_at(steps))
         if not self._measured:
             raise InputError(
                 f"keep_best compares steps by the metric {name!r}, and no step in {self._store.url} has it: pass"
@@ -494,7 +494,7 @@ class Checkpointer:
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that were given when a step was saved; None for those that were not finite."""
-        found = self._look(step)
+        found = self._look(_number(step))
         if found is None:
             raise NotACheckpointError(f"no step {step} is in {self._store.url}")
         return dict(found.record.metrics)
@@ -690,7 +690,7 @@ class Rules:
 
     def kept(self, steps: Sequence[_Step], now: datetime.datetime) -> set[int]:
         """Numbers of the steps to keep, of all that are there, oldest first."""
-        if (self.last, self.every, self.best, self.younger) == (None,) * 4:
+        if (self.last, self.every, self.best, self.younger) == (None,) * 4 or not self.measured(steps):
             return {step.number for step in steps}
         kept = {step.number for step in steps[-(self.last or 1) :]}
         if self.every is not None:
@@ -700,6 +700,10 @@ class Rules:
         if self.younger is not None:
             kept |= {step.number for step in steps if now - step.created < self.younger}
         return kept
+
+    def measured(self, steps: Sequence[_Step]) -> bool:
+        """Whether a step has the metric that steps are compared by; until one has, none is deleted."""
+        return self.best is None or any(self.best[0] in step.record.metrics for step in steps)
 
     def best_of(self, steps: Sequence[_Step]) -> int | None:
         """The step with the best metric, the newest of equals."""
