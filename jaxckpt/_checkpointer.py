@@ -792,6 +792,6 @@ class _Notice:
 def _sync_point(step: int) -> bool:
     """Whether JAX has all processes stop at this step; never where its preemption service is off."""
     try:
-        return multihost_utils.reached_preemption_sync_point(step)
+        return multihost_utils.reached_preemption_sync_point(step & 0x7FFFFFFF)  # it takes 31 bits
     except RuntimeError:
         return False

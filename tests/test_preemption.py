@@ -88,6 +88,17 @@ with jaxckpt.Checkpointer(
 """
 
 
+def test_a_step_beyond_31_bits_is_saved_by_two(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+with jaxckpt.Checkpointer(args) as checkpoints:
+    print([checkpoints.save(step, {"x": step}) for step in (1 << 31, 1 << 62)])
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=120)
+    assert [one.stdout for one in done] == ["[True, True]\n"] * 2
+    assert jaxckpt.Checkpointer(tmp_path / "s").steps() == [1 << 31, 1 << 62]
+
+
 def test_a_thread_that_cannot_listen_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
