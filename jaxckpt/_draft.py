@@ -108,7 +108,13 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Ar
     """
     try:
         leaves, treedef = jax.tree.flatten(tree)
-    except (TypeError, ValueError, OverflowError, RecursionError, SystemError):  # told with its path when the tree is described
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        SystemError,
+    ):  # told with its path when the tree is described
         return None
     plain = type(leaves[0]) if leaves and isinstance(leaves[0], jax.Array) else None
     # A tree of PRNG keys alone is of one type too.

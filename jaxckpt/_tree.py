@@ -157,8 +157,9 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     except (TypeError, ValueError, OverflowError) as error:
+        reason = str(error).rstrip(".")
         raise TreeError(
-            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {str(error).rstrip('.')}. Are the keys of one type?"
+            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {reason}. Are the keys of one type?"
         ) from error
     if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
         return None

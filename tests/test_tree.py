@@ -303,6 +303,31 @@ def test_an_odd_node_is_saved_so_that_it_is_read_or_refused_by_path(tree: Any, e
     assert jax.tree.leaves(restored) == jax.tree.leaves({"node": tree})
 
 
+ODD_KEYS = st.one_of(keys, st.sampled_from([1, True, 1.0, "1", (1,), "", "~", -0.0, 0, math.nan, np.float32(1), None]))
+
+
+def odd_nodes(below: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    pairs = st.lists(st.tuples(ODD_KEYS, below), max_size=3)
+    return st.one_of(
+        strategies.containers(below),
+        pairs.map(lambda found: Keyed([key for key, _ in found], [child for _, child in found])),
+        pairs.map(collections.OrderedDict),
+        *(st.builds(kind, below, below) for kind in (Static, Reordered, Numbered, Generic, Underscored)),
+    )
+
+
+@given(st.recursive(st.one_of(st.builds(Mark), st.none()), odd_nodes, max_leaves=10))
+def test_what_is_not_refused_is_read(tree: Any) -> None:
+    try:
+        leaves, structure = _tree.flatten(tree)
+    except TreeError:
+        return
+    back, paths = from_json(to_json(structure)), [leaf.path for leaf in leaves]
+    assert _tree.paths_of(back, len(paths), sum(map(len, paths))) == (paths, list(range(len(leaves))))
+    rebuilt = jax.tree.leaves(_tree.unflatten(back, [leaf.value for leaf in leaves]))
+    assert len(rebuilt) == len(leaves)
+
+
 class Real(float, enum.Enum):
     HALF = 0.5
 
