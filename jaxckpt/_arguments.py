@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxckpt._audit import Checkpoint, LazyLeaf
 from jaxckpt._audit import open as open_checkpoint
 from jaxckpt._errors import InputError, JaxckptError
+from jaxckpt._place import local_path
 from jaxckpt._tree import Tree, nested, renamer, selector
 
 Rule = tuple[str | None, PartitionSpec]
@@ -135,9 +136,9 @@ def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[Rule]) -> None:
 def complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Paths of leaves of the checkpoint that was named before, one component at a time, as shells complete folders."""
     path = str(ctx.params.get("path") or "")
-    if "://" in path:  # nobody waits for a network at each press of a key
-        return []
     try:
+        if local_path(path) is None:  # nobody waits for a network at each press of a key
+            return []
         leaves = open_checkpoint(path).leaves
     except (JaxckptError, OSError):
         return []

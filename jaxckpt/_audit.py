@@ -41,7 +41,7 @@ from jaxckpt._layout import (
     show_layout,
 )
 from jaxckpt._manifest import LeafRecord, Manifest, MeshRecord
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._progress import show_bytes
 from jaxckpt._reading import read_box
@@ -72,7 +72,7 @@ def open(path: Location, *, options: Options | None = None) -> Checkpoint:
         >>> jaxckpt.open("/tmp/jaxckpt-doc/open")["w"][8:12]
         array([ 8,  9, 10, 11])
     """
-    options = options or Options()
+    options = given(options)
     source, _ = source_at(path, options)
     return Checkpoint(source, options)
 
@@ -384,7 +384,7 @@ class Checkpoint:
         """
         if devices_per_process < 1:
             raise InputError(f"devices_per_process must be at least 1, found {devices_per_process}")
-        options = options or self._options
+        options = self._options if options is None else given(options)
         asked = Request(
             target,
             mesh,

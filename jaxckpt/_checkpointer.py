@@ -6,15 +6,16 @@ import datetime
 import functools
 import logging
 import math
-import operator
 import os
+import re
+import reprlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import jax
 from jax.experimental import multihost_utils
@@ -34,15 +35,15 @@ from jaxckpt._errors import (
 )
 from jaxckpt._folder import Folder
 from jaxckpt._layout import Specs
-from jaxckpt._manifest import Manifest, StepRecord
-from jaxckpt._options import Options
+from jaxckpt._manifest import LARGEST, Manifest, StepRecord
+from jaxckpt._options import Options, given, seconds, whole_number
 from jaxckpt._place import store_at
 from jaxckpt._restore import restore
 from jaxckpt._save import SaveRequest, start
 from jaxckpt._store import MANIFEST, Store
 from jaxckpt._target import Rename, Uncommitted
 from jaxckpt._threads import uninterrupted
-from jaxckpt._tree import Select, Tree
+from jaxckpt._tree import Select, Tree, closest, is_utf8
 
 _log = logging.getLogger("jaxckpt")
 
@@ -67,9 +68,12 @@ class Checkpointer:
         keep_last: How many of the newest steps to keep.
         keep_every: Keep steps that it divides.
         keep_best: (name of a metric, "min" or "max"): keep the step with the best value of it, the newest of equals.
+            A save whose `metrics` lack that name is an error, and so is a save without `metrics` while no step has it:
+            pass float("nan") for a step that was not measured.
         keep_for: Keep steps that are younger than this.
         components: For paths of subtrees (globs too), in how many of the newest steps they are kept: with
-            {"opt_state": 1}, older steps that are kept lose "opt_state" and stay loadable for all else.
+            {"opt_state": 1}, older steps that are kept lose "opt_state" and stay loadable for all else. A path that
+            matches nothing in the tree is an error when a step is saved.
         background: Save with `save_async`, otherwise with `save`.
         fail_fast: After a save in the background has failed, raise its error from the next `save`, whatever its step;
             otherwise from the next that has something to save.
@@ -107,34 +111,29 @@ class Checkpointer:
         preemption_seconds: float = 30.0,
         options: Options | None = None,
     ) -> None:
-        counts = [("every", every), ("keep_last", keep_last), ("keep_every", keep_every), *(components or {}).items()]
-        for name, count in counts:
-            if count is not None and not (isinstance(count, int) and count > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise InputError(f"Checkpointer: {name} must be a whole number above zero, found {count!r}")
-        if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("min", "max")):
-            raise InputError(f'keep_best must be (metric, "min") or (metric, "max"), found {keep_best!r}')
-        if on_preemption not in ("exit", "continue"):
-            raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
-        self._rules = Rules(keep_last, keep_every, keep_best, keep_for, dict(components or {}))
-        self._options = options or Options()
-        store = store_at(directory, self._options)
-        # It stays where it is, wherever the program changes its working directory to.
-        self._store = Folder(store.folder, store.folder) if isinstance(store, Folder) else store
-        self._every = every
-        self._background = background
-        self._fail_fast = fail_fast
-        self._on_preemption = on_preemption
-        self._preemption_seconds = preemption_seconds
-        self._recent = Recent()
-        self._known: dict[int, _Step] = {}
-        self._pending: PendingSave | None = None
-        self._newest: int | None = None
-        self._restored: int | None = None
-        self._preempted = False
-        with self._calling("Checkpointer") as group:
+        with Group.current(options, Call.of("Checkpointer", directory)) as group:
+            if on_preemption not in ("exit", "continue"):
+                raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
+            self._rules = Rules.of(keep_last, keep_every, keep_best, keep_for, components)
+            self._options = given(options)
+            store = store_at(directory, self._options)
+            # It stays where it is, wherever the program changes its working directory to.
+            self._store = Folder(store.folder, store.folder) if isinstance(store, Folder) else store
+            self._every = whole_number(every, "every", least=1)
+            self._background = background
+            self._fail_fast = fail_fast
+            self._on_preemption = on_preemption
+            self._preemption_seconds = seconds(preemption_seconds, "preemption_seconds")
+            self._recent = Recent()
+            self._known: dict[int, _Step] = {}
+            self._pending: PendingSave | None = None
+            self._newest: int | None = None
+            self._restored: int | None = None
+            self._preempted = False
+            self._measured = False
             self._first = group.index == 0
             uninterrupted(functools.partial(self._open, group))
-        self._notice = _Notice(group.count)
+            self._notice = _Notice(group.count)
 
     def _open(self, group: Group) -> None:
         with group.meeting("opening the directory of steps") as meeting:
@@ -146,7 +145,7 @@ class Checkpointer:
     def _calling(self, verb: str, step: int | None = None) -> Group:
         """A call that every process makes."""
         path = self._store.url if step is None else self.path(step)
-        return Group.current(self._options.timeout_seconds, Call.of(verb, path))
+        return Group.current(self._options, Call.of(verb, path))
 
     def __enter__(self) -> Self:
         return self
@@ -184,9 +183,10 @@ class Checkpointer:
         """Save a step if it is due. Every process, at every step: it is also where a preemption is heard of.
 
         Args:
-            step: Its number, from 0.
+            step: Its number, from 0 to 2**62.
             tree: As for `jaxckpt.save`. It may be donated as soon as this returns.
-            metrics: Numbers to choose the best step by, and for `metrics(step)`; process 0's are recorded.
+            metrics: Numbers by name, to choose the best step by, and for `metrics(step)`; process 0's are recorded. One
+                that is not finite is recorded as None.
             process_state: As for `jaxckpt.save`: what this process alone knows.
             metadata: Any JSON value.
             force: Save although `every` does not divide the step.
@@ -200,11 +200,10 @@ class Checkpointer:
             Exception: As `jaxckpt.save_async`; and what ended an earlier save in the background.
         """
         try:
-            step = operator.index(step)
-        except TypeError as error:
-            raise InputError(f"step must be a whole number, found {step!r}") from error
-        if step < 0:
-            raise InputError(f"step must not be below 0, found {step}")
+            step = _number(step)
+        except InputError:
+            with self._calling("Checkpointer.save"):
+                raise
         last_one = not self._preempted and self._notice.reached(step)
         if not (force or last_one or step % self._every == 0):
             # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
@@ -221,7 +220,7 @@ class Checkpointer:
                 _log.warning("the save before the last one failed: %s", error)
         if not saved:
             with self._calling("Checkpointer.save", step) as group:
-                record = StepRecord(step, {name: _metric(name, value) for name, value in (metrics or {}).items()})
+                record = StepRecord(step, _metrics(metrics))
                 request = SaveRequest(
                     self.path(step),
                     tree,
@@ -231,7 +230,7 @@ class Checkpointer:
                     step=record,
                     components=tuple(self._rules.components),
                     recent=self._recent,
-                    check=functools.partial(self._admit, step, overwrite),
+                    check=functools.partial(self._admit, record, overwrite=overwrite, last_one=last_one),
                     then=functools.partial(self._tidy_up, record),
                     deadline=self._deadline() if last_one else None,
                 )
@@ -245,9 +244,12 @@ class Checkpointer:
             self._leave(step, saved)
         return saved
 
-    def _admit(self, step: int, overwrite: bool) -> None:
-        """Raise unless a step comes after all that are there: the rules would take what is older for outdated."""
-        steps = self.steps()
+    def _admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
+        """Raise unless a step comes after all that are there: the rules would take what is older for outdated. And
+        unless they can compare it, but for the last one before a job is stopped."""
+        step, steps = record.number, self.steps()
+        if not last_one:
+            self._require_metric(record, steps)
         if step in steps and not overwrite:
             raise CheckpointExistsError(f"step {step} is in {self._store.url}; pass overwrite=True to replace it")
         if steps and step < steps[-1] and step not in steps:
@@ -256,6 +258,26 @@ class Checkpointer:
                 " step, delete(step) the newer ones first, or save into another directory"
             )
         self._store.mark(_name(step))
+
+    def _require_metric(self, record: StepRecord, steps: list[int]) -> None:
+        """Raise if `keep_best` names a metric that this job does not record: all but the newest step would be lost."""
+        if self._rules.best is None:
+            return
+        name, given_names = self._rules.best[0], list(record.metrics)
+        if name in given_names:
+            self._measured = True
+            return
+        if given_names:
+            raise InputError(
+                f"keep_best compares steps by the metric {name!r}, and metrics has {', '.join(map(repr, given_names))}"
+                f"{closest(name, given_names)}"
+            )
+        self._measured = self._measured or self._rules.measured(self._look_at(steps))
+        if not self._measured:
+            raise InputError(
+                f"keep_best compares steps by the metric {name!r}, and no step in {self._store.url} has it: pass"
+                f' save(…, metrics={{{name!r}: …}}), with float("nan") where it was not measured'
+            )
 
     def delete(self, step: int) -> None:
         """Delete a step. Every process; a step that is not there is no error, but the only one is not deleted.
@@ -494,13 +516,13 @@ class Checkpointer:
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that were given when a step was saved; None for those that were not finite."""
-        found = self._look(step)
+        found = self._look(_number(step))
         if found is None:
             raise NotACheckpointError(f"no step {step} is in {self._store.url}")
         return dict(found.record.metrics)
 
     def _child(self, step: int) -> Store:
-        return self._store.child(_name(step))
+        return self._store.child(_name(_number(step)))
 
     def _look(self, step: int) -> _Step | None:
         """What a step's manifest says, read once; None where there is none, or a damaged one."""
@@ -585,15 +607,36 @@ def _name(step: int) -> str:
 
 
 def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdigit() and len(name) >= 8 and name == f"{int(name):08d}"
+    # One with more digits could be beyond the largest number; it would be the newest for ever.
+    return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= LARGEST
+
+
+def _number(step: object) -> int:
+    """The number of a step. Raises InputError."""
+    return whole_number(step, "step", least=0, most=LARGEST)
+
+
+def _metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """Metrics as they are recorded. Raises InputError."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"metrics must be a mapping of names to numbers, found {reprlib.repr(metrics)}")
+    return {_metric_name(name): _metric(name, value) for name, value in metrics.items()}
+
+
+def _metric_name(name: object) -> str:
+    if not isinstance(name, str) or not is_utf8(name):
+        raise InputError(f"the names in metrics must be str (UTF-8), found {ascii(name)[:80]}")
+    return str.__str__(name)
 
 
 def _metric(name: str, value: Any) -> float | None:
     """A metric as it is recorded; None where it is not finite."""
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"metric {name!r} must be a number, found {str(value)[:80]}: {error}") from error
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # an array of other processes is the last
+        raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}: {error}") from error
     return number if math.isfinite(number) else None
 
 
@@ -644,9 +687,32 @@ class Rules:
     younger: datetime.timedelta | None = None
     components: Mapping[str, int] = field(default_factory=dict[str, int])
 
+    @classmethod
+    def of(cls, last: object, every: object, best: object, younger: object, components: object) -> Self:
+        """The rules that a caller asks for. Raises InputError."""
+        if last is not None:
+            last = whole_number(last, "keep_last", least=1)
+        if every is not None:
+            every = whole_number(every, "keep_every", least=1)
+        match best:
+            case None | (str(), "min" | "max"):
+                pass
+            case _:
+                raise InputError(f'keep_best must be (metric, "min") or (metric, "max"), found {best!r}')
+        if younger is not None and not (isinstance(younger, datetime.timedelta) and younger >= datetime.timedelta(0)):
+            raise InputError(f"keep_for must be a datetime.timedelta, and not below zero, found {younger!r}")
+        counts: dict[str, int] = {}
+        if components is not None and not isinstance(components, Mapping):
+            raise InputError(f'components must be a mapping such as {{"opt_state": 1}}, found {components!r}')
+        for path, count in cast("Mapping[object, object]", components or {}).items():
+            if not isinstance(path, str):
+                raise InputError(f"components must have paths of subtrees for keys, found {path!r}")
+            counts[path] = whole_number(count, f"components[{path!r}]", least=1)
+        return cls(last, every, None if best is None else (best[0], best[1]), younger, counts)
+
     def kept(self, steps: Sequence[_Step], now: datetime.datetime) -> set[int]:
         """Numbers of the steps to keep, of all that are there, oldest first."""
-        if (self.last, self.every, self.best, self.younger) == (None,) * 4:
+        if (self.last, self.every, self.best, self.younger) == (None,) * 4 or not self.measured(steps):
             return {step.number for step in steps}
         kept = {step.number for step in steps[-(self.last or 1) :]}
         if self.every is not None:
@@ -656,6 +722,10 @@ class Rules:
         if self.younger is not None:
             kept |= {step.number for step in steps if now - step.created < self.younger}
         return kept
+
+    def measured(self, steps: Sequence[_Step]) -> bool:
+        """Whether a step has the metric that steps are compared by; until one has, none is deleted."""
+        return self.best is None or any(self.best[0] in step.record.metrics for step in steps)
 
     def best_of(self, steps: Sequence[_Step]) -> int | None:
         """The step with the best metric, the newest of equals."""
@@ -701,8 +771,14 @@ class _Notice:
         self._listening = True
         if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
             _log.warning("jax_enable_preemption_service is off: no process hears that another is told to stop")
-        if self._processes == 1 and threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        if self._processes == 1:
+            if threading.current_thread() is threading.main_thread():
+                self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+            else:
+                _log.warning(
+                    "the first save of a Checkpointer is not in the main thread, and so cannot listen for SIGTERM: no"
+                    " last step is saved when this job is told to stop"
+                )
 
     def _on_signal(self, number: int, frame: Any) -> None:
         closed, previous = self._closed, self._before()
@@ -738,6 +814,6 @@ class _Notice:
 def _sync_point(step: int) -> bool:
     """Whether JAX has all processes stop at this step; never where its preemption service is off."""
     try:
-        return multihost_utils.reached_preemption_sync_point(step)
+        return multihost_utils.reached_preemption_sync_point(step & 0x7FFFFFFF)  # it takes 31 bits
     except RuntimeError:
         return False

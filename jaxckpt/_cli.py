@@ -34,7 +34,7 @@ from jaxckpt._diff import diff as diff_checkpoints
 from jaxckpt._errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
 from jaxckpt._listing import list_checkpoints, listing_record, print_listing
 from jaxckpt._options import Options
-from jaxckpt._place import store_at
+from jaxckpt._place import local_path, store_at
 from jaxckpt._report import report as report_on
 from jaxckpt._results import (
     delta_record,
@@ -399,7 +399,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     store.clear()
     above, _, name = path.rstrip("/").rpartition("/")
     # An object store keeps a list of steps; this one may have been published again meanwhile.
-    if "://" in above and store.read(MANIFEST) is None:
+    if "://" in above and local_path(path) is None and store.read(MANIFEST) is None:
         store_at(above, options).unmark(name)
     left = store.names()
     _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)

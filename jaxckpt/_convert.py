@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Mapping
@@ -30,8 +29,9 @@ from jaxckpt._grid import Layout, mesh_layout
 from jaxckpt._layout import Specs, by_axis_name, fit_spec, mesh_axes, resolve_specs
 from jaxckpt._manifest import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._mindspore import mindspore_ranks
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._orbax_out import write_orbax
+from jaxckpt._place import local_path
 from jaxckpt._progress import Report, reporting
 from jaxckpt._reading import Stored
 from jaxckpt._save import SaveRequest, start
@@ -65,7 +65,8 @@ def convert(
         destination: Where the new one goes: as for `save`, or a local path in other formats.
         format: "jaxckpt"; "safetensors" (a file where `destination` ends in ".safetensors", else a folder of shards
             with their index); "npz"; "zarr" (a group with one array a leaf); "orbax". By default it follows from the
-            destination's suffix: .safetensors, .npz, .zarr, else "jaxckpt".
+            destination's suffix: .safetensors, .npz, .zarr, else "jaxckpt". A suffix of a file format that cannot be
+            written, such as .pt or .h5, is an error unless `format` is given.
         mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
             decides how they are cut into objects and what spec they are restored with. By default as they were.
         specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
@@ -91,17 +92,18 @@ def convert(
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/convert.safetensors")
         {'w': array([0., 1., 2.])}
     """
-    options = options or Options()
+    options = given(options)
     if chunk_bytes is not None:
         options = replace(options, chunk_bytes=chunk_bytes)
     if specs is not None and mesh_shape is None:
         raise InputError("convert(specs=…) needs mesh_shape=: the axis sizes of the mesh that the specs are of")
-    to = os.fspath(destination) if isinstance(destination, str | os.PathLike) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not to or "\0" in to:
-        raise InputError(f"destination must be a non-empty str or PathLike, found {destination!r}")
-    name = format or _BY_SUFFIX.get(os.path.splitext(to)[1], "jaxckpt")
-    if name != "jaxckpt" and name not in _WRITERS:
-        raise InputError(f"format={format!r}; expected one of {', '.join(['jaxckpt', *_WRITERS])}")
+    target = local_path(destination, "destination")
+    name = _format_of(os.fspath(destination), format)
+    if name != "jaxckpt" and target is None:
+        raise InputError(
+            f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: copy it there"
+            " afterwards"
+        )
     found, _ = source_at(source, options)
     found = replace(found, manifest=narrowed(found.manifest, select, rename))
     if isinstance(found, Foreign):
@@ -109,16 +111,14 @@ def convert(
     if name == "jaxckpt":
         draft = _drafted(found, mesh_shape, specs, options)
         metadata = found.manifest.metadata
-        with Group.current(options.timeout_seconds, Call.of("convert", destination)) as group:
+        with Group.current(options, Call.of("convert", destination)) as group:
             step = found.manifest.step
             request = SaveRequest(destination, metadata=metadata, overwrite=overwrite, draft=draft, step=step)
             start(request, replace(options, manifest_sha256=None), group, background=False).wait()
         return
     if mesh_shape is not None:
         raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", to := to.removeprefix("file://")):
-        raise InputError(f"{name!r} is written to a local path, and {to!r} looks like a URL: copy it there afterwards")
-    target = os.path.abspath(os.path.expanduser(to))
+    assert target is not None
     if os.path.lexists(target):
         _require_replaceable(target, source, overwrite)
     n_bytes = sum(map(found.manifest.leaf_bytes, found.manifest.leaves))
@@ -132,7 +132,7 @@ def integrate(
     """What MindSpore's tutorial of that name does with the same arguments: `./node0/OLD` and so on, the files of `n`
     ranks, become the one checkpoint `new`, which is ours."""
     ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
-    convert(mindspore_ranks(ranks, strategy=strategy), new, overwrite=overwrite)
+    convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
 
 
 def _check(source: Foreign) -> None:
@@ -144,7 +144,29 @@ def _check(source: Foreign) -> None:
                 source.blocks[stack][row].check()
 
 
+def _format_of(destination: str, format: str | None) -> str:
+    """The format to write: the one that is asked for, else the one that the destination's suffix means."""
+    written = ["jaxckpt", *_WRITERS]
+    if format is not None:
+        if format not in written:
+            raise InputError(f"format={format!r}; expected one of {', '.join(written)}")
+        return format
+    suffix = os.path.splitext(destination)[1]
+    if suffix not in _BY_SUFFIX and suffix.lower() in (*_BY_SUFFIX, *_FILE_SUFFIXES):
+        raise InputError(
+            f"destination {destination!r} ends in {suffix}: jaxckpt does not write that format. The suffixes that it"
+            f" knows are {', '.join(_BY_SUFFIX)}; with any other, pass format= with one of {', '.join(written)}"
+        )
+    return _BY_SUFFIX.get(suffix, "jaxckpt")
+
+
 _BY_SUFFIX = {".safetensors": "safetensors", ".npz": "npz", ".zarr": "zarr"}
+
+_FILE_SUFFIXES = frozenset(
+    ".bin .ckpt .distcp .ggml .gguf .gz .h5 .hdf5 .joblib .json .keras .mat .msgpack .npy .onnx .params .pb"
+    " .pdparams .pickle .pkl .pt .pth .tar .tflite .tgz .zip".split()
+)
+"""Of files that programs take for a model's weights: a folder of that name would be none of them."""
 
 _WRITERS: dict[str, Callable[[Source, str, Options, Report], None]] = {
     "safetensors": export.write_safetensors,
@@ -171,10 +193,9 @@ def _require_replaceable(path: str, source: Location, overwrite: bool) -> None:
             f"{path} holds other files than one checkpoint ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}):"
             " overwrite=True does not delete them; give another path"
         )
-    if isinstance(source, str | os.PathLike):
-        origin = os.path.realpath(os.path.expanduser(os.fspath(source).removeprefix("file://")))
-        if origin.startswith(os.path.join(os.path.realpath(path), "")):
-            raise CheckpointExistsError(f"the source {os.fspath(source)} lies in {path}, which would be deleted")
+    origin = local_path(source) if isinstance(source, str | os.PathLike) else None
+    if origin is not None and os.path.realpath(origin).startswith(os.path.join(os.path.realpath(path), "")):
+        raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
 
 
 @contextlib.contextmanager

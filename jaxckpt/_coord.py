@@ -1,6 +1,6 @@
 """Meetings of the processes of one job, over JAX's own coordination service.
 
-    with Group.current(timeout_seconds, Call.of("save", path)) as group, group.meeting("saving") as meeting:
+    with Group.current(options, Call.of("save", path)) as group, group.meeting("saving") as meeting:
         heard = meeting.gather(mine)        # every process gives a text; process 0 gets them all
         if group.index == 0:
             decision = decide(heard)
@@ -38,6 +38,7 @@ from jaxckpt._errors import (
     PeerTimeoutError,
     listing,
 )
+from jaxckpt._options import Options
 from jaxckpt._threads import Caller, Task, start_thread
 
 _POLL_SECONDS = 0.5
@@ -86,7 +87,7 @@ _running: list[tuple[Caller, Group]] = []
 class Group:
     """The processes of the job during one call, which all of them must make, in the same order.
 
-        with Group.current(timeout_seconds, Call.of("save", path)) as group:  # the first thing that the function does
+        with Group.current(options, Call.of("save", path)) as group:  # the first thing that the function does
             …
 
     Made without starting a JAX backend: a job of one process never needs one. What is raised inside the block, the
@@ -107,8 +108,11 @@ class Group:
     """Whether another thread carries the call on after the block, and notifies the others."""
 
     @classmethod
-    def current(cls, timeout_seconds: float, call: Call) -> Group:
-        """Count the call. Raises InputError if it is made from within another."""
+    def current(cls, options: object, call: Call) -> Group:
+        """Count the call, whatever its arguments; the options are as the user gave them.
+
+        Raises InputError if it is made from within another call.
+        """
         global _count
         within = next((other for caller, other in _running.copy() if caller.is_here()), None)
         if within is not None:
@@ -116,6 +120,7 @@ class Group:
                 f"{call.verb} of {call.where!r} was called from inside {within.call.verb} of {within.call.where!r}, by"
                 " a signal handler or a callback: set a flag there, and make the call once the other has returned"
             )
+        timeout_seconds = (options if isinstance(options, Options) else Options()).timeout_seconds
         state: Any = distributed.global_state
         if state.client is None:
             return cls(0, 1, timeout_seconds, None, "", call)

@@ -12,7 +12,7 @@ from jaxckpt._errors import TreeError, counted, listing
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, cut_down, volume, whole
 from jaxckpt._manifest import Manifest
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._progress import reporting
 from jaxckpt._reading import read_box
 from jaxckpt._restore import fetch
@@ -141,7 +141,7 @@ def diff(
         >>> delta.identical, delta.differing[0].differing, delta.differing[0].max_abs
         (False, 1, 0.5)
     """
-    options = options or Options()
+    options = given(options)
     # Two buffers of each box, and what reading takes besides.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options), _Side.at(path_b, options)

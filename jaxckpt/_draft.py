@@ -37,9 +37,11 @@ from jaxckpt._tree import (
     Leaf,
     Structure,
     Tree,
+    closest,
     dtype_name,
     encode_value,
     flatten,
+    places,
     selector,
     show,
 )
@@ -106,7 +108,13 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Ar
     """
     try:
         leaves, treedef = jax.tree.flatten(tree)
-    except (ValueError, RecursionError, SystemError):  # told with its path when the tree is described
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        SystemError,
+    ):  # told with its path when the tree is described
         return None
     plain = type(leaves[0]) if leaves and isinstance(leaves[0], jax.Array) else None
     # A tree of PRNG keys alone is of one type too.
@@ -153,7 +161,19 @@ def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, com
             msgspec.structs.replace(array, component=_first_true(tests, draft.records[array.number].path))
             for array in draft.arrays
         ]
+        _require_all(components, tests, draft)
     return draft
+
+
+def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
+    """Raise TreeError if a component is nowhere in the tree: it could never be dropped."""
+    found = {array.component for array in draft.arrays}
+    for number, (component, test) in enumerate(zip(components, tests, strict=True), 1):
+        if number in found:
+            continue
+        paths = list(places(draft.structure))  # it may hold no arrays
+        if not any(map(test, paths)):
+            raise TreeError(f"components has {component!r}, but the tree has nothing there{closest(component, paths)}")
 
 
 def _first_true(tests: Sequence[Callable[[str], bool]], path: str) -> int:

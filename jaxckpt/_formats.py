@@ -20,7 +20,7 @@ from jaxckpt import _safetensors as safetensors
 from jaxckpt import _torch as torch
 from jaxckpt._errors import NotACheckpointError
 from jaxckpt._options import Options
-from jaxckpt._place import store_at
+from jaxckpt._place import local_path, store_at
 from jaxckpt._source import Foreign, Native
 from jaxckpt._store import is_data
 
@@ -65,16 +65,18 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
         manifest, content = manifests.load(store, options.manifest_sha256)
     except NotACheckpointError:
         # Who expects a certain manifest does not mean a checkpoint that has none.
-        found = None if options.manifest_sha256 else _foreign(os.fspath(location))
+        found = None if options.manifest_sha256 else _foreign(location)
         if found is None:
             raise
         return found, _digest(found)
     return Native(store, manifest), hashlib.sha256(content).hexdigest()
 
 
-def _foreign(path: str) -> Foreign | None:
+def _foreign(location: str | os.PathLike[str]) -> Foreign | None:
     """A checkpoint of another library at a local path."""
-    path = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+    path = local_path(location)
+    if path is None:
+        return None
     try:
         names = os.listdir(path)
     except NotADirectoryError:

@@ -13,7 +13,7 @@ from jaxckpt._audit import Checkpoint
 from jaxckpt._audit import open as open_checkpoint
 from jaxckpt._errors import CorruptError, InputError, NotACheckpointError, StorageError
 from jaxckpt._options import Options
-from jaxckpt._place import store_at
+from jaxckpt._place import local_path, store_at
 from jaxckpt._progress import show_bytes
 from jaxckpt._store import Store, is_data
 from jaxckpt._terminal import Column, natural, print_table, printable, show_age, show_metrics
@@ -75,11 +75,7 @@ def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:
 
     A folder of steps may open as the newest of them, and one with some exported file in it as that.
     """
-    return not any(store.folders().values()) and _absolute(path) == _absolute(checkpoint.path)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+    return not any(store.folders().values()) and local_path(path) == local_path(checkpoint.path)
 
 
 def _entries(paths: Iterable[str]) -> list[Entry]:

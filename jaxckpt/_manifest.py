@@ -31,6 +31,7 @@ from jaxckpt._tree import (
     Structure,
     decode_value,
     encode_value,
+    is_utf8,
     paths_of,
     prune,
     selector,
@@ -50,12 +51,14 @@ MAX_NESTING = 500
 MAX_INDEX_BYTES = 64 << 20
 """Of one object's index, which tensorstore holds in memory whole: 4 million chunks."""
 
-_LARGEST = 1 << 62  # of an array's bytes: beyond it offsets would overflow
+LARGEST = 1 << 62
+"""Of any number, such as a step's and an array's bytes: beyond it offsets would overflow."""
+
 _ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 _SHOWN = 500  # characters of a problem
 
-Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -245,10 +248,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, its last member the SHA-256 of all the bytes before that member.
 
-    Raises InputError where `decode` would refuse it for its size. How deep it nests was looked at when its tree and the
-    user's values were taken.
+    Raises InputError if `decode` would refuse it: it is decoded here, before it takes the place of an older one. That
+    takes 5 ms for 2,000 leaves, 60 ms for 20,000 leaves in 10,000 containers.
     """
-    body = msgspec.json.encode(manifest)[:-1]
+    try:
+        body = msgspec.json.encode(manifest, enc_hook=_plain)[:-1]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the checkpoint cannot be described as JSON: {str(error)[:_SHOWN]}") from error
     for stack in manifest.arrays:
         if stack.index_bytes > MAX_INDEX_BYTES:
             raise InputError(
@@ -258,7 +264,23 @@ def encode(manifest: Manifest) -> bytes:
     problem = _too_long(body)
     if problem:
         raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")
-    return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
+    content = body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
+    try:
+        decode(content, manifest.data)
+    except ManifestError as error:
+        raise InputError(f"no reader would take this checkpoint, so it is not published: {error}") from error
+    return content
+
+
+def _plain(value: object) -> object:
+    """A value of a class derived from float, int or str, such as np.float64, as msgspec takes it."""
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"a {type(value).__name__} is no JSON")
 
 
 def decode(content: bytes, where: str) -> Manifest:
@@ -303,15 +325,16 @@ def state_name(process: int) -> str:
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
     """A process's own state as the file it is stored in. Raises InputError unless it comes back as it is."""
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"process_state must be a mapping of names to bytes or JSON, found {type(state).__name__}")
     items: dict[str, Any] = {}
     for name, value in state.items():
+        if not isinstance(name, str) or not is_utf8(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"the names in process_state must be str (UTF-8), found {ascii(name)[:80]}")
         if isinstance(value, bytes):
             items[name] = {"base64": base64.b64encode(value).decode()}
         else:
-            require_json(value, f"process_state[{name!r}]")
-            items[name] = {"json": value}
+            items[name] = {"json": _through_json(value, f"process_state[{name!r}]")}
     return json.dumps(items, ensure_ascii=False).encode()
 
 
@@ -334,16 +357,29 @@ def decode_state(content: bytes) -> dict[str, Any]:
 
 
 def require_json(value: Any, what: str) -> None:
-    """Raise InputError unless a user's value comes back from JSON as it is."""
+    """Raise InputError unless a user's value comes back equal from the JSON of a manifest."""
+    plain = _through_json(value, what)
+    try:
+        same = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)) == plain
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} must be plain JSON: {error}") from error
+    if not same:
+        raise InputError(f"{what} must be plain JSON: it would not come back equal")
+
+
+def _through_json(value: Any, what: str) -> Any:
+    """A user's value as it comes back from JSON. Raises InputError unless that is equal."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         if nesting(text) > MAX_NESTING - 2:  # where it lies two deep, in a file of its own or in the manifest
             raise ValueError(f"nested deeper than {MAX_NESTING - 2}")
-        same = bool(json.loads(text) == value)
+        plain = json.loads(text)
+        same = bool(plain == value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{what} must be plain JSON: {error}") from error
     if not same:
         raise InputError(f"{what} must be plain JSON (str keys, lists for tuples): it would not come back equal")
+    return plain
 
 
 def load_states(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
@@ -650,8 +686,8 @@ def _is_grid(stack: StackRecord) -> bool:
         for n, chunk, side in zip((stack.rows, *stack.shape), stack.chunk, stack.object, strict=True)
     )
     # A side of zero counts as one: NumPy's own limit does not except it either.
-    fits = stack.rows * math.prod(max(1, n) for n in stack.shape) * itemsize <= _LARGEST
-    return sides and fits and math.prod(stack.object) * itemsize <= _LARGEST
+    fits = stack.rows * math.prod(max(1, n) for n in stack.shape) * itemsize <= LARGEST
+    return sides and fits and math.prod(stack.object) * itemsize <= LARGEST
 
 
 def _object_problems(record: StackRecord, where: str) -> Iterator[str]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import numbers
+import operator
 import re
+import reprlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
 
 from jaxckpt._errors import InputError
 
@@ -78,26 +83,57 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
-            value = getattr(self, name)
-            if value is None and name == "staging_bytes":
-                continue
-            if not isinstance(value, numbers.Integral) or int(value) <= 0:
-                raise InputError(f"Options.{name} must be a whole number above zero, found {value!r}")
+            if name != "staging_bytes" or self.staging_bytes is not None:
+                object.__setattr__(self, name, whole_number(getattr(self, name), f"Options.{name}", least=1))
         for name in ("timeout_seconds", "retry_seconds"):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or not float(value) > 0:
-                raise InputError(f"Options.{name} must be above zero, found {value!r}")
+            object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
         for name, allowed in (
             ("when_busy", ("wait", "skip")),
             ("compression", (None, "zstd")),
+            ("sync", (True, False)),
             ("cast", ("safe", "unsafe")),
             ("indivisible", ("error", "replicate")),
         ):
-            if getattr(self, name) not in allowed:
-                raise InputError(f"Options.{name} must be one of {allowed}, found {getattr(self, name)!r}")
-        if self.manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.manifest_sha256):
+            value = getattr(self, name)
+            if type(value) not in map(type, allowed) or value not in allowed:
+                raise InputError(f"Options.{name} must be one of {allowed}, found {value!r}")
+        if self.manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", str(self.manifest_sha256)):
             raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")
+        if self.storage is not None and not isinstance(self.storage, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
+        if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
+            raise InputError(f"Options.progress must be True, False, None or a function, found {self.progress!r}")
         if self.chunk_bytes > self.object_bytes:
             raise InputError(
                 f"Options.chunk_bytes ({self.chunk_bytes}) must not be above object_bytes ({self.object_bytes})"
             )
+
+
+def given(options: Options | None) -> Options:
+    """The options of a call: what the caller gave, or the defaults for None. Raises InputError for anything else."""
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"options must be a jaxckpt.Options, such as Options(sync=False), found {type(options)}")
+    return options
+
+
+def whole_number(value: object, what: str, *, least: int, most: int | None = None) -> int:
+    """An integer of any type (NumPy's too) as a plain one. Raises InputError for any other value and for a bool."""
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        expected = "above zero" if least == 1 else f"not below {least}"
+        at_most = "" if most is None else f" and not above {most}"
+        raise InputError(f"{what} must be a whole number {expected}{at_most}, found {reprlib.repr(value)}")
+    return number
+
+
+def seconds(value: object, what: str) -> float:
+    """A number of seconds above zero as a plain float, and no more than a thread can wait. Raises InputError."""
+    number = min(cast("float", value), threading.TIMEOUT_MAX) if isinstance(value, numbers.Real) else 0.0
+    if isinstance(value, bool) or not number > 0:
+        raise InputError(f"{what} must be above zero, found {reprlib.repr(value)}")
+    return float(number)

@@ -44,7 +44,7 @@ from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import show_axes
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import LeafRecord, Manifest
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._progress import reporting, show_bytes
 from jaxckpt._reading import Stored
 from jaxckpt._source import Source
@@ -100,7 +100,7 @@ def report(
         >>> page.startswith("<!doctype html>")
         True
     """
-    options = options or Options()
+    options = given(options)
     source, _ = source_at(path, options)
     checkpoint = Checkpoint(source, options)
     plan = None if mesh is None and specs is None else checkpoint.plan(mesh=mesh, specs=specs)

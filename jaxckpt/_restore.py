@@ -20,7 +20,7 @@ from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, extent, volume, whole
 from jaxckpt._layout import PlannedSharding, Specs, addressable_boxes, memory_kind, require_mesh
 from jaxckpt._manifest import LeafRecord, Manifest
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._plan import ReadStep, Stack, Want, plan_read, read_bytes
 from jaxckpt._progress import reporting
 from jaxckpt._reading import Buffers, assign, read, undisturbed
@@ -89,8 +89,8 @@ def restore(
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/restore", mesh=jax.make_mesh((1,), ("data",)))["w"].shape
         (8, 4)
     """
-    options = options or Options()
-    with Group.current(options.timeout_seconds, Call.of("restore", path)) as group:
+    with Group.current(options, Call.of("restore", path)) as group:
+        options = given(options)
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(mesh)
             if isinstance(target, Mesh):
@@ -131,7 +131,7 @@ def load_numpy(path: Location, *, select: Select | None = None, options: Options
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/numpy")
         {'w': array([0, 1, 2])}
     """
-    options = options or Options()
+    options = given(options)
     source, _ = source_at(path, options)
     goals, build = numpy_goals(source.manifest, select)
     return build(fetch(source, goals, options))

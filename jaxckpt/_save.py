@@ -35,7 +35,7 @@ from jaxckpt._errors import PeerError
 from jaxckpt._handover import Handover
 from jaxckpt._layout import Specs
 from jaxckpt._manifest import StepRecord
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._pieces import Pieces
 from jaxckpt._place import store_at
 from jaxckpt._plan import WRITE_COPIES
@@ -96,10 +96,9 @@ def save(
         >>> info.total_bytes
         128
     """
-    options = options or Options()
-    with Group.current(options.timeout_seconds, Call.of("save", path)) as group:
+    with Group.current(options, Call.of("save", path)) as group:
         request = SaveRequest(path, tree, mesh, specs, metadata, overwrite, process_state)
-        return start(request, options, group, background=False).wait()
+        return start(request, given(options), group, background=False).wait()
 
 
 def save_async(
@@ -133,10 +132,9 @@ def save_async(
         >>> pending.wait().total_bytes
         128
     """
-    options = options or Options()
-    with Group.current(options.timeout_seconds, Call.of("save_async", path)) as group:
+    with Group.current(options, Call.of("save_async", path)) as group:
         request = SaveRequest(path, tree, mesh, specs, metadata, overwrite, process_state)
-        return start(request, options, group, background=True)
+        return start(request, given(options), group, background=True)
 
 
 @dataclass(frozen=True, slots=True)

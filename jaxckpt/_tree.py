@@ -16,7 +16,7 @@ import math
 import re
 import struct
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -28,6 +28,9 @@ from jaxckpt._errors import TreeError, listing
 
 MAX_DEPTH = 200
 """Containers may nest this deep; a deeper tree is refused when saved and when read."""
+
+MAX_KEY_DEPTH = 40
+"""Tuples in a key may nest this deep: below 200 containers `_manifest.MAX_NESTING` leaves room for 49."""
 
 INLINE_BYTES = 4096
 """A str or bytes leaf up to this size is stored in the manifest itself; a larger one as an array of bytes."""
@@ -88,7 +91,8 @@ def closest(path: str, known: Iterable[str]) -> str:
 def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     """The leaves in JAX's order, and the structure around them.
 
-    Raises TreeError for keys that cannot be written down and for trees nested deeper than 200.
+    Raises TreeError for keys that cannot be written down or that a reader would refuse, and for trees nested deeper
+    than 200.
     """
     leaves: list[Leaf] = []
     structure = _flatten(tree, "", True, 0, leaves)
@@ -117,7 +121,7 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
             leaves.append(Leaf(head + part, child))
         else:
             children.append(_flatten(child, head + part, False, depth + 1, leaves))
-    return _container(node, keys, tuple(children))
+    return _container(node, path, keys, tuple(children))
 
 
 _LEAVES = (
@@ -142,7 +146,7 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     kind = type(cast("object", node))
     if kind in _LEAF_TYPES:
         return None
-    if kind is dict and {*map(type, node)} <= {str} and _is_utf8("".join(node)):
+    if kind is dict and {*map(type, node)} <= {str} and is_utf8("".join(node)):
         keys = sorted(node)
         return keys, [node[key] for key in keys]
     if kind is list:
@@ -152,9 +156,10 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
         return None
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
-    except ValueError as error:
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = str(error).rstrip(".")
         raise TreeError(
-            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {error} Are the keys of one type?"
+            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {reason}. Are the keys of one type?"
         ) from error
     if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
         return None
@@ -166,20 +171,29 @@ def plain_key(entry: Any, path: str) -> Key:
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return _checked_key(getattr(entry, attribute), path)
-    return str(entry)
+    return _checked_key(str(entry), path)
 
 
-def _checked_key(key: object, path: str) -> Key:
-    if isinstance(key, tuple):
-        return tuple(_checked_key(part, path) for part in cast("tuple[object, ...]", key))
+def _checked_key(key: object, path: str, depth: int = 0) -> Key:
+    """A key as the plain value that it comes back as. An enumeration's member is its value, a namedtuple a tuple."""
     if isinstance(key, np.generic):
         key = key.item()
     match key:
-        case float() | bytes() | bool():
+        case tuple() if depth < MAX_KEY_DEPTH:
+            return tuple(_checked_key(part, path, depth + 1) for part in cast("tuple[object, ...]", key))
+        case tuple():
+            raise TreeError(
+                f"the container at {show(path)} has a key of tuples nested deeper than {MAX_KEY_DEPTH}; make it a str"
+            )
+        case bool():
             return key
+        case float():
+            return float.__float__(key)
+        case bytes():
+            return b"".join([key])
         case int() if abs(key) < 1 << 63:
-            return int(key)  # an enumeration's member by its value: its name would not come back
-        case str() if _is_utf8(key):
+            return int(key)
+        case str() if is_utf8(key):
             return str.__str__(key)
         case _:
             pass
@@ -189,20 +203,35 @@ def _checked_key(key: object, path: str) -> Key:
     )
 
 
-def _container(node: Tree, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
+def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
     kind = type(cast("object", node))
     if kind is list:
         return Container(type="list", children=children)
     if kind is tuple:
         return Container(type="tuple", children=children)
+    problem = _ambiguity(keys)
+    if problem:
+        raise TreeError(f"the container at {show(path)} ({kind.__name__}) has {problem}; rename a key")
     encoded = cast("tuple[str, ...]", tuple(keys)) if _are_texts(keys) else tuple(map(_encode_key, keys))
     if kind is dict:
         return Container(type="dict", keys=encoded, children=children)
     if kind is collections.OrderedDict:
         return Container(type="ordered_dict", keys=encoded, children=children)
-    if isinstance(node, tuple) and hasattr(kind, "_fields"):
-        return Container(type="namedtuple", name=kind.__name__, keys=cast("Any", kind)._fields, children=children)
-    return Container(type="custom", name=f"{kind.__module__}.{kind.__qualname__}", keys=encoded, children=children)
+    is_named = isinstance(node, tuple) and _are_texts(keys) and encoded == getattr(kind, "_fields", None)
+    if is_named and _is_rebuilt(kind.__name__, encoded):
+        return Container(type="namedtuple", name=kind.__name__, keys=encoded, children=children)
+    name = f"{kind.__module__}.{kind.__qualname__}".encode(errors="backslashreplace").decode()
+    return Container(type="custom", name=name, keys=encoded, children=children)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_rebuilt(name: str, fields: tuple[Any, ...]) -> bool:
+    """Whether `unflatten` makes a namedtuple of this name and with these fields."""
+    try:
+        keys_of(Container(type="namedtuple", name=name, keys=fields, children=(None,) * len(fields)))
+    except ValueError:
+        return False
+    return cast("Any", _namedtuple(name, fields))._fields == fields
 
 
 def _encode_key(key: Key) -> Any:
@@ -326,7 +355,7 @@ def keys_of(node: Container) -> Sequence[Key]:
             | Container(type="custom", name=str(), keys=tuple(keys))
         ) if len(keys) == count:
             decoded = _decoded(keys)
-            if _are_distinct(decoded):
+            if not _ambiguity(decoded):
                 return decoded
         case _:
             pass
@@ -351,8 +380,8 @@ def _are_fields(names: Sequence[str]) -> bool:
 _MOST_COLLISIONS = 64
 
 
-def _are_distinct(keys: Sequence[Key]) -> bool:
-    """Whether keys are distinct, and can be a dict's in linear time.
+def _ambiguity(keys: Sequence[Key]) -> str | None:
+    """Why keys cannot be a dict's, or not in linear time; None where they can.
 
     Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
     hours to build.
@@ -360,8 +389,11 @@ def _are_distinct(keys: Sequence[Key]) -> bool:
     if not _are_texts(keys):
         hashes = collections.Counter(map(hash, keys))
         if max(hashes.values(), default=0) > _MOST_COLLISIONS:
-            return False
-    return len(set(keys)) == len(keys)
+            return f"more than {_MOST_COLLISIONS} keys of one hash"
+    if len(set(keys)) == len(keys):
+        return None
+    ((key, count),) = collections.Counter(keys).most_common(1)
+    return f"the key {repr(key)[:80]} {count} times"
 
 
 def structure_of(tree: Tree) -> Structure:
@@ -370,6 +402,14 @@ def structure_of(tree: Tree) -> Structure:
         made = cast("dict[str, Tree]", tree)
         return Container(type="dict", keys=tuple(made), children=tuple(map(structure_of, made.values())))
     return tree
+
+
+def places(structure: Structure) -> Iterator[str]:
+    """The path of everything below a structure: containers, leaves and empty places."""
+    if isinstance(structure, Container):
+        for part, child in zip(_components(keys_of(structure)), structure.children, strict=True):
+            yield part
+            yield from (f"{part}/{below}" for below in places(child))
 
 
 def subtree(structure: Structure, path: str) -> Structure:
@@ -569,7 +609,7 @@ def encode_value(value: object) -> tuple[str, str] | None:
             return "float", encode_float(value)
         case complex():
             return "complex", f"{encode_float(value.real)} {encode_float(value.imag)}"
-        case str() if len(value) <= INLINE_BYTES and _is_utf8(value):
+        case str() if len(value) <= INLINE_BYTES and is_utf8(value):
             return "str", value
         case bytes() if len(value) <= INLINE_BYTES:
             return "bytes", base64.b64encode(value).decode()
@@ -577,7 +617,7 @@ def encode_value(value: object) -> tuple[str, str] | None:
             return None
 
 
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate: JSON could not carry it

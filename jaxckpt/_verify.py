@@ -16,7 +16,7 @@ from jaxckpt._errors import CorruptError, DataError, NotACheckpointError, Storag
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, cut_down, volume, whole
 from jaxckpt._manifest import Manifest
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._plan import Stack
 from jaxckpt._progress import reporting, show_bytes
 from jaxckpt._reading import read_box
@@ -132,7 +132,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         >>> jaxckpt.verify("/tmp/jaxckpt-doc/verify").ok
         True
     """
-    options = options or Options()
+    options = given(options)
     try:
         source, _ = source_at(path, options)
     except CorruptError as error:

@@ -29,7 +29,7 @@ from jaxckpt._audit import LazyLeaf
 from jaxckpt._audit import open as open_checkpoint
 from jaxckpt._background import PendingSave
 from jaxckpt._errors import InputError
-from jaxckpt._options import Options
+from jaxckpt._options import Options, given
 from jaxckpt._restore import restore
 from jaxckpt._save import save, save_async
 from jaxckpt._tree import Tree
@@ -81,7 +81,7 @@ class Handler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self, options: Options | None = None) -> None:
-        self._options = dataclasses.replace(options or Options(), when_busy="wait")
+        self._options = dataclasses.replace(given(options), when_busy="wait")
 
     async def async_save(self, directory: Path, args: Any) -> list[Any]:
         """Begin to save `args.item`; returns once the caller may donate, delete or overwrite its arrays."""

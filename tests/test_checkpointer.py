@@ -71,6 +71,7 @@ def test_the_rules(
         newer = sum(other > step for other in steps)
         wanted = (
             (last, every, mode, days) == (None,) * 4
+            or (mode and not known)
             or newer < (last or 1)
             or (every is not None and step % every == 0)
             or (best is not None and known.get(step) == best and not any(known[n] == best for n in known if n > step))
@@ -492,21 +493,135 @@ def test_metrics(tmp_path: Path) -> None:
         {"components": {"x": 0}},
         {"components": {"every": 1}, "every": 0},
         {"keep_best": ("loss", "least")},
+        {"keep_best": "loss"},
+        {"keep_best": "lmin"},
+        {"keep_best": ("loss", "min", 1)},
+        {"keep_best": (0, "min")},
+        {"keep_for": 3600},
+        {"keep_for": datetime.timedelta(-1)},
+        {"components": ["opt_state"]},
+        {"components": {0: 1}},
+        {"components": {"opt_state": True}},
+        {"every": None},
+        {"every": True},
+        {"every": "5"},
+        {"preemption_seconds": "30"},
+        {"preemption_seconds": True},
+        {"preemption_seconds": 0},
+        {"preemption_seconds": None},
+        {"options": {"sync": False}},
+        {"options": {}},
         {"on_preemption": "die"},
     ],
+    ids=str,
 )
 def test_arguments_that_make_no_sense(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(jaxckpt.InputError):
         jaxckpt.Checkpointer(tmp_path, **wrong)
 
 
+def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path: Path) -> None:
+    rules: dict[str, Any] = {"every": np.int64(5), "keep_last": np.int32(2), "components": {"opt_state": np.uint8(1)}}
+    with filled(tmp_path, range(21), **rules, preemption_seconds=np.float32(7)) as checkpoints:
+        assert checkpoints.steps() == [15, 20]
+        assert checkpoints.restore(np.int64(20))["step"] == 20  # pyright: ignore
+        assert "opt_state" not in jaxckpt.load_numpy(checkpoints.path(15))
+
+
 def test_steps_are_whole_numbers(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
-        for wrong in (-1, 1.5, "3"):
-            with pytest.raises(jaxckpt.InputError):
-                checkpoints.save(wrong, {"x": 1})  # pyright: ignore
+        for wrong in (-1, 1.5, 2.0, np.float32(2), "3", None, True, np.True_, [1], (1 << 62) + 1):
+            for call in (lambda step: checkpoints.save(step, {"x": 1}), checkpoints.path, checkpoints.metrics):
+                with pytest.raises(jaxckpt.InputError, match="step must be a whole number"):
+                    call(wrong)  # pyright: ignore
+        for wrong in ("best", True, 1 << 63):
+            with pytest.raises(jaxckpt.InputError, match="step must be a whole number"):
+                checkpoints.restore(wrong)  # pyright: ignore
+        assert checkpoints.steps() == []
         assert checkpoints.save(np.int64(3), {"x": 1})  # pyright: ignore
     assert checkpoints.steps() == [3]
+
+
+def test_the_largest_steps_and_folders_beyond_them(tmp_path: Path) -> None:
+    largest = [99_999_999, 100_000_000, 10**12, 1 << 62]
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        jaxckpt.save(tmp_path / str((1 << 62) + 1), {"x": "not a step"})
+        jaxckpt.save(tmp_path / ("9" * 40), {"x": "not a step"})
+        jaxckpt.save(tmp_path / "0123456789", {"x": "not a step"})
+        for step in largest:
+            checkpoints.save(step, {"x": step})
+        assert checkpoints.restore() == {"x": 1 << 62}
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.steps() == largest
+        assert checkpoints.restore(10**12) == {"x": 10**12}
+
+
+# Rules that could never hold ---------------------------------------------------------------------------------
+
+
+def test_a_metric_that_is_not_the_one_compared_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
+    filled(tmp_path, range(4)).close()
+    with jaxckpt.Checkpointer(tmp_path, keep_best=("val_loss", "min"), options=FAST) as checkpoints:
+        with pytest.raises(jaxckpt.InputError, match=r"'val_loss', and metrics has 'valloss'; did you mean 'valloss'"):
+            checkpoints.save(4, state(4), metrics={"valloss": 1.0})
+        with pytest.raises(jaxckpt.InputError, match=r"no step in .* has it: pass save\(…, metrics="):
+            checkpoints.save(4, state(4))
+        assert [int(path.name) for path in sorted(tmp_path.iterdir())] == [0, 1, 2, 3], "nothing is left of it either"
+        assert checkpoints.save(4, state(4), metrics={"val_loss": float("nan"), "other": 1})
+        assert checkpoints.save(5, state(5)), "it is not measured at each step"
+        with pytest.raises(jaxckpt.InputError, match="metrics has 'loss'"):
+            checkpoints.save(6, state(6), metrics={"loss": 1.0})
+        checkpoints.save(6, state(6), metrics={"val_loss": 1.0})
+        checkpoints.save(7, state(7))
+        checkpoints.wait()
+        assert checkpoints.steps() == [6, 7]
+    with jaxckpt.Checkpointer(tmp_path, keep_best=("val_loss", "min"), options=FAST) as checkpoints:
+        assert checkpoints.save(8, state(8)), "an earlier run has measured it"
+
+
+def test_a_component_that_is_nowhere_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_stat": 1}, options=FAST)
+    with pytest.raises(jaxckpt.TreeError, match=r"'opt_stat', but the tree has nothing there; did you mean 'opt_state"):
+        checkpoints.save(0, state(0))
+    assert list(tmp_path.iterdir()) == []
+    for components in (
+        {"opt_state": 1},
+        {"*_state": 1},
+        {"opt_state/0": 1, "opt_state": 1},
+        {"opt_state": 1, "**/m": 1},
+    ):
+        for step, opt_state in enumerate(([{"m": np.ones(3)}], [(), {}], None, [{"m": 3}])):
+            if "**/m" in components and step in (1, 2):
+                continue
+            if "opt_state/0" in components and step == 2:
+                continue
+            with jaxckpt.Checkpointer(tmp_path / str(components), components=components) as checkpoints:
+                assert checkpoints.save(step, {"params": np.ones(2), "opt_state": opt_state})
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"loss": None},
+        {"loss": 10**400},
+        {"loss": "low"},
+        {"loss": 1j},
+        {"loss": np.ones(3)},
+        {1: 1.0},
+        {"\ud800": 1.0},
+        [("loss", 1.0)],
+        "loss",
+        0.5,
+    ],
+    ids=ascii,
+)
+def test_metrics_that_are_no_numbers(tmp_path: Path, metrics: Any) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(jaxckpt.InputError, match="metric"):
+            checkpoints.save(1, {"x": 1}, metrics=metrics)
+        assert checkpoints.save(1, {"x": 1}, metrics={np.str_("loss"): np.float64(1), "on": True, "n": 1 << 70})
+        checkpoints.wait()
+        assert checkpoints.metrics(1) == {"loss": 1.0, "on": 1.0, "n": float(1 << 70)}
 
 
 # Each process's own state -----------------------------------------------------------------------------------

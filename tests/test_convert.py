@@ -344,6 +344,19 @@ def test_a_url_is_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
 
 
+@pytest.mark.parametrize("name", ["m.pt", "m.pth", "m.bin", "m.h5", "m.ckpt", "m.msgpack", "m.gguf", "m.PT", "m.NPZ"])
+def test_a_file_that_cannot_be_written_is_no_folder_of_ours(tmp_path: Path, name: str) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    for to in (tmp_path / name, f"{(tmp_path / name).as_uri()}", f"memory://nowhere/{name}"):
+        with pytest.raises(
+            jaxckpt.InputError, match=r"does not write that format.*\.safetensors, \.npz, \.zarr; .*orbax"
+        ):
+            jaxckpt.convert(tmp_path / "from", to)
+    assert os.listdir(tmp_path) == ["from"]
+    jaxckpt.convert(tmp_path / "from", tmp_path / name, format="jaxckpt")
+    assert jaxckpt.load_numpy(tmp_path / name)["w"][4] == 4
+
+
 def test_an_int_that_no_array_holds_is_told_as_such(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"large": 1 << 70, "small": 1 << 40})
     with pytest.raises(jaxckpt.TreeError, match=r"(?s)^1 leaves.*'large' is an int beyond 64 bits"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorstore as ts
 
 import jaxckpt
 from jaxckpt._bucket import Bucket
 from jaxckpt._folder import Folder
-from jaxckpt._place import store_at
+from jaxckpt._listing import list_checkpoints
+from jaxckpt._place import local_path, store_at
 
 
 def test_paths_are_folders_and_urls_are_buckets(tmp_path: Path) -> None:
@@ -19,6 +23,42 @@ def test_paths_are_folders_and_urls_are_buckets(tmp_path: Path) -> None:
         assert isinstance(store, Folder)
         assert store.folder == str(tmp_path)
     assert isinstance(store_at("memory://a/b", jaxckpt.Options()), Bucket)
+
+
+def test_a_file_url_means_the_same_everywhere_and_what_tensorstore_takes_it_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a b%"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    for url in (folder.as_uri(), folder.as_uri().replace("file://", "file://localhost"), f"{folder.as_uri()}/"):
+        assert local_path(url) == str(folder) == ts.KvStore.Spec(url).to_json()["path"].rstrip("/")
+    url = folder.as_uri()
+    jaxckpt.save(f"{url}/ckpt", {"w": np.ones(3)})
+    jaxckpt.convert(f"{url}/ckpt", f"{url}/w.safetensors")
+    jaxckpt.convert(f"{url}/w.safetensors", f"{url}/again")
+    with jaxckpt.Checkpointer(f"{url}/run") as steps:
+        steps.save(1, {"w": 1})
+    assert sorted(os.listdir(folder)) == ["again", "ckpt", "run", "w.safetensors"]
+    assert jaxckpt.diff(f"{url}/w.safetensors", folder / "again").leaves[0].differing == 0
+    assert [entry.name for entry in list_checkpoints(url)] == ["again", "ckpt", "w.safetensors"]
+    assert "w.safetensors" in jaxckpt.report(f"{url}/w.safetensors")
+    with pytest.raises(jaxckpt.InputError, match="no absolute path"):
+        jaxckpt.convert(folder / "ckpt", "file://tmp/x.npz")
+
+
+def test_a_link_to_nothing_is_told_as_such(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "unmounted")
+    for path in (link, link / "below" / "it"):
+        for call in (jaxckpt.open, jaxckpt.Checkpointer, lambda path: jaxckpt.save(path, {"x": 1})):
+            with pytest.raises(
+                jaxckpt.InputError, match=r"link is a symbolic link to .*unmounted, which does not exist"
+            ):
+                call(path)
+    (tmp_path / "unmounted").mkdir()
+    jaxckpt.save(link, {"x": 1})
+    assert jaxckpt.load_numpy(link) == {"x": 1}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +75,11 @@ def test_paths_are_folders_and_urls_are_buckets(tmp_path: Path) -> None:
         ("s3://me:HUSH@bucket/x", "credentials"),
         ("http://HUSH@127.0.0.1/x", "credentials"),
         ("nonsense://bucket/x", "no URL"),
+        ("file://tmp/x", r"no absolute path.*file:///tmp/x"),
+        ("file://./x", "no absolute path"),
+        ("file://~/x", "no absolute path"),
+        ("file://x", "no absolute path"),
+        ("file://", "no absolute path"),
     ],
 )
 def test_what_is_no_path_is_told_without_secrets(path: Any, reason: str) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -85,6 +86,28 @@ with jaxckpt.Checkpointer(
             assert not checkpoints.save(step + 1, {"x": np.full(1000, step + 1)})
             break
 """
+
+
+def test_a_step_beyond_31_bits_is_saved_by_two(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+with jaxckpt.Checkpointer(args) as checkpoints:
+    print([checkpoints.save(step, {"x": step}) for step in (1 << 31, 1 << 62)])
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=120)
+    assert [one.stdout for one in done] == ["[True, True]\n"] * 2
+    assert jaxckpt.Checkpointer(tmp_path / "s").steps() == [1 << 31, 1 << 62]
+
+
+def test_a_thread_that_cannot_listen_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        thread = threading.Thread(target=lambda: [checkpoints.save(step, {"x": step}) for step in (1, 2)])
+        thread.start()
+        thread.join()
+    assert [record.message for record in caplog.records if "cannot listen for SIGTERM" in record.message][1:] == []
+    assert "cannot listen for SIGTERM" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("how", ["exit", "continue", "chained"])

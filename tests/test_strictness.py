@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from processes import RunPython
 
 import jaxckpt
+import jaxckpt.orbax
 from jaxckpt._tree import DTYPES
 
 
@@ -403,11 +406,114 @@ def test_options_are_checked() -> None:
 # Choosing -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, -1, 1e6, float("inf"), "1"])
+@pytest.mark.parametrize("size", [0, -1, 1e6, float("inf"), "1", True, np.True_, np.float64(5), [5]])
 @pytest.mark.parametrize("name", ["object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"])
 def test_bytes_are_whole_numbers(name: str, size: Any) -> None:
     with pytest.raises(jaxckpt.InputError, match=f"Options.{name} must be a whole number above zero, found "):
         jaxckpt.Options(**{name: size})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"timeout_seconds": "30"}, {"timeout_seconds": True}, {"timeout_seconds": float("nan")},
+        {"timeout_seconds": -1}, {"timeout_seconds": None}, {"retry_seconds": [1]}, {"sync": "no"}, {"sync": 0},
+        {"sync": None}, {"cast": True}, {"when_busy": None}, {"compression": ["zstd"]}, {"indivisible": 1},
+        {"manifest_sha256": 5}, {"manifest_sha256": b"0" * 64}, {"storage": [("a", 1)]}, {"progress": "yes"},
+        {"progress": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_the_wrong_type(wrong: dict[str, Any]) -> None:
+    with pytest.raises(jaxckpt.InputError, match=f"Options.{next(iter(wrong))} must be"):
+        jaxckpt.Options(**wrong)
+
+
+def test_options_of_numpy_are_plain_numbers(tmp_path: Path) -> None:
+    given: Any = {
+        "object_bytes": np.int64(1 << 20), "chunk_bytes": np.uint32(1 << 12), "host_bytes": np.int32(1 << 24),
+        "staging_bytes": np.int16(1 << 13), "timeout_seconds": np.float32(30), "retry_seconds": np.int8(5),
+    }  # fmt: skip
+    options = jaxckpt.Options(**given)
+    assert {type(getattr(options, name)) for name in given} == {int, float}
+    assert jaxckpt.Options(timeout_seconds=float("inf")).timeout_seconds > 1e9
+    tree = {"a": np.arange(300_000.0), "b": jnp.ones((8, 8))}
+    jaxckpt.save_async(tmp_path / "c", tree, options=options).wait()
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c", options=options)["a"], tree["a"])
+    jaxckpt.restore(tmp_path / "c", options=options)
+    assert jaxckpt.verify(tmp_path / "c", options=options).ok
+    jaxckpt.convert(tmp_path / "c", tmp_path / "d", options=options, chunk_bytes=np.int64(1 << 10))  # pyright: ignore
+
+
+@pytest.mark.parametrize("options", [{}, {"sync": False}, "fast", 5, jaxckpt.Options], ids=str)
+def test_options_that_are_none(tmp_path: Path, options: Any) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": 1})
+    checkpoint = jaxckpt.open(tmp_path / "c")
+    for call in (
+        lambda: jaxckpt.save(tmp_path / "d", {"x": 1}, options=options),
+        lambda: jaxckpt.save_async(tmp_path / "d", {"x": 1}, options=options),
+        lambda: jaxckpt.restore(tmp_path / "c", options=options),
+        lambda: jaxckpt.load_numpy(tmp_path / "c", options=options),
+        lambda: jaxckpt.open(tmp_path / "c", options=options),
+        lambda: checkpoint.plan(mesh={"a": 1}, options=options),
+        lambda: jaxckpt.verify(tmp_path / "c", options=options),
+        lambda: jaxckpt.diff(tmp_path / "c", tmp_path / "c", options=options),
+        lambda: jaxckpt.report(tmp_path / "c", options=options),
+        lambda: jaxckpt.convert(tmp_path / "c", tmp_path / "d", options=options),
+        lambda: jaxckpt.Checkpointer(tmp_path / "d", options=options),
+        lambda: jaxckpt.orbax.Handler(options),
+    ):
+        with pytest.raises(jaxckpt.InputError, match=r"options must be a jaxckpt\.Options"):
+            call()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Name(str, enum.Enum):  # noqa: UP042
+    LONG = "long"
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(0.5), Level.HIGH, Name.LONG, np.str_("s"), 1 << 70, -(1 << 90), 1e22, -0.0]
+)
+def test_what_json_takes_for_its_own_comes_back_as_that(tmp_path: Path, value: Any) -> None:
+    given = {"v": value, "list": [value]}
+    jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, metadata=given, process_state={"s": given})
+    checkpoint = jaxckpt.open(tmp_path / "c")
+    for found in (checkpoint.metadata, checkpoint.process_states[0]["s"]):
+        assert found == given
+        assert type(found["v"]) in (int, float, str)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.int64(1),
+        np.float32(1),
+        b"x",
+        (1,),
+        {1: 1},
+        {Level.HIGH: 1},
+        {"\ud800": 1},
+        "\ud800",
+        float("nan"),
+        {1},
+        object(),
+    ],
+    ids=ascii,
+)
+def test_what_is_no_json_is_refused_before_data_is_written(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(jaxckpt.InputError, match="metadata must be plain JSON"):
+        jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, metadata=[value])
+    with pytest.raises(jaxckpt.InputError, match=r"process_state\['s'\] must be plain JSON"):
+        jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, process_state={"s": [value]})
+    for name in ("\ud800", 5, None):
+        with pytest.raises(jaxckpt.InputError, match="process_state"):
+            jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, process_state={name: 1})  # pyright: ignore
+    assert not (tmp_path / "c").exists()
 
 
 def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import collections
+import enum
+import functools
+import itertools
 import json
 import math
 import re
 import struct
 import tracemalloc
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -22,6 +26,7 @@ import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxckpt
 from jaxckpt import TreeError, _tree
 
 to_json = msgspec.json.encode
@@ -111,8 +116,9 @@ def test_keys_that_are_written_alike_are_refused_by_path() -> None:
 
 
 def test_keys_that_jax_cannot_order_are_refused_by_path() -> None:
-    with pytest.raises(TreeError, match="JAX cannot flatten 'x'"):
-        _tree.flatten({"x": {1: 0, "a": 0}})
+    for unordered in ({1: 0, "a": 0}, collections.defaultdict(int, {1: 0, "a": 0}), {1j: 0, 2j: 0}):
+        with pytest.raises(TreeError, match=r"JAX cannot flatten 'x' .*[^.]\. Are the keys of one type\?"):
+            _tree.flatten({"x": unordered})
 
 
 def test_nothing_is_too_shallow_and_only_the_absurd_too_deep() -> None:
@@ -210,6 +216,182 @@ def test_a_registered_node_comes_back_as_a_dict_of_its_keys(tree: Any, expected:
     leaves, structure = _tree.flatten({"node": tree})
     assert structure.children[0].type == "custom"
     assert _tree.unflatten(from_json(to_json(structure)), [leaf.value for leaf in leaves]) == {"node": expected}
+
+
+class Static(NamedTuple):
+    w: Any
+    name: str
+
+
+class Reordered(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Numbered(NamedTuple):
+    a: Any
+    b: Any
+
+
+attribute = jax.tree_util.GetAttrKey
+jax.tree_util.register_pytree_with_keys(
+    Static, lambda node: (((attribute("w"), node.w),), node.name), lambda name, children: Static(children[0], name)
+)
+jax.tree_util.register_pytree_with_keys(
+    Reordered,
+    lambda node: (((attribute("b"), node.b), (attribute("a"), node.a)), None),
+    lambda _, children: Reordered(children[1], children[0]),
+)
+jax.tree_util.register_pytree_node(Numbered, lambda node: (tuple(node), None), lambda _, children: Numbered(*children))
+Generic = collections.namedtuple("Generic", ["a", "b"])
+Generic.__name__ = Generic.__qualname__ = "Generic[float32]"
+
+
+class Underscored(tuple):
+    """A tuple that JAX takes for a namedtuple, of fields that no namedtuple can have."""
+
+    _fields = ("_a", "b")
+
+    def __new__(cls, *children: Any) -> Any:
+        return super().__new__(cls, children)
+
+
+class Keyed:
+    """A registered node of any keys."""
+
+    def __init__(self, keys: list[Any], children: list[Any]) -> None:
+        self.keys, self.children = keys, children
+
+
+jax.tree_util.register_pytree_with_keys(
+    Keyed,
+    lambda node: (list(zip(map(jax.tree_util.DictKey, node.keys), node.children, strict=True)), tuple(node.keys)),
+    lambda keys, children: Keyed(list(keys), list(children)),
+)
+
+
+W = 2.5
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (Static(W, "n"), {"w": W}),
+        (Reordered(1, W), {"b": W, "a": 1}),
+        (Numbered(1, W), {0: 1, 1: W}),
+        (Generic(1, W), {"a": 1, "b": W}),
+        (Underscored(1, W), {"_a": 1, "b": W}),
+        (Keyed(["x", "y"], [1, W]), {"x": 1, "y": W}),
+        (Keyed([jnp.array, "y"], [1, W]), None),
+        (Keyed(["x", "x"], [None, W]), None),
+        (Keyed([1, True], [2, W]), None),
+        (Keyed(["x", "x"], [{"a": 1}, {"b": W}]), None),
+    ],
+    ids=str,
+)
+def test_an_odd_node_is_saved_so_that_it_is_read_or_refused_by_path(tree: Any, expected: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"old": 1})
+    if expected is None:
+        with pytest.raises(TreeError, match="the container at 'node'"):
+            jaxckpt.save(tmp_path / "c", {"node": tree}, overwrite=True)
+        assert jaxckpt.load_numpy(tmp_path / "c") == {"old": 1}
+        return
+    jaxckpt.save(tmp_path / "c", {"node": tree}, overwrite=True)
+    assert jaxckpt.load_numpy(tmp_path / "c") == {"node": expected}
+    restored = jaxckpt.restore(tmp_path / "c", {"node": tree})
+    assert jax.tree.structure(restored) == jax.tree.structure({"node": tree})
+    assert jax.tree.leaves(restored) == jax.tree.leaves({"node": tree})
+
+
+ODD_KEYS = st.one_of(keys, st.sampled_from([1, True, 1.0, "1", (1,), "", "~", -0.0, 0, math.nan, np.float32(1), None]))
+
+
+def odd_nodes(below: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    pairs = st.lists(st.tuples(ODD_KEYS, below), max_size=3)
+    return st.one_of(
+        strategies.containers(below),
+        pairs.map(lambda found: Keyed([key for key, _ in found], [child for _, child in found])),
+        pairs.map(collections.OrderedDict),
+        *(st.builds(kind, below, below) for kind in (Static, Reordered, Numbered, Generic, Underscored)),
+    )
+
+
+@given(st.recursive(st.one_of(st.builds(Mark), st.none()), odd_nodes, max_leaves=10))
+def test_what_is_not_refused_is_read(tree: Any) -> None:
+    try:
+        leaves, structure = _tree.flatten(tree)
+    except TreeError:
+        return
+    back, paths = from_json(to_json(structure)), [leaf.path for leaf in leaves]
+    assert _tree.paths_of(back, len(paths), sum(map(len, paths))) == (paths, list(range(len(leaves))))
+    _tree.unflatten(back, [leaf.value for leaf in leaves])  # JAX may not be able to order the keys of such a dict
+
+
+class Real(float, enum.Enum):
+    HALF = 0.5
+
+
+class Text(str):
+    """Equal to nothing but itself."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def nested_key(depth: int) -> Any:
+    return functools.reduce(lambda key, _: (key,), range(depth), "k")
+
+
+@pytest.mark.parametrize(
+    ("keys", "back"),
+    [
+        ([Real.HALF], [0.5]),
+        ([np.float64(0.5), np.str_("a")], [0.5, "a"]),
+        ([nested_key(40)], [nested_key(40)]),
+        ([Generic(1, "x")], [(1, "x")]),
+        ([nested_key(41)], None),
+        ([nested_key(300)], None),
+        (list(itertools.product((-1, -2), repeat=7)), None),  # 128 keys of one hash
+        ([Text("a"), Text("a")], None),
+        ([math.nan, float("nan")], None),
+        (["\ud800"], None),
+    ],
+    ids=lambda keys: repr(keys)[:30],
+)
+def test_odd_keys_are_saved_so_that_they_are_read_or_refused_by_path(
+    keys: list[Any], back: Any, tmp_path: Path
+) -> None:
+    tree = {"at": collections.OrderedDict((key, number) for number, key in enumerate(keys))}
+    for _ in range(_tree.MAX_DEPTH - 2):
+        tree = {"a": tree}
+    if back is None:
+        with pytest.raises(TreeError, match=r"a/at'|share a path"):
+            jaxckpt.save(tmp_path / "c", tree)
+        assert not (tmp_path / "c").exists()
+        return
+    jaxckpt.save(tmp_path / "c", tree)
+    found = jaxckpt.load_numpy(tmp_path / "c")
+    for _ in range(_tree.MAX_DEPTH - 2):
+        found = found["a"]
+    assert [typed(key) for key in found["at"]] == [typed(key) for key in back]
+    assert jaxckpt.restore(tmp_path / "c", tree) is not None
+
+
+def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "c", {"old": 1})
+    flatten = _tree.flatten
+
+    def broken(tree: Any) -> Any:
+        leaves, structure = flatten(tree)
+        return leaves, msgspec.structs.replace(structure, keys=("x",) * len(leaves))
+
+    monkeypatch.setattr("jaxckpt._draft.flatten", broken)
+    with pytest.raises(jaxckpt.InputError, match=r"(?s)no reader would take.*is no record of a container"):
+        jaxckpt.save(tmp_path / "c", {"a": 1, "b": np.ones(3)}, overwrite=True)
+    assert jaxckpt.load_numpy(tmp_path / "c") == {"old": 1}
+    assert len(list(tmp_path.glob("c/*"))) == 2
 
 
 def test_an_ordered_dict_keeps_its_order_and_a_dict_is_sorted_as_jax_sorts_it() -> None:

@@ -223,7 +223,7 @@ for round_, (what, victim) in enumerate(args["rounds"], 1):
             back = at(phase, lambda: time.sleep(3 * timeout))
         elif what == "makes no call":
             await_notes(f"told{round_}", set(range(count)) - {victim})
-            _coord.Group.current(1, _coord.Call.of('save', path))  # its calls count on: as if it had called and raised
+            _coord.Group.current(None, _coord.Call.of('save', path))  # as if it had called and raised
             said = "none"
         else:
             broken = make(round_)
