@@ -237,7 +237,8 @@ def test_an_empty_key_at_the_root_is_a_key(tmp_path: Path) -> None:
 
 def test_an_empty_key_at_the_root_survives_a_rename(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"": jnp.float32(1)})
-    assert jaxckpt.restore(tmp_path / "c", rename={"x": "y"}) == {"": 1}
+    assert jaxckpt.restore(tmp_path / "c", rename=lambda path: path) == {"": 1}
+    assert jaxckpt.restore(tmp_path / "c", rename={"~2": "y"}) == {"y": 1}
 
 
 # Meshes and specs -----------------------------------------------------------------------------------------
