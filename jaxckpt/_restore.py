@@ -6,14 +6,14 @@ import contextlib
 import gc
 import itertools
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.core import trace_state_clean  # no public name says whether a function is being traced
+from jax.core import Tracer
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxckpt._coord import Group
@@ -111,6 +111,7 @@ def carry_out(path: Location, asked: Request, options: Options) -> Tree:
         _check(asked)
         source, digest = source_at(path, options)
         resolved = resolve(source.manifest, asked, options)
+        _require_no_trace(resolved.goals.values())
         digests = meeting.gather(digest)
         if len(set(digests)) > 1:
             raise PeersDisagreeError(
@@ -129,16 +130,21 @@ def carry_out(path: Location, asked: Request, options: Options) -> Tree:
 
 def _check(asked: Request) -> None:
     """Raise InputError for arguments that are none, whatever the checkpoint."""
-    if not trace_state_clean():
-        raise InputError(
-            "restore was called while JAX traces a function: call it outside of jit, grad, vmap and eval_shape, and"
-            " pass what it returns to the function"
-        )
     require_mesh(asked.mesh)
     if isinstance(asked.target, Mesh):
         raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
     if isinstance(asked.target, Options):
         raise InputError("target is an Options: pass it as options=, restore(path, options=…)")
+
+
+def _require_no_trace(goals: Iterable[Goal]) -> None:
+    """Raise InputError if arrays would be made while JAX traces a function, where none can be."""
+    on_devices = any(goal.kind in ("jax", "key") for goal in goals)
+    if on_devices and isinstance(jax.device_put(np.empty(0, np.uint8)), Tracer):
+        raise InputError(
+            "restore was called while JAX traces a function: call it outside of jit, scan and eval_shape, and pass what"
+            " it returns to the function"
+        )
 
 
 def load_numpy(path: Location, *, select: Select | None = None, options: Options | None = None) -> Tree:

@@ -362,7 +362,7 @@ def test_init_makes_what_the_checkpoint_lacks(tmp_path: Path, jitted: bool) -> N
     shardings = {"params": {"w": split}, "ema": {"w": split}, "key": whole, "n": whole, "v": split}
     made = jax.jit(init, out_shardings=shardings) if jitted else init
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(jaxckpt.MismatchError, match="(?s)'ema/w' is not in.*strict=False keeps the init's value"):
+        with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'ema/w' is not in.*strict=False keeps the init's value"):
             checkpoints.restore_or_init(made)
         ran.clear()
         step, tree = checkpoints.restore_or_init(made, strict=False, rename={"old": "v"}, select=["params", "n"])

@@ -577,7 +577,7 @@ def test_a_weak_type_follows_the_target_where_it_says_one(tmp_path: Path) -> Non
     jaxckpt.save(tmp_path / "c", {"weak": jnp.asarray(0.5), "strong": jnp.float32(0.5), "number": 0.5})
 
     def restored(target: Any) -> list[bool]:
-        found = jaxckpt.restore(tmp_path / "c", {name: target for name in ("weak", "strong", "number")})
+        found = jaxckpt.restore(tmp_path / "c", dict.fromkeys(("weak", "strong", "number"), target))
         return [leaf.weak_type for leaf in found.values() if isinstance(leaf, jax.Array)]
 
     assert restored(jax.ShapeDtypeStruct((), "float32")) == [False] * 3
