@@ -221,6 +221,7 @@ def _match(
     goals: dict[int, Goal] = {}
     missing: list[Leaf] = []
     lacking: list[int] = []
+    is_met = False  # whether anything comes from the checkpoint
     parts: list[int | _Part] = []
     """Number of each leaf of the target, or what makes it, or the tree that stands for it."""
     for leaf in leaves:
@@ -228,6 +229,7 @@ def _match(
         if number is not None:
             goals[number] = layouts.target_goal(leaf.path, number, leaf.value)
             parts.append(number)
+            is_met = True
             continue
         is_sharding = isinstance(leaf.value, (Sharding, Format))
         below = _below(leaf.path, wanted) if is_sharding else []
@@ -237,12 +239,14 @@ def _match(
             part = subtree(structure, leaf.path)
             pruned = prune(part, {wanted[path]: wanted[path] for path in below}) if below else part
             parts.append(functools.partial(unflatten, pruned))
+            is_met = True
             continue
         if _is_abstract(leaf.value) and asked.initial is not None:
             lacking.append(len(parts))
         parts.append(functools.partial(_constant, leaf.value))
         # A function, such as an activation in an Equinox module, is no state that a checkpoint could lack.
-        kept = leaf.path in found or callable(leaf.value) or not _is_asked(leaf.path, test, asked.rename)
+        stays = callable(leaf.value) or not _is_asked(leaf.path, test, asked.rename)
+        kept = stays or leaf.path in found or (is_sharding and bool(_below(leaf.path, found)))
         if not kept and (asked.strict or (_is_abstract(leaf.value) and asked.initial is None)):
             missing.append(leaf)
     extra = [path for path, number in wanted.items() if number not in goals] if asked.strict else []
@@ -254,7 +258,7 @@ def _match(
             + "\n".join(filter(None, [listing(problems), "; ".join(_remedies(asked, missing, extra, layouts))])),
             problems,
         )
-    if not goals and any(not callable(leaf.value) for leaf in leaves):
+    if not is_met and any(not callable(leaf.value) for leaf in leaves):
         problems = [*_missing(leaves, structure, wanted)]
         raise MismatchError(
             f"none of the target's {counted(len(leaves), 'leaf')} would come from the checkpoint, which has"

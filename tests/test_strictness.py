@@ -644,9 +644,13 @@ def test_select_is_about_saved_paths_also_under_rename(path: Path) -> None:
     with pytest.raises(jaxckpt.MismatchError, match="'model/new' is not in the checkpoint") as caught:
         jaxckpt.restore(path, grown, select="params", rename={"params": "model"})
     assert len(caught.value.problems) == 1
+    restored = jaxckpt.restore(path, {"model": DEVICE, "layers": DEVICE}, select="params", rename={"params": "model"})
+    assert (restored["model"]["w"].sharding, restored["layers"]) == (DEVICE, DEVICE)
     # Of a function nobody knows where it would take a leaf from.
     with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'opt' is not in the checkpoint.*rename= is a function"):
         jaxckpt.restore(path, mine, select="params", rename=lambda path: path.replace("params", "model"))
+    shardings = {"model": DEVICE, "layers": DEVICE}
+    assert jaxckpt.restore(path, shardings, select="params", rename=lambda path: path.replace("params", "model"))
 
 
 def test_the_tree_itself_can_be_renamed(path: Path) -> None:
@@ -716,6 +720,9 @@ def test_a_sharding_stands_for_a_subtree_without_leaves_too(tmp_path: Path) -> N
         assert restored["w"].sharding == DEVICE
         assert (restored["none"], restored["opt"][1:]) == (None, (None, {}))
         assert type(restored["opt"][0]).__name__ == "EmptyState"
+    jaxckpt.save(tmp_path / "e", {"opt": optax.EmptyState()})
+    for target in (DEVICE, {"opt": DEVICE}):
+        assert type(jaxckpt.restore(tmp_path / "e", target)["opt"]).__name__ == "EmptyState"
     with pytest.raises(jaxckpt.MismatchError, match="'optt' is not in the checkpoint"):
         jaxckpt.restore(tmp_path / "c", {"w": DEVICE, "optt": DEVICE})
 
