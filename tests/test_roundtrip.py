@@ -14,6 +14,7 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
@@ -26,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
-from jaxckpt import _plan, _restore, _save_plan, _staging
+from jaxckpt import _manifest, _plan, _restore, _save_plan, _staging
 from jaxckpt._tree import DTYPES
 
 QUICK = jaxckpt.Options(sync=False)
@@ -593,3 +594,13 @@ def test_only_weak_types_are_recorded(tmp_path: Path) -> None:
     assert [leaf.get("weak") for leaf in leaves] == [None, True]
     jaxckpt.convert(tmp_path / "c", tmp_path / "d")
     assert jaxckpt.restore(tmp_path / "d")["weak"].weak_type
+
+
+def test_a_weak_type_of_what_can_have_none_is_refused(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"number": 1, "host": np.ones(3), "key": jax.random.key(0)})
+    manifest = _manifest.decode((tmp_path / "c" / "manifest.json").read_bytes(), "c")
+    for number, leaf in enumerate(manifest.leaves):
+        leaves = [*manifest.leaves]
+        leaves[number] = msgspec.structs.replace(leaf, weak=True)
+        with pytest.raises(jaxckpt.ManifestError, match=f"leaf '{leaf.path}' .*weak type"):
+            _manifest.decode(_manifest.encode(msgspec.structs.replace(manifest, leaves=leaves)), "c")
