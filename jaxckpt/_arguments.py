@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from jaxckpt._audit import Checkpoint, LazyLeaf
 from jaxckpt._audit import open as open_checkpoint
 from jaxckpt._errors import InputError, JaxckptError
 from jaxckpt._place import local_path
-from jaxckpt._tree import Tree, nested, renamer, selector
+from jaxckpt._tree import Tree, nested, renamed, selector
 
 Rule = tuple[str | None, PartitionSpec]
 """(glob of the leaves it is for, or None for all; their spec)."""
@@ -75,13 +76,10 @@ def old_and_new(text: str) -> tuple[str, str]:
 
 
 def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
-    """Its leaves at or below any of some globs, or all. Raises InputError where there is none."""
+    """Its leaves at or below any of some globs, or all. Raises InputError if a glob matches none."""
     leaves = checkpoint.leaves
-    wanted = selector(select or None)
-    chosen = {path: leaf for path, leaf in leaves.items() if wanted(path)}
-    if select and not chosen:
-        raise InputError(f"--select {' '.join(select)} matches none of the {len(leaves)} leaves")
-    return chosen
+    chosen = selector(select or None).choose(leaves)
+    return dict(itertools.compress(leaves.items(), chosen))
 
 
 def indexed(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
@@ -115,9 +113,10 @@ def spec_tree(
     """The specs of those leaves that a rule fits, as nested dicts of their new paths; None without rules."""
     if not rules:
         return None
-    renamed, chosen = renamer(rename or None), selector(select or None)
+    leaves, chosen = checkpoint.leaves, selected(checkpoint, select)
+    new = zip(renamed(rename or None, leaves), leaves.items(), strict=True)
     # Of the others, which go to no device, none has a spec.
-    paths = [renamed(path) for path, leaf in checkpoint.leaves.items() if leaf.kind in ("jax", "key") and chosen(path)]
+    paths = [path for path, (old, leaf) in new if old in chosen and leaf.kind in ("jax", "key")]
     found: dict[str, Any] = {}
     for glob, spec in rules:
         matched = list(filter(selector(glob), paths))

@@ -48,8 +48,8 @@ from jaxckpt._reading import read_box
 from jaxckpt._restore import kept, on_host
 from jaxckpt._source import Native, Source
 from jaxckpt._store import Array
-from jaxckpt._target import Goal, Rename, Request, numpy_goal, resolve
-from jaxckpt._tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
+from jaxckpt._target import Goal, Request, numpy_goal, resolve
+from jaxckpt._tree import DTYPES, Rename, Select, Tree, closest, decode_value, show, unflatten
 
 
 def open(path: Location, *, options: Options | None = None) -> Checkpoint:
@@ -394,8 +394,7 @@ class Checkpoint:
             strict,
             None if isinstance(mesh, Mesh) else devices_per_process,
         )
-        goals, _ = resolve(self._manifest, asked, options)
-        return _restore_plan(self._manifest, goals, options)
+        return _restore_plan(self._manifest, resolve(self._manifest, asked, options).goals, options)
 
 
 # Plans ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, cast
 
 import jax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt import _manifest as manifests
 from jaxckpt._background import PendingSave
@@ -38,12 +38,12 @@ from jaxckpt._layout import Specs
 from jaxckpt._manifest import LARGEST, Manifest, StepRecord
 from jaxckpt._options import Options, given, seconds, whole_number
 from jaxckpt._place import store_at
-from jaxckpt._restore import restore
+from jaxckpt._restore import carry_out
 from jaxckpt._save import SaveRequest, start
 from jaxckpt._store import MANIFEST, Store
-from jaxckpt._target import Rename, Uncommitted
+from jaxckpt._target import Request, Uncommitted
 from jaxckpt._threads import uninterrupted
-from jaxckpt._tree import Select, Tree, closest, is_utf8
+from jaxckpt._tree import Rename, Select, Tree, closest, is_utf8
 
 _log = logging.getLogger("jaxckpt")
 
@@ -142,6 +142,15 @@ class Checkpointer:
                 self._tidy_up()
             meeting.barrier()
 
+    def _numbered(self, step: object, verb: str) -> int:
+        """A step's number. Raises InputError, after which the next call of all processes finds them in step."""
+        try:
+            return _number(step)
+        except InputError as error:
+            hint = "; best_step() and steps() return such numbers, and the target is the next argument"
+            with self._calling(verb):
+                raise InputError(f"{error}{hint if verb == 'Checkpointer.restore' else ''}") from None
+
     def _calling(self, verb: str, step: int | None = None) -> Group:
         """A call that every process makes."""
         path = self._store.url if step is None else self.path(step)
@@ -199,11 +208,7 @@ class Checkpointer:
             Preempted: The job was told to stop, and this step is saved; see `on_preemption`.
             Exception: As `jaxckpt.save_async`; and what ended an earlier save in the background.
         """
-        try:
-            step = _number(step)
-        except InputError:
-            with self._calling("Checkpointer.save"):
-                raise
+        step = self._numbered(step, "Checkpointer.save")
         last_one = not self._preempted and self._notice.reached(step)
         if not (force or last_one or step % self._every == 0):
             # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
@@ -380,18 +385,11 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
                 passed over for an older one.
         """
-        chosen = self._chosen(step)
+        return self._restore(self._chosen(step), Request(target, mesh, specs, select, rename, strict))
+
+    def _restore(self, chosen: int, asked: Request) -> Tree:
         try:
-            tree = restore(
-                self.path(chosen),
-                target,
-                mesh=mesh,
-                specs=specs,
-                select=select,
-                rename=rename,
-                strict=strict,
-                options=self._options,
-            )
+            tree = carry_out(self.path(chosen), asked, self._options)
         except JaxckptError as error:
             for note in self._about(chosen, error):
                 error.add_note(note)
@@ -408,18 +406,31 @@ class Checkpointer:
             yield f"step {step} is kept without {', '.join(found.record.dropped)}; select= takes what it has"
 
     def restore_or_init(
-        self, init: Callable[[], Tree], *, mesh: Mesh | None = None, specs: Specs = None, strict: bool = True
+        self,
+        init: Callable[[], Tree],
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
     ) -> tuple[int | None, Tree]:
-        """The newest step, or a fresh start where there is none. Every process.
+        """The newest step, or a fresh start if there is none. Every process.
+
+        With strict=False, a run continues with a new optimizer, or with an average of the weights that the checkpoint
+        does not have: `init` makes the leaves that the checkpoint lacks.
 
         Args:
             init: Makes the initial tree; what is restored has its structure, dtypes and shardings. A function jitted
-                with out_shardings tells them without being run; any other is called, and what it made is let go of
-                before anything is read.
+                with out_shardings shows them without being run, and is run only for the leaves that do not come from
+                the checkpoint: XLA leaves out the rest. Any other is called, and what it made is let go of before
+                anything is read, except for these leaves.
             mesh: As for `jaxckpt.restore`; needed only where `init` leaves arrays uncommitted that were saved from
                 several devices.
             specs: As for `jaxckpt.restore`.
-            strict: As for `jaxckpt.restore`.
+            select: As for `jaxckpt.restore`; other leaves are what `init` makes.
+            rename: As for `jaxckpt.restore`.
+            strict: As for `jaxckpt.restore`. With False, leaves that the checkpoint lacks are what `init` makes.
 
         Returns:
             (step, tree): the number of the step that was restored and its tree, or None and what `init` made.
@@ -427,7 +438,8 @@ class Checkpointer:
         step = self._agreed_step()
         if step is None:
             return None, init()
-        return step, self.restore(step, _target_of(init), mesh=mesh, specs=specs, strict=strict)
+        target, initial = _target_of(init)
+        return step, self._restore(step, Request(target, mesh, specs, select, rename, strict, initial=initial))
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
         """What this process, or one in its place, gave as `process_state[name]`. Every process.
@@ -471,6 +483,7 @@ class Checkpointer:
     def _chosen(self, step: int | None) -> int:
         """A step, or the newest for None, when it is on the disk. Every process."""
         if step is not None:
+            step = self._numbered(step, "Checkpointer.restore")
             self.wait()
         chosen = self._agreed_step() if step is None else step
         if chosen is None:
@@ -640,22 +653,48 @@ def _metric(name: str, value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _target_of(init: Callable[[], Tree]) -> Tree:
-    """What `init` makes, without its data."""
+def _target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]], Sequence[Any]]]:
+    """What `init` makes, without its data; and a function that makes some of its leaves, by number, called once."""
     if isinstance(init, jax.stages.Wrapped):  # jitted: its results are arrays, all of them
         shapes = jax.eval_shape(init)
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
-            return shapes
-    return jax.tree.map(_abstract, init())
+            return shapes, functools.partial(_some_of, init, jax.tree.leaves(shapes))
+    leaves, treedef = jax.tree.flatten(init())
+    target = jax.tree.unflatten(treedef, map(_abstract, leaves))
+
+    def initial(numbers: Sequence[int]) -> Sequence[Any]:
+        found = [leaves[number] for number in numbers]
+        leaves.clear()
+        return found
+
+    return target, initial
+
+
+def _some_of(init: Callable[[], Tree], shapes: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    """Those leaves of what a jitted function makes, where it would put them; XLA leaves out what makes the others."""
+    if not numbers:
+        return []
+    # A sharding on an AbstractMesh is part of the type; what is made has it anyway.
+    shardings = [
+        None if isinstance(getattr(sharding, "mesh", None), AbstractMesh) else sharding
+        for sharding in (shapes[number].sharding for number in numbers)
+    ]
+
+    def some() -> list[Any]:
+        leaves = jax.tree.leaves(init())
+        return [leaves[number] for number in numbers]
+
+    return jax.jit(some, out_shardings=shardings)()
 
 
 def _abstract(leaf: Any) -> Any:
     """A leaf as a target without its data."""
     if not isinstance(leaf, jax.Array):
         return leaf
+    weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
     if not leaf.committed:
-        return Uncommitted(leaf.shape, leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return Uncommitted(leaf.shape, leaf.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
 
 
 # Rules ----------------------------------------------------------------------------------------------------

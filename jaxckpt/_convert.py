@@ -38,8 +38,8 @@ from jaxckpt._save import SaveRequest, start
 from jaxckpt._save_plan import ArrayLeaf
 from jaxckpt._source import Foreign, Source
 from jaxckpt._store import storage_errors
-from jaxckpt._target import Rename, narrowed
-from jaxckpt._tree import DTYPES, Select, show
+from jaxckpt._target import narrowed
+from jaxckpt._tree import DTYPES, Rename, Select, show
 
 
 def convert(

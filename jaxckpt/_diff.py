@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxckpt._errors import TreeError, counted, listing
+from jaxckpt._errors import counted, listing
 from jaxckpt._formats import Location, source_at
 from jaxckpt._grid import Box, cut_down, volume, whole
 from jaxckpt._manifest import Manifest
@@ -130,7 +131,7 @@ def diff(
 
     Raises:
         NotACheckpointError, CorruptError, StorageError: As `restore`, of either.
-        TreeError: `select` matches nothing.
+        TreeError: A pattern of `select` matches nothing in either.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -145,10 +146,8 @@ def diff(
     # Two buffers of each box, and what reading takes besides.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options), _Side.at(path_b, options)
-    selected = selector(select)
-    chosen = {path for path in (a.numbers | b.numbers) if selected(path)}
-    if not chosen and (a.numbers or b.numbers):
-        raise TreeError(f"select={select!r} matches none of the leaves of either checkpoint")
+    either = a.numbers | b.numbers
+    chosen = set(itertools.compress(either, selector(select).choose(either, "either checkpoint")))
     leaves = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
     both = [path for path in leaves if path in a.numbers and path in b.numbers]
     common = [path for path in both if a.shape(path) == b.shape(path)]

@@ -20,8 +20,9 @@ from jaxckpt._layout import (
     Specs,
     by_axis_name,
     fit_spec,
+    memory_kind,
     mesh_axes,
-    partition_spec,
+    on_mesh,
     process_layout,
     require_mesh,
     resolve_specs,
@@ -196,7 +197,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
             raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
         if dtype_name(value.dtype) not in DTYPES and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
-        return LeafRecord(leaf.path, "jax"), _stored(value)
+        return LeafRecord(leaf.path, "jax", weak=value.weak_type), _stored(value)
     if isinstance(value, np.generic):
         return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
     if isinstance(value, np.ndarray):
@@ -285,7 +286,10 @@ def _place(
         spec, problem = fit_spec(axes, spec, given.shape, options)
         if problem:
             raise SpecError(problem)
-        recorded = stored = NamedSharding(mesh, partition_spec(spec))
+        try:
+            recorded = stored = on_mesh(mesh, spec, memory_kind(recorded))
+        except LayoutError as error:
+            raise SpecError(str(error)) from error
         committed = True
     layout, moved = Layout((1,) * value.ndim, _HOST), False
     if stored is not None:  # else each process has put its own on its own default device

@@ -126,6 +126,14 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec))
 
 
+def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
+    """A spec on a mesh, in a kind of memory that is not the default one. Raises LayoutError if the devices lack it."""
+    try:
+        return NamedSharding(mesh, partition_spec(spec), memory_kind=memory)
+    except ValueError as error:
+        raise LayoutError(f"it is in memory of kind {memory!r}, which the devices of the mesh lack: {error}") from error
+
+
 # Placements -----------------------------------------------------------------------------------------------
 
 

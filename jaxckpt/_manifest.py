@@ -117,6 +117,9 @@ class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     impl: str | None = None
     """PRNG implementation, for kind "key"; the array holds its raw data with trailing dimensions of its own."""
 
+    weak: bool = False
+    """Whether the type of a kind "jax" was weak, as that of jnp.asarray(0.5) is."""
+
 
 class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A Zarr array and its objects."""
@@ -589,7 +592,7 @@ def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> b
     rows = [leaf.row for leaf in leaves if leaf.row is not None]
     if len(rows) != stack.rows or len(leaves) != stack.rows or sorted(rows) != list(range(stack.rows)):
         return False
-    alike = {(leaf.kind, leaf.layout, leaf.impl): leaf for leaf in leaves}
+    alike = {(leaf.kind, leaf.layout, leaf.impl, leaf.weak): leaf for leaf in leaves}
     return not any(_array_problem(manifest, leaf) for leaf in alike.values())
 
 
@@ -621,8 +624,8 @@ def _value_problem(leaf: LeafRecord) -> str | None:
         return f"has no value of kind {leaf.kind[:40]!r}: {str(error)[:200]}"
     if not canonical:
         return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
-    if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4:
-        return "has a value, and so no stack, row, layout or impl"
+    if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4 or leaf.weak:
+        return "has a value, and so no stack, row, layout or impl, and no weak type"
     return None
 
 
@@ -639,6 +642,8 @@ def _array_problem(manifest: Manifest, leaf: LeafRecord) -> str | None:
         return f"is of kind {leaf.kind!r} and has a layout"
     if (leaf.kind == "key") != (leaf.impl is not None):
         return "must name a PRNG implementation if, and only if, it is a key"
+    if leaf.weak and leaf.kind != "jax":
+        return f"is of kind {leaf.kind!r} and has a weak type"
     if leaf.kind == "key" and (stack.dtype != "uint32" or not stack.shape):
         return f"is a key but is stored as {stack.dtype} of shape {stack.shape}"
     if leaf.kind == "numpy_scalar" and stack.shape:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxckpt._coord import Call, Group
@@ -26,8 +28,10 @@ from jaxckpt._progress import reporting
 from jaxckpt._reading import Buffers, assign, read, undisturbed
 from jaxckpt._source import Source
 from jaxckpt._store import Array
-from jaxckpt._target import Goal, Rename, Request, numpy_goals, resolve
-from jaxckpt._tree import DTYPES, Select, Tree, decode_value, show
+from jaxckpt._target import Goal, Request, numpy_goals, resolve
+from jaxckpt._tree import DTYPES, Rename, Select, Tree, decode_value, show
+
+_log = logging.getLogger("jaxckpt")
 
 WHOLE_BYTES = 1 << 20
 """Leaves below this are read whole and cut by JAX, which costs 30 µs each on 8 devices where placing piece by piece
@@ -47,28 +51,34 @@ def restore(
 ) -> Tree:
     """Read a checkpoint back onto devices; every process of the job calls it, with the same arguments.
 
-    Each process reads the chunks that its own devices need, none of them twice.
+    Each process reads the chunks that its own devices need, none of them twice. Process 0 logs how many leaves came
+    from the checkpoint (logger "jaxckpt", level INFO).
 
     Args:
         path: Where `save` wrote; or a checkpoint of Orbax, PyTorch DCP or safetensors, or what `rank_files` and its
             kind have made of others.
         target: What is wanted: a pytree, or a prefix of one, of jax.ShapeDtypeStruct (with or without sharding), of
             jax.sharding.Sharding, or of arrays whose shape, dtype and sharding are wanted (their values are not
-            looked at). NumPy arrays and Python scalars in it ask for such; functions that no checkpoint holds stay.
-            Without it, the tree as it was saved.
+            looked at; a weak type is wanted too). NumPy arrays and Python scalars in it ask for such; functions that no
+            checkpoint holds stay. None in it is an empty subtree, as everywhere in JAX: nothing is restored there, and
+            leaves that the checkpoint has there are extra leaves. Without it, the tree as it was saved.
         mesh: Where leaves go for which `target` gives no sharding: saved specs are carried over by axis name; axes
-            that this mesh lacks are dropped. Leaves saved without a spec are replicated. A sharding on an AbstractMesh,
-            as jax.eval_shape gives under jax.set_mesh, is meant on this mesh, or on that of jax.set_mesh.
+            that this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
+            kind. A sharding on an AbstractMesh, as jax.eval_shape gives under jax.set_mesh, is meant on this mesh, or
+            on that of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved ones.
         select: Restore only these leaves: a glob over saved paths ("params/**"; a container's path selects all below
-            it), a compiled regular expression, several of them, or a function of the path. Other leaves keep the
-            target's value; without a target, dicts come back without them and sequences with None in their place.
-        rename: Saved path → wanted path: a mapping of leaf or container paths, or a function. Without a target, a
-            renamed tree comes back as nested dicts.
+            it), a compiled regular expression, several of them, or a function of the path that returns a bool. Each
+            pattern must match a leaf. Other leaves keep the target's value; without a target, dicts come back without
+            them and sequences with None in their place. A leaf of the target that the checkpoint lacks is selected if
+            the path that `rename` would take it from is, or if `rename` is a function, which cannot say.
+        rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
+            must exist, or a function. Without a target, a renamed tree comes back as nested dicts.
         strict: Missing leaves and leaves of the checkpoint that the target lacks are errors. With False, a missing
-            leaf keeps the target's value (an abstract one is an error still), and extra leaves are left out. Another
-            shape is always an error; another dtype follows `options.cast`.
+            leaf keeps the target's value (an abstract one, which has none, is still an error), and extra leaves are
+            left out. A target of which no leaf is in the checkpoint is always an error, and so is another shape;
+            another dtype follows `options.cast`.
         options: See `Options`.
 
     Returns:
@@ -77,7 +87,9 @@ def restore(
 
     Raises:
         NotACheckpointError: No manifest at `path`, or it was deleted or replaced while it was being read.
-        MismatchError: Missing, extra, misshaped or lossily cast leaves; one error lists them all.
+        MismatchError: Missing, extra, misshaped or lossily cast leaves; one error lists them all. Also leaves of 64
+            bits while jax_enable_x64 is off, unless `options.cast` is "unsafe", which restores 32 bits.
+        TreeError: A pattern of `select` or a path of `rename` matches nothing.
         SpecError: A spec does not fit its leaf or the mesh.
         LayoutError: Neither target nor mesh, and the saved devices are not here.
         CorruptError: What is stored is not what was saved; the message names the leaf.
@@ -89,13 +101,18 @@ def restore(
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/restore", mesh=jax.make_mesh((1,), ("data",)))["w"].shape
         (8, 4)
     """
+    return carry_out(path, Request(target, mesh, specs, select, rename, strict), options)
+
+
+def carry_out(path: Location, asked: Request, options: Options | None) -> Tree:
+    """Restore what is asked for. Every process."""
     with Group.current(options, Call.of("restore", path)) as group:
         options = given(options)
         with group.meeting("opening the checkpoint") as meeting:
-            require_mesh(mesh)
-            if isinstance(target, Mesh):
-                raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
+            _check(asked)
             source, digest = source_at(path, options)
+            resolved = resolve(source.manifest, asked, options)
+            _require_no_trace(resolved.goals.values())
             digests = meeting.gather(digest)
             if len(set(digests)) > 1:
                 raise PeersDisagreeError(
@@ -104,10 +121,32 @@ def restore(
                 )
             meeting.share("")
         with group.meeting("restoring") as meeting:
-            goals, build = resolve(source.manifest, Request(target, mesh, specs, select, rename, strict), options)
-            result = build(fetch(source, goals, options))
+            initial = asked.initial(resolved.lacking) if asked.initial else []
+            result = resolved.build(fetch(source, resolved.goals, options), initial)
             meeting.barrier()
+    if group.index == 0 and _log.isEnabledFor(logging.INFO):
+        counts = len(resolved.goals), len(jax.tree.leaves(result)), source.url, len(source.manifest.leaves)
+        _log.info("restored %d of the tree's %d leaves from %s, which has %d", *counts)
     return result
+
+
+def _check(asked: Request) -> None:
+    """Raise InputError for arguments that are none, whatever the checkpoint."""
+    require_mesh(asked.mesh)
+    if isinstance(asked.target, Mesh):
+        raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
+    if isinstance(asked.target, Options):
+        raise InputError("target is an Options: pass it as options=, restore(path, options=…)")
+
+
+def _require_no_trace(goals: Iterable[Goal]) -> None:
+    """Raise InputError if arrays would be made while JAX traces a function, where none can be."""
+    on_devices = any(goal.kind in ("jax", "key") for goal in goals)
+    if on_devices and isinstance(jax.device_put(np.empty(0, np.uint8)), Tracer):
+        raise InputError(
+            "restore was called while JAX traces a function: call it outside of jit, scan and eval_shape, and pass what"
+            " it returns to the function"
+        )
 
 
 def load_numpy(path: Location, *, select: Select | None = None, options: Options | None = None) -> Tree:
@@ -133,8 +172,8 @@ def load_numpy(path: Location, *, select: Select | None = None, options: Options
     """
     options = given(options)
     source, _ = source_at(path, options)
-    goals, build = numpy_goals(source.manifest, select)
-    return build(fetch(source, goals, options))
+    resolved = numpy_goals(source.manifest, select)
+    return resolved.build(fetch(source, resolved.goals, options), [])
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -200,8 +239,11 @@ def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[i
     homes = _Homes(stacks, options)
     values: dict[int, Any] = {}
     by_stack: dict[int, _Rows] = {}
+    weak: list[int] = []
     for number, goal in goals.items():
         record = manifest.leaves[number]
+        if goal.weak:
+            weak.append(number)
         if record.stack is None or record.row is None:
             values[number] = _from_text(record, goal)
         else:
@@ -217,7 +259,15 @@ def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[i
     with undisturbed(source), reporting("restore", total, options.progress) as report:
         read(source, stacks, steps, options, leaves, report)
     leaves.empty_leaves()
+    for number in weak:
+        values[number] = _weakly_typed(values[number])
     return values
+
+
+def _weakly_typed(array: Any) -> Any:
+    """The same array with a weak type; its buffers are not touched. JAX has no public function for it."""
+    aval = array.aval.update(weak_type=True)
+    return type(array)(aval, array.sharding, array._arrays, committed=array.committed, _skip_checks=True)
 
 
 _Rows = dict[int, tuple[int, Goal]]

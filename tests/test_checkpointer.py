@@ -6,12 +6,14 @@ import datetime
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from processes import RunProcesses
 
 import jaxckpt
-from jaxckpt import _background, _coord
+from jaxckpt import _background, _coord, _restore
 from jaxckpt._bucket import Bucket
 from jaxckpt._checkpointer import Rules, _Step
 from jaxckpt._files import FileWriter
@@ -336,6 +338,132 @@ def test_a_jitted_init_is_not_run_to_restore(tmp_path: Path) -> None:
         _, tree = checkpoints.restore_or_init(init)
     assert tree["w"].sharding == split
     np.testing.assert_array_equal(tree["w"], np.arange(8.0))
+
+
+def grown(params: Any) -> Any:
+    """A tree with parts that the runs of the tests below did not have."""
+    return {
+        "params": params,
+        "ema": jax.tree.map(lambda leaf: leaf + 3, params),
+        "key": jax.random.key(5),
+        "n": jnp.zeros((), int),
+    }
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_init_makes_what_the_checkpoint_lacks(tmp_path: Path, jitted: bool) -> None:
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.arange(8.0)}, "n": jnp.int32(4), "old": jnp.ones(3)})
+    ran: list[str] = []
+
+    def init() -> Any:
+        w, seen = jnp.zeros(8), lambda: (ran.append("v"), np.zeros(8, np.float32))[1]
+        tree = {**grown({"w": w}), "v": jax.pure_callback(seen, jax.ShapeDtypeStruct((8,), "float32"))}
+        return tree if jitted else jax.device_put(tree, shardings)
+
+    shardings = {"params": {"w": split}, "ema": {"w": split}, "key": whole, "n": whole, "v": split}
+    made = jax.jit(init, out_shardings=shardings) if jitted else init
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'ema/w' is not in.*strict=False keeps the init's value"):
+            checkpoints.restore_or_init(made)
+        ran.clear()
+        step, tree = checkpoints.restore_or_init(made, strict=False, rename={"old": "v"}, select=["params", "n"])
+        assert step == 1
+        assert "v" in ran
+        np.testing.assert_array_equal(tree["params"]["w"], np.arange(8.0))
+        np.testing.assert_array_equal(tree["ema"]["w"], np.full(8, 3.0))
+        assert (tree["n"], tree["v"].tolist()) == (4, [0] * 8)
+        assert jnp.array_equal(jax.random.key_data(tree["key"]), jax.random.key_data(jax.random.key(5)))
+        assert jax.tree.map(lambda leaf: leaf.sharding, tree) == shardings
+        assert all(leaf.committed for leaf in jax.tree.leaves(tree))
+        # Only what is missing is computed.
+        checkpoints.save(2, {**tree, "ema": None})
+        ran.clear()
+        step, tree = checkpoints.restore_or_init(made, strict=False)
+        assert (step, ran) == (2, [] if jitted else ["v"])
+        np.testing.assert_array_equal(tree["ema"]["w"], np.full(8, 3.0))
+
+
+def test_a_new_optimizer_continues_an_old_run(tmp_path: Path) -> None:
+    params = {"w": jnp.arange(4.0), "b": jnp.ones(2)}
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, {"params": params, "opt_state": optax.sgd(0.1, momentum=0.9).init(params)})
+
+    def init() -> Any:
+        fresh = jax.tree.map(jnp.zeros_like, params)
+        return {"params": fresh, "opt_state": optax.adam(0.1).init(fresh)}
+
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        step, tree = checkpoints.restore_or_init(init, strict=False, select="params")
+    assert step == 3
+    assert jax.tree.structure(tree) == jax.tree.structure(init())
+    np.testing.assert_array_equal(tree["params"]["w"], params["w"])
+    assert tree["opt_state"][0].count == 0
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(jaxckpt.MismatchError, match="none of the target's"):
+            checkpoints.restore_or_init(lambda: {"model": init()["params"]}, strict=False)
+        with pytest.raises(jaxckpt.TreeError, match="'param' matches none"):
+            checkpoints.restore_or_init(init, strict=False, rename={"param": "params"})
+
+
+def test_what_init_made_is_let_go_of_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(8)})
+    made: list[Any] = []
+    alive: list[bool] = []
+
+    def init() -> Any:
+        tree = {"w": jnp.zeros(8), "new": jnp.zeros(8)}
+        made.extend(map(weakref.ref, (tree["w"], tree["new"])))
+        return tree
+
+    fetch = _restore.fetch
+    monkeypatch.setattr(_restore, "fetch", lambda *a: (alive.extend(ref() is not None for ref in made), fetch(*a))[1])
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.restore_or_init(init, strict=False)
+    assert alive == [False, True]
+
+
+@pytest.mark.parametrize("step", ["best", 1.5, -1, True, {"w": 1}])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
+    checkpoints = filled(tmp_path, range(2), keep_best=("loss", "min"))
+    with pytest.raises(jaxckpt.InputError, match=r"step must be a whole number, .*found .*best_step\(\)"):
+        checkpoints.restore(step)
+    assert checkpoints.restore(np.int64(checkpoints.best_step() or 0))["step"] == 1
+
+
+def test_processes_make_what_the_checkpoint_lacks(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jax, jax.numpy as jnp, numpy as np, jaxckpt
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+shardings = {"w": split, "ema": split, "mean": whole, "lr": whole}
+
+def init():
+    w = jax.random.normal(jax.random.key(0), (8,))
+    return {"w": w, "ema": w + 1, "mean": w.mean(), "lr": jnp.asarray(0.5)}
+
+made = jax.jit(init, out_shardings=shardings)
+with jaxckpt.Checkpointer(args) as checkpoints:
+    old = made()
+    checkpoints.save(1, {"w": old["w"] * 2, "lr": old["lr"]})
+for jitted in (made, lambda: made()):
+    with jaxckpt.Checkpointer(args) as checkpoints:
+        step, tree = checkpoints.restore_or_init(jitted, strict=False)
+    assert step == 1
+    assert jax.tree.map(lambda leaf: leaf.sharding, tree) == shardings
+    expected = {**old, "w": old["w"] * 2}
+    for name in shardings:
+        for one, other in zip(tree[name].addressable_shards, expected[name].addressable_shards):
+            np.testing.assert_allclose(one.data, other.data, rtol=1e-6)
+    assert tree["lr"].weak_type
+print("ok")
+"""
+    done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path / "steps"))
+    assert [one.stdout.strip() for one in done] == ["ok", "ok"]
 
 
 def test_restore_waits_for_the_save_under_way(tmp_path: Path) -> None:

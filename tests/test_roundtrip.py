@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
@@ -25,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
-from jaxckpt import _plan, _restore, _save_plan, _staging
+from jaxckpt import _manifest, _plan, _restore, _save_plan, _staging
 from jaxckpt._tree import DTYPES
 
 QUICK = jaxckpt.Options(sync=False)
@@ -520,3 +522,85 @@ def test_a_sharding_for_the_whole_tree_leaves_host_values_as_they_are(mesh: Mesh
     assert raw(restored["key"]) == raw(tree["key"])
     assert restored["host"].tolist() == [0, 1, 2]
     assert restored["b"] == tree["b"]
+
+
+# Weak types -----------------------------------------------------------------------------------------------
+
+
+def weak(values: Any) -> jax.Array:
+    """An array of a weak type with these bits."""
+    found = jax.device_put(values)
+    return type(found)(found.aval.update(weak_type=True), found.sharding, found._arrays, True, True)
+
+
+def test_weak_types_come_back_and_compute_as_before(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    nan = np.array([0x7F800001, 0xFFC12345], np.uint32).view(np.float32)  # payloads, and one that signals
+    half = np.array([0x7F81, 0xFFC1], np.uint16).view(DTYPES["bfloat16"])
+    tree = {
+        "lr": jnp.asarray(0.5),
+        "n": jnp.asarray(3),
+        "nan": weak(nan),
+        "half": weak(half),
+        "empty": weak(np.empty((0, 2), np.float32)),
+        "whole": jax.device_put(jnp.asarray(0.5), NamedSharding(mesh, P())),
+        "split": jax.jit(lambda: jnp.full(8, 0.5), out_shardings=NamedSharding(mesh, P("x")))(),
+        "there": jax.device_put(jnp.asarray(0.25), jax.devices()[3]),
+        "strong": jnp.float32(0.5),
+        "key": jax.random.key(0),
+    }
+    assert {name for name, leaf in tree.items() if name != "key" and leaf.weak_type} == {*tree} - {"strong", "key"}
+    jaxckpt.save(tmp_path / "c", tree, options=QUICK)
+    structs = jax.eval_shape(lambda: tree)
+    for sizes in SIZES:
+        with with_sizes(sizes):
+            for restored in (jaxckpt.restore(tmp_path / "c"), jaxckpt.restore(tmp_path / "c", tree)):
+                assert_same(restored, tree)
+                assert jax.tree.map(lambda leaf: leaf.aval, restored) == jax.tree.map(lambda leaf: leaf.aval, tree)
+                assert {name: leaf.sharding for name, leaf in restored.items()} == {
+                    name: leaf.sharding for name, leaf in tree.items()
+                }
+                assert {name: leaf.committed for name, leaf in restored.items()} == {
+                    name: leaf.committed for name, leaf in tree.items()
+                }
+    restored = jaxckpt.restore(tmp_path / "c", structs, mesh=mesh)
+    assert {name for name, leaf in restored.items() if name != "key" and leaf.weak_type} == {*tree} - {"strong", "key"}
+    weights = jnp.ones(4, jnp.bfloat16)
+    assert jax.jit(lambda lr: lr * weights)(restored["lr"]).dtype == jnp.bfloat16
+    carry, _ = jax.lax.scan(lambda lr, _: (lr * 0.5, None), restored["lr"], length=3)
+    assert carry.weak_type
+    donated = jax.jit(lambda lr: lr + 1, donate_argnums=0)(restored["split"])
+    assert donated.sharding == tree["split"].sharding
+
+
+def test_a_weak_type_follows_the_target_where_it_says_one(tmp_path: Path) -> None:
+    device = SingleDeviceSharding(jax.devices()[1])
+    jaxckpt.save(tmp_path / "c", {"weak": jnp.asarray(0.5), "strong": jnp.float32(0.5), "number": 0.5})
+
+    def restored(target: Any) -> list[bool]:
+        found = jaxckpt.restore(tmp_path / "c", dict.fromkeys(("weak", "strong", "number"), target))
+        return [leaf.weak_type for leaf in found.values() if isinstance(leaf, jax.Array)]
+
+    assert restored(jax.ShapeDtypeStruct((), "float32")) == [False] * 3
+    assert restored(jax.ShapeDtypeStruct((), "float32", weak_type=True, sharding=device)) == [True] * 3
+    assert restored(jnp.float32(0)) == [False] * 3
+    assert restored(jnp.asarray(0.0)) == [True] * 3
+    assert restored(device) == [False, True]  # in order of their names
+
+
+def test_only_weak_types_are_recorded(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"weak": jnp.asarray(0.5), "strong": jnp.float32(0.5)})
+    leaves = json.loads((tmp_path / "c" / "manifest.json").read_text())["leaves"]
+    assert [leaf.get("weak") for leaf in leaves] == [None, True]
+    jaxckpt.convert(tmp_path / "c", tmp_path / "d")
+    assert jaxckpt.restore(tmp_path / "d")["weak"].weak_type
+
+
+def test_a_weak_type_of_what_can_have_none_is_refused(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"number": 1, "host": np.ones(3), "key": jax.random.key(0)})
+    manifest = _manifest.decode((tmp_path / "c" / "manifest.json").read_bytes(), "c")
+    for number, leaf in enumerate(manifest.leaves):
+        leaves = [*manifest.leaves]
+        leaves[number] = msgspec.structs.replace(leaf, weak=True)
+        with pytest.raises(jaxckpt.ManifestError, match=f"leaf '{leaf.path}' .*weak type"):
+            _manifest.decode(_manifest.encode(msgspec.structs.replace(manifest, leaves=leaves)), "c")

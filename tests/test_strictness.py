@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +222,94 @@ def test_64_bits_do_not_silently_become_32(run_python: RunPython, tmp_path: Path
     assert jaxckpt.load_numpy(tmp_path / "c")["x"] == np.array([1.1])
 
 
+# 64 bits --------------------------------------------------------------------------------------------------
+
+WIDE = {
+    "int64": np.array([1 << 40, -5, 3], np.int64),
+    "uint64": np.array([1 << 63, 5, 3], np.uint64),
+    "float64": np.array([1.1, 1e300, -0.0]),
+    "complex128": np.array([1.1 + 1e-300j, 2, 3]),
+}
+DEVICE = SingleDeviceSharding(jax.devices()[1])
+SMALL = jaxckpt.Options(host_bytes=512, chunk_bytes=64, object_bytes=256, sync=False)
+
+
+def enable_x64(on: bool) -> Any:
+    """As jax_enable_x64, for a block."""
+    return jax.enable_x64(on) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(on)
+
+
+def wide_array(shape: tuple[int, ...], dtype: str) -> Any:
+    with enable_x64(True):
+        return jnp.zeros(shape, dtype)
+
+
+def uncommitted(shape: tuple[int, ...], dtype: str) -> Any:
+    from jaxckpt._target import Uncommitted
+
+    return Uncommitted(shape, dtype)
+
+
+ASKING: dict[str, Callable[[tuple[int, ...], str], Any]] = {
+    "no target": lambda shape, dtype: None,
+    "struct": jax.ShapeDtypeStruct,
+    "struct with sharding": lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=DEVICE),
+    "uncommitted": uncommitted,
+    "sharding": lambda shape, dtype: DEVICE,
+    "array": wide_array,
+}
+
+
+@pytest.mark.parametrize("asking", [*ASKING, "mesh"])
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("kind", ["jax", "numpy"])
+@pytest.mark.parametrize("size", [0, 3, 3000])
+def test_no_value_of_64_bits_changes_silently(
+    asking: str, dtype: str, kind: str, size: int, tmp_path: Path, mesh: Mesh
+) -> None:
+    values = np.resize(WIDE[dtype], size)
+    path = tmp_path / "c"
+
+    def restored(options: jaxckpt.Options) -> Any:
+        if asking == "mesh":
+            return jaxckpt.restore(path, mesh=mesh, specs=P(), options=options)["x"]
+        wanted = ASKING[asking](values.shape, dtype)
+        return jaxckpt.restore(path, None if wanted is None else {"x": wanted}, options=options)["x"]
+
+    with enable_x64(True):
+        jaxckpt.save(path, {"x": jnp.asarray(values) if kind == "jax" else values}, options=SMALL)
+        found = restored(SMALL)
+        assert (found.dtype, np.asarray(found).tobytes()) == (values.dtype, values.tobytes())
+    with enable_x64(False):
+        if kind == "numpy" and asking in ("no target", "mesh"):
+            found = restored(SMALL)
+            assert type(found) is np.ndarray
+            assert found.tobytes() == values.tobytes()
+            return
+        with pytest.raises(jaxckpt.MismatchError, match=r"'x' would be .*x64 is off: a lossy cast") as caught:
+            restored(SMALL)
+        assert 'Options(cast="unsafe") restores 32 bits' in str(caught.value)
+        unsafe = restored(dataclasses.replace(SMALL, cast="unsafe"))
+        narrow = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+        assert isinstance(unsafe, jax.Array)
+        with np.errstate(all="ignore"):
+            assert (unsafe.dtype, np.asarray(unsafe).tobytes()) == (narrow, values.astype(narrow).tobytes())
+
+
+def test_python_numbers_beyond_32_bits_do_not_silently_become_arrays_of_32(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"n": 1 << 40, "x": 1e300})
+    structs = {"n": jax.ShapeDtypeStruct((), "int64"), "x": jax.ShapeDtypeStruct((), "float64")}
+    for target in (structs, {"n": jnp.int32(0), "x": jnp.float32(0)}):
+        with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'n' .*'x' ") as caught:
+            jaxckpt.restore(tmp_path / "c", target)
+        assert len(caught.value.problems) == 2
+        unsafe = jaxckpt.restore(tmp_path / "c", target, options=jaxckpt.Options(cast="unsafe"))
+        assert (unsafe["n"].dtype, unsafe["x"].dtype) == (np.int32, np.float32)
+    with enable_x64(True):
+        exact = jaxckpt.restore(tmp_path / "c", structs)
+        assert (int(exact["n"]), float(exact["x"])) == (1 << 40, 1e300)
+
+
 # Names ----------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +331,8 @@ def test_an_empty_key_at_the_root_is_a_key(tmp_path: Path) -> None:
 
 def test_an_empty_key_at_the_root_survives_a_rename(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"": jnp.float32(1)})
-    assert jaxckpt.restore(tmp_path / "c", rename={"x": "y"}) == {"": 1}
+    assert jaxckpt.restore(tmp_path / "c", rename=lambda path: path) == {"": 1}
+    assert jaxckpt.restore(tmp_path / "c", rename={"~2": "y"}) == {"y": 1}
 
 
 # Meshes and specs -----------------------------------------------------------------------------------------
@@ -548,8 +640,6 @@ def test_functions_of_the_target_stay_and_functions_are_not_saved(tmp_path: Path
 
 
 def test_select_by_glob_expression_and_function(path: Path) -> None:
-    import re
-
     assert set(jaxckpt.load_numpy(path, select="params")["params"]) == {"w", "b"}
     assert list(jaxckpt.load_numpy(path, select="params/*")) == ["params"]
     assert jaxckpt.load_numpy(path, select="*/w").keys() == {"params"}
@@ -577,6 +667,215 @@ def test_rename_by_mapping_and_function(path: Path, tree: Any) -> None:
     assert flat.keys() == {"w", "b", "layers", "step"}
     with pytest.raises(jaxckpt.TreeError, match="the same path"):
         jaxckpt.restore(path, rename={"params/w": "params/b"})
+
+
+SELECTS: list[tuple[Any, str]] = [
+    ("parms/**", r"'parms/\*\*' matches none of the 5 leaves.*did you mean 'params/"),
+    (["params/w", "layer"], "'layer' matches none of the 5 leaves.*did you mean 'layers"),
+    (["params", "stepp", re.compile("laye")], r"(?s)'stepp' .*'step'.*re\.compile\('laye'\) matches none"),
+    (lambda path: False, "matches none of the 5 leaves"),
+    ([], "select has no entries"),
+    (3, "select must be a glob, .*found 3"),
+    ([1, "params"], "select must be .*found 1"),
+    (b"params", "select must be .*found b'params'"),
+    ({"params": True}, "select must be .*found {'params': True}"),
+    (re.compile(b"params"), "select must be "),
+    (lambda path: None, "select returned None for leaf 'layers/0'; expected True or False"),
+    (re.compile("params.*").match, "select returned None for leaf 'layers/0'"),
+]
+RENAMES: list[tuple[Any, str]] = [
+    ({"param": "model"}, "'param' matches none of the 5 leaves.*did you mean 'params'"),
+    ({"params": "model", "layers/2": "x"}, "'layers/2' matches none of the 5 leaves"),
+    (3, "rename must be a mapping .*found 3"),
+    (["params"], "rename must be a mapping"),
+    ("params", "rename must be a mapping"),
+    ({"params": 1}, "rename maps 'params' to 1; both must be paths"),
+    ({1: "params"}, "rename maps 1 to 'params'; both must be paths"),
+    (lambda path: None, "rename returned None for leaf 'layers/0'; expected a path"),
+]
+
+
+@pytest.mark.parametrize(("select", "problem"), SELECTS)
+def test_a_select_that_matches_nothing_or_is_none_is_an_error(
+    path: Path, tree: Any, select: Any, problem: str, tmp_path: Path
+) -> None:
+    for call in (
+        lambda: jaxckpt.restore(path, select=select),
+        lambda: jaxckpt.restore(path, tree, select=select, strict=False),
+        lambda: jaxckpt.load_numpy(path, select=select),
+        lambda: jaxckpt.open(path).plan(select=select),
+        lambda: jaxckpt.diff(path, path, select=select),
+        lambda: jaxckpt.convert(path, tmp_path / "other", select=select),
+    ):
+        with pytest.raises(jaxckpt.InputError, match=problem):
+            call()
+
+
+@pytest.mark.parametrize(("rename", "problem"), RENAMES)
+def test_a_rename_that_matches_nothing_or_is_none_is_an_error(
+    path: Path, tree: Any, rename: Any, problem: str, tmp_path: Path
+) -> None:
+    for call in (
+        lambda: jaxckpt.restore(path, rename=rename),
+        lambda: jaxckpt.restore(path, tree, rename=rename, strict=False),
+        lambda: jaxckpt.open(path).plan(rename=rename),
+        lambda: jaxckpt.convert(path, tmp_path / "other", rename=rename),
+    ):
+        with pytest.raises(jaxckpt.InputError, match=problem):
+            call()
+
+
+def test_a_generator_selects_as_a_list_does(path: Path, tree: Any) -> None:
+    mine = {**jax.tree.map(lambda leaf: leaf * 0, tree), "new": jnp.ones(2)}
+    for arguments in ({}, {"rename": {"layers": "layers"}}):
+        restored = jaxckpt.restore(path, mine, select=(name for name in ["params", "layers/1"]), **arguments)
+        np.testing.assert_array_equal(restored["params"]["w"], tree["params"]["w"])
+        np.testing.assert_array_equal(restored["layers"][1], np.ones(3))
+        assert restored["layers"][0] is mine["layers"][0]
+        assert restored["new"] is mine["new"]
+        grown = {**mine, "params": {**mine["params"], "new": jnp.ones(2)}}
+        with pytest.raises(jaxckpt.MismatchError, match="'params/new' is not in the checkpoint"):
+            jaxckpt.restore(path, grown, select=(name for name in ["params", "layers/1"]), **arguments)
+
+
+def test_select_is_about_saved_paths_also_under_rename(path: Path) -> None:
+    model = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
+    mine = {"model": model, "opt": jnp.full(3, 5.0)}
+    for rename in ({"params": "model"}, {"params/w": "model/w", "params/b": "model/b"}):
+        restored = jaxckpt.restore(path, mine, select="params", rename=rename)
+        np.testing.assert_array_equal(restored["model"]["b"], np.ones(8))
+        assert restored["opt"] is mine["opt"]
+    # A leaf that the checkpoint lacks would come from params/new, which is selected.
+    grown = {**mine, "model": {**model, "new": jnp.ones(2)}}
+    with pytest.raises(jaxckpt.MismatchError, match="'model/new' is not in the checkpoint") as caught:
+        jaxckpt.restore(path, grown, select="params", rename={"params": "model"})
+    assert len(caught.value.problems) == 1
+    restored = jaxckpt.restore(path, {"model": DEVICE, "layers": DEVICE}, select="params", rename={"params": "model"})
+    assert (restored["model"]["w"].sharding, restored["layers"]) == (DEVICE, DEVICE)
+    # Of a function nobody knows where it would take a leaf from.
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'opt' is not in the checkpoint.*rename= is a function"):
+        jaxckpt.restore(path, mine, select="params", rename=lambda path: path.replace("params", "model"))
+    shardings = {"model": DEVICE, "layers": DEVICE}
+    assert jaxckpt.restore(path, shardings, select="params", rename=lambda path: path.replace("params", "model"))
+
+
+def test_the_tree_itself_can_be_renamed(path: Path) -> None:
+    assert jaxckpt.restore(path, rename={"": "run", "step": "step"}).keys() == {"run", "step"}
+
+
+def test_keys_with_brackets_are_selected_as_they_are_written(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"block[0]": {"w": 1}, "block0": {"w": 2}, "a\nb": {"w": 3}})
+    assert jaxckpt.load_numpy(tmp_path / "c", select="block[0]") == {"block[0]": {"w": 1}, "block0": {"w": 2}}
+    assert jaxckpt.load_numpy(tmp_path / "c", select="a**/w") == {"a\nb": {"w": 3}}
+
+
+def test_a_target_of_which_nothing_is_in_the_checkpoint_is_an_error(path: Path, tree: Any) -> None:
+    for target in ({"model": tree["params"]}, {"opt_state": jnp.zeros(3), "f": len}):
+        with pytest.raises(jaxckpt.MismatchError, match=r"none of the target's .* would come from the checkpoint"):
+            jaxckpt.restore(path, target, strict=False)
+    with pytest.raises(jaxckpt.MismatchError, match="none of the target's 1 leaf"):
+        jaxckpt.restore(path, {"layers": [jnp.zeros(3)]}, select="params", strict=False)
+    assert jaxckpt.restore(path, {"f": len, "none": None}, strict=False) == {"f": len, "none": None}
+
+
+def test_a_restore_logs_how_many_leaves_came_from_the_checkpoint(
+    path: Path, tree: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "jaxckpt"):
+        jaxckpt.restore(path)
+        jaxckpt.restore(path, {"params": tree["params"], "new": jnp.ones(3)}, strict=False)
+    assert [record.message for record in caplog.records] == [
+        f"restored 5 of the tree's 5 leaves from {path}, which has 5",
+        f"restored 2 of the tree's 3 leaves from {path}, which has 5",
+    ]
+
+
+def test_none_in_a_target_is_an_empty_subtree(path: Path, tree: Any) -> None:
+    target = {**tree, "params": None}
+    with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' is in the .* target, which has None at 'params'"):
+        jaxckpt.restore(path, target)
+    restored = jaxckpt.restore(path, target, strict=False)
+    assert (restored["params"], restored["step"]) == (None, 7)
+    with pytest.raises(jaxckpt.MismatchError, match="which has an empty EmptyState at 'layers'"):
+        jaxckpt.restore(path, {**tree, "layers": optax.EmptyState()})
+
+
+def test_an_array_where_none_was_saved_is_missing(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"a": None, "b": 1, "c": {"d": 2}})
+    with pytest.raises(jaxckpt.MismatchError) as caught:
+        jaxckpt.restore(tmp_path / "c", {"a": jnp.ones(3), "b": 0, "c": 0})
+    assert caught.value.problems == (
+        "'a' is not in the checkpoint; None was saved there",
+        "'c' is not in the checkpoint; a container was saved there",
+        "'c/d' is in the checkpoint but not in the target",
+    )
+
+
+def test_an_abstract_leaf_has_no_value_to_keep(path: Path) -> None:
+    target = {"step": 0, "new": jax.ShapeDtypeStruct((5,), "float32")}
+    with pytest.raises(jaxckpt.MismatchError, match="has no value to keep: give an array") as caught:
+        jaxckpt.restore(path, target, strict=False)
+    assert "strict=False" not in str(caught.value)
+
+
+def test_a_sharding_stands_for_a_subtree_without_leaves_too(tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(8), "opt": (optax.EmptyState(), None, {}), "none": None}
+    jaxckpt.save(tmp_path / "c", tree)
+    for target in (DEVICE, {"w": DEVICE, "opt": DEVICE, "none": DEVICE}, {**tree, "w": DEVICE, "opt": (DEVICE,) * 3}):
+        restored = jaxckpt.restore(tmp_path / "c", target)
+        assert restored["w"].sharding == DEVICE
+        assert (restored["none"], restored["opt"][1:]) == (None, (None, {}))
+        assert type(restored["opt"][0]).__name__ == "EmptyState"
+    jaxckpt.save(tmp_path / "e", {"opt": optax.EmptyState()})
+    for target in (DEVICE, {"opt": DEVICE}):
+        assert type(jaxckpt.restore(tmp_path / "e", target)["opt"]).__name__ == "EmptyState"
+    with pytest.raises(jaxckpt.MismatchError, match="'optt' is not in the checkpoint"):
+        jaxckpt.restore(tmp_path / "c", {"w": DEVICE, "optt": DEVICE})
+
+
+def test_restore_while_jax_traces_is_an_error(path: Path) -> None:
+    for call in (
+        lambda: jax.jit(lambda: jaxckpt.restore(path))(),
+        lambda: jax.lax.scan(lambda carry, x: (carry, jaxckpt.restore(path)), 0, length=2),
+        lambda: jax.eval_shape(lambda: jaxckpt.restore(path)),
+    ):
+        with pytest.raises(jaxckpt.InputError, match="restore was called while JAX traces a function"):
+            call()
+    # These trace nothing but what depends on their arguments.
+    assert jax.grad(lambda x: jaxckpt.restore(path)["layers"][1].sum() * x)(1.0) == 3
+    assert jax.vmap(lambda x: jaxckpt.restore(path)["layers"][1] + x)(jnp.ones(2)).tolist() == [[2] * 3] * 2
+    traced: list[Any] = []
+    jax.jit(lambda x: traced.append(x) or x)(1.0)
+    with pytest.raises(jaxckpt.MismatchError, match="'step' is a tracer in the target"):
+        jaxckpt.restore(path, {"step": traced[0]}, strict=False)
+
+
+def test_a_format_is_taken_for_its_sharding(path: Path, mesh: Mesh) -> None:
+    from jax.experimental import layout
+
+    array = jax.device_put(jnp.zeros((8, 8)), NamedSharding(mesh, P("data")))
+    own = array.format if hasattr(array, "format") else array.layout
+    kind = getattr(layout, "Layout") if hasattr(layout.Format(), "layout") else layout.DeviceLocalLayout  # noqa: B009
+    columns = layout.Format(kind((1, 0)), array.sharding)
+    for target in (own, layout.Format(None, array.sharding), jax.device_put(array, columns)):
+        restored = jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")["params"]["w"]
+        assert restored.sharding == array.sharding
+    for target in (columns, jax.ShapeDtypeStruct((8, 8), "float32", sharding=columns)):
+        with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' asks for .*\(1, 0\).*give the sharding alone"):
+            jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")
+    with pytest.raises(jaxckpt.MismatchError, match="Format without a sharding"):
+        jaxckpt.restore(path, {"params": {"w": layout.Format()}}, select="params/w")
+
+
+def test_what_is_no_target_is_told_so(path: Path) -> None:
+    with pytest.raises(jaxckpt.InputError, match="target is an Options: pass it as options="):
+        jaxckpt.restore(path, jaxckpt.Options())
+    with pytest.raises(jaxckpt.MismatchError, match=r"'step' is a .*; give a jax.ShapeDtypeStruct\(shape, dtype\)"):
+        jaxckpt.restore(path, {"step": jnp.bfloat16}, strict=False)
+    with pytest.raises(jaxckpt.MismatchError, match="'step' is int in the checkpoint, PRNG keys in the target"):
+        jaxckpt.restore(path, {"step": jax.random.key(0)}, strict=False)
+    with pytest.raises(jaxckpt.MismatchError, match=r"'params/b' has dtype float32 .*PRNG keys do not cast"):
+        jaxckpt.restore(path, {"params": {"b": jax.random.key(0)}}, strict=False)
 
 
 def test_a_prefix_of_shardings_serves_for_all_below(path: Path, mesh: Mesh) -> None:
@@ -635,6 +934,42 @@ def test_a_memory_kind_comes_back(tmp_path: Path, mesh: Mesh) -> None:
     restored = jaxckpt.restore(tmp_path / "c")
     assert restored["big"].sharding == restored["small"].sharding == sharding
     np.testing.assert_array_equal(restored["big"], tree["big"])
+
+
+def test_a_mesh_keeps_the_memory_kind(tmp_path: Path, mesh: Mesh) -> None:
+    device = jax.devices()[0]
+    kinds = {memory.kind for memory in device.addressable_memories()} - {device.default_memory().kind}
+    if not kinds:
+        pytest.skip("this backend has one kind of memory")
+    for number, kind in enumerate(sorted(kinds)):
+        offloaded = NamedSharding(mesh, P("data"), memory_kind=kind)
+        tree = {
+            "big": jax.device_put(jnp.ones((1024, 512)), offloaded),
+            "small": jax.device_put(jnp.ones(8), offloaded),
+            "one": jax.device_put(jnp.ones(8), SingleDeviceSharding(device, memory_kind=kind)),
+            "here": jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data"))),
+        }
+        path = tmp_path / str(number)
+        jaxckpt.save(path / "c", tree)
+        other = Mesh(np.array(jax.devices()[:4]), ("data",))
+        structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        jaxckpt.save(path / "d", tree, mesh=other)
+        jaxckpt.save(path / "e", tree, mesh=other, specs=P("data"))
+        for restored in (
+            jaxckpt.restore(path / "c", mesh=other),
+            jaxckpt.restore(path / "c", mesh=other, specs=P("data")),
+            jaxckpt.restore(path / "c", structs, mesh=other),
+            jaxckpt.restore(path / "d"),
+            jaxckpt.restore(path / "e"),
+        ):
+            for name, leaf in restored.items():
+                default = device.default_memory().kind
+                assert leaf.sharding.memory_kind == (default if name == "here" else kind), name
+                assert leaf.sharding.device_set == set(other.devices.flat)
+                np.testing.assert_array_equal(leaf, tree[name])
+        # A target that names a sharding says where a leaf goes, its memory too.
+        back = jaxckpt.restore(path / "c", NamedSharding(other, P()))
+        assert {leaf.sharding.memory_kind for leaf in back.values()} == {device.default_memory().kind}
 
 
 def test_an_uncommitted_target_leaves_the_layout_to_the_mesh(path: Path, mesh: Mesh) -> None:

@@ -668,7 +668,32 @@ def test_globs_expressions_and_functions_select(pattern: Any, chosen: set[str]) 
     ],
 )
 def test_renames_move_leaves_and_containers(rename: Any, path: str, expected: str) -> None:
-    assert _tree.renamer(rename)(path) == expected
+    others = {"a/0", "a/b/0"} - {path}  # each name of the mapping must be there
+    assert _tree.renamed(rename, [path, *others])[0] == expected
+
+
+PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
+
+
+@given(st.dictionaries(st.one_of(st.just(""), PATHS), st.one_of(st.just(""), PATHS), max_size=4), PATHS)
+def test_origins_are_what_a_rename_takes_to_a_path(rename: dict[str, str], path: str) -> None:
+    assert path in (_tree.origins(rename, _tree._moved(rename, path)) or [])
+    assert all(_tree._moved(rename, old) == path for old in _tree.origins(rename, path) or [])
+    assert _tree.origins(str.upper, path) is None
+
+
+@given(
+    st.lists(PATHS, min_size=1, max_size=5, unique=True),
+    st.lists(st.one_of(PATHS, st.sampled_from(["**", "*", "*/b", "a/?"])), min_size=1, max_size=3),
+)
+def test_each_entry_of_a_select_must_match(paths: list[str], select: list[str]) -> None:
+    tests = [_tree.selector(entry) for entry in select]
+    unused = [entry for entry, test in zip(select, tests, strict=True) if not any(map(test, paths))]
+    if unused:
+        with pytest.raises(TreeError, match=re.escape(f"{unused[0]!r} matches none of the {len(paths)} lea")):
+            _tree.selector(select).choose(paths)
+    else:
+        assert _tree.selector(select).choose(paths) == [any(test(path) for test in tests) for path in paths]
 
 
 def test_renamed_leaves_make_nested_dicts_unless_one_lies_below_another() -> None:
