@@ -236,8 +236,10 @@ _HANDLERS = {
 
 
 def _lost_step_file(path: str, items: Iterable[str]) -> bool:
-    """Whether a step has no STEP_FILE although the Orbax that wrote it writes one: into each folder that is saved, which
-    is the step or, if items were saved by themselves, each item."""
+    """Whether a step has no STEP_FILE although the Orbax that wrote it writes one.
+
+    It writes one into each folder that is saved: the step or, if items were saved by themselves, each item.
+    """
     if os.path.lexists(f"{path}/{STEP_FILE}"):
         return False
     if os.path.lexists(f"{path}/{_V1_MARK}"):
@@ -516,7 +518,7 @@ def _arrays(path: str, folder: ArrayFolder, record: _TreeRecord, kinds: Mapping[
             impl = impls.get(name)
             if lost_impls and dtype == "uint32" and shape:
                 raise DataError(
-                    f"{path}/array_metadatas is missing: it records whether {show(_path(keys))} is an array of PRNG keys"
+                    f"{path}/array_metadatas is missing: it records whether {show(_path(keys))} holds PRNG keys"
                 )
             array = replace(array, kind="jax" if impl is None else "key", impl=impl, mesh=mesh, spec=spec)
         elif kinds[keys] == "scalar":
