@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import pickle
 import shutil
 import sys
@@ -27,51 +26,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from recorded import DATA, decoded, recorded, require_same
 
 import jaxckpt
 from jaxckpt import DataError, JaxckptError, NotACheckpointError, SpecError
 
 # Files of OneFlow's own ------------------------------------------------------------------------------------
 
-REAL = Path(__file__).parent / "data" / "oneflow"
-EXPECTED: dict[str, Any] = json.loads((REAL / "expected.json").read_text())
-
-
-def decoded(node: Any) -> Any:
-    """What make.py recorded of what OneFlow loads."""
-    match node:
-        case {"dtype": dtype, "shape": shape, "hex": text}:
-            if dtype == "bfloat16":  # as float32
-                return np.frombuffer(bytes.fromhex(text), np.float32).reshape(shape).astype(ml_dtypes.bfloat16)
-            return np.frombuffer(bytes.fromhex(text), dtype).reshape(shape)
-        case {"dict": items}:
-            return {key: decoded(child) for key, child in items}
-        case {"list": children}:
-            return [decoded(child) for child in children]
-        case {"tuple": children}:
-            return tuple(decoded(child) for child in children)
-        case {"bytes": text}:
-            return bytes.fromhex(text)
-        case _:
-            return node
-
-
-def require_same(found: Any, wanted: Any) -> None:
-    """The same keys of the same types, and the same bits."""
-    if isinstance(wanted, dict):
-        assert isinstance(found, dict)
-        assert {(type(key), key) for key in found} == {(type(key), key) for key in wanted}
-        for key, child in wanted.items():
-            require_same(found[key], child)
-    elif isinstance(wanted, (list, tuple)):
-        assert type(found) is type(wanted)
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
-            require_same(a, b)
-    elif isinstance(wanted, np.ndarray):
-        assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
-    else:
-        assert (type(found), found) == (type(wanted), wanted)
+REAL, EXPECTED = DATA / "oneflow", recorded("oneflow")
 
 
 @pytest.mark.parametrize("name", EXPECTED)
