@@ -528,8 +528,8 @@ def save_items_of_v1(path: Path, tree: Any) -> None:
 
 
 HARMLESS = {"commit_success.txt", "orbax.checkpoint", "_sharding", "array_metadatas", "ocdbt.process_0"}
-"""What may be lost: a lost _sharding loses the saved layout, array_metadatas is needed for PRNG keys alone, and what a
-process wrote into a database of its own was copied into that of all."""
+"""What may be lost: _sharding is the saved layout, array_metadatas is needed for PRNG keys alone, and a database of
+one process has an index that the common database has as well."""
 
 
 @pytest.mark.parametrize(
