@@ -2,6 +2,7 @@
 
 .metadata: a pickle: for each name its chunks, or that it is a Python object ─▶ where each lies in __<rank>_<n>.distcp
 shard-*.safetensors, as its HuggingFaceStorageWriter writes them: where each chunk belongs is told by its file's header
+common.pt, metadata.json: in a folder of Megatron Core, what is not sharded, merged at the root of the tree
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -19,14 +21,14 @@ import msgspec
 from jaxckpt._errors import DataError, NotACheckpointError
 from jaxckpt._grid import Box, volume
 from jaxckpt._safetensors import read_header, read_metadata
-from jaxckpt._shards import inside, require_length, tiled
+from jaxckpt._shards import inside, read_json, require_length, tiled
 from jaxckpt._source import Block, Foreign, ForeignArray, compose
 from jaxckpt._torch import SavedTensor, dtype_of, read_saved
 from jaxckpt._tree import DTYPES, MAX_DEPTH, Tree, show
 from jaxckpt._unpickle import Global, Object, required, sizes, unpickle, unreadable
 
 _METADATA = ".metadata"
-_SHARD = re.compile(r"shard-\d+-.*\.safetensors")
+_SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
@@ -37,7 +39,7 @@ def open_dcp(path: str) -> Foreign:
     """A folder that torch.distributed.checkpoint wrote."""
     names = os.listdir(path)
     if _METADATA in names:
-        return compose(path, _tree_of(path), "dcp")
+        return compose(path, _with_common_state(path, names, _tree_of(path)), "dcp")
     shards = sorted(name for name in names if _SHARD.fullmatch(name))
     if shards:
         return compose(path, _sharded(path, shards), "dcp")
@@ -60,7 +62,7 @@ class _Place:
     """The encodings of its bytes; empty where they are as they are."""
 
 
-def _tree_of(path: str) -> Tree:
+def _tree_of(path: str) -> dict[str, Tree]:
     where = os.path.join(path, _METADATA)
     metadata = required(unpickle(where, calls={"torch.Size": sizes}), "Metadata", where).fields
     items = _by_name(metadata.get("state_dict_metadata"))
@@ -185,7 +187,7 @@ def _python_object(where: str, name: str, places: Places) -> Tree:
         return unreadable(f"cannot be read: {error}")
 
 
-def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> Tree:
+def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> dict[str, Tree]:
     """The tree of dicts and lists: an int leads into a list."""
     root: dict[Any, Any] = {}
     inner: dict[tuple[str | int, ...], dict[Any, Any]] = {(): root}
@@ -214,6 +216,50 @@ def _set(where: str, node: dict[Any, Any], path: Sequence[str | int], value: Tre
     node[path[-1]] = value
 
 
+# Megatron Core --------------------------------------------------------------------------------------------
+
+_COMMON, _CONFIG = "common.pt", "metadata.json"
+_COMMON_STATE = "common_state/shard_0_1"
+"""The object that newer versions write instead of common.pt, in a list of one."""
+
+
+def _with_common_state(path: str, names: Collection[str], tree: dict[str, Tree]) -> Tree:
+    """The tree of a folder of Megatron Core, with what is not sharded; of others as it is.
+
+    megatron/core/dist_checkpointing/serialization.py: load_common_state_dict, load
+    """
+    if _COMMON in names:
+        where, common = os.path.join(path, _COMMON), read_saved(os.path.join(path, _COMMON))
+    elif _CONFIG in names and _is_megatron(os.path.join(path, _CONFIG)):
+        found, tree = tree.get(_COMMON_STATE), {name: tree[name] for name in tree if name != _COMMON_STATE}
+        if not isinstance(found, list) or len(cast("list[Tree]", found)) != 1:
+            raise DataError(f"{path}/{_COMMON} is missing: it holds what Megatron does not shard")
+        where, common = path, cast("list[Tree]", found)[0]
+    else:
+        return tree
+    if not isinstance(common, dict):
+        raise DataError(f"{where}: the common state is a {type(common).__name__}, expected a dict")
+    return _merged(cast("dict[Any, Tree]", common), tree, where, "")
+
+
+def _is_megatron(path: str) -> bool:
+    config = read_json(path, cast("type[Any]", Any))
+    return isinstance(config, dict) and "sharded_backend" in config
+
+
+def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
+    """Two trees in one, as megatron/core/dist_checkpointing/dict_utils.py merges them."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        one, two = cast("dict[Any, Tree]", first), cast("dict[Any, Tree]", second)
+        both = {key: _merged(one[key], two[key], where, f"{path}/{key}".lstrip("/")) for key in one.keys() & two.keys()}
+        return {**one, **two, **both}
+    if isinstance(first, list) and isinstance(second, list):
+        one, two = cast("list[Tree]", first), cast("list[Tree]", second)
+        if len(one) == len(two):
+            return [_merged(a, b, where, f"{path}/{n}") for n, (a, b) in enumerate(zip(one, two, strict=True))]
+    raise DataError(f"{where}: {show(path)} is in the common state and among what is sharded")
+
+
 # Sharded safetensors --------------------------------------------------------------------------------------
 
 
@@ -221,7 +267,16 @@ class _Saved(msgspec.Struct, frozen=True):
     saved_offsets: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
 
 
-def _sharded(path: str, names: Iterable[str]) -> Tree:
+def _sharded(path: str, names: Sequence[str]) -> Tree:
+    ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
+    if ranks != {*range(1, len(ranks) + 1)}:
+        lost = next(number for number in range(1, max(ranks) + 1) if number not in ranks)
+        raise DataError(f"{path} has no file of shard {lost}, but one of shard {max(ranks)}")
+    warnings.warn(
+        f"{path} records neither how many files it has nor the shapes of its arrays: both are taken from the files of"
+        f" {len(ranks)} ranks that are there; check that the job had as many",
+        stacklevel=2,
+    )
     parts: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
     for name in names:
         where = os.path.join(path, name)
@@ -240,7 +295,7 @@ def _sharded(path: str, names: Iterable[str]) -> Tree:
 
 
 def _together(name: str, parts: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
-    """A tensor from its chunks. Its shape is what they reach to: the format does not tell it."""
+    """A tensor from its chunks. Its shape is what they reach to: the format does not record it."""
     first, where = parts[0][1:]
     for _, array, other in parts:
         if (array.dtype, len(array.shape)) != (first.dtype, len(first.shape)):

@@ -1,7 +1,8 @@
 """OneFlow's checkpoints, what `flow.save` writes, read without it: of one rank, or of all put together.
 
-the file, or pickled_data in the folder: a pickle of the object ─▶ its tensors: NumPy arrays in the pickle, or folders
-  beside it, each with "meta" (shape and dtype, as protobuf text) and "out" (the bytes)
+pickled_data in the folder: a pickle of the object ─▶ its tensors: folders beside it, each with "meta" (shape and dtype,
+  as protobuf text) and "out" (the bytes)
+a file, as OneFlow 1.0 writes by default: a pickle of the object with its tensors as NumPy arrays
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from jaxckpt._source import Block, Foreign, ForeignArray, Memory, compose
 from jaxckpt._tree import DTYPES, MAX_RANK, Structure, Tree, flatten, nested, unflatten
 from jaxckpt._unpickle import Object, array_in, as_tree, unpickle, unreadable
 
-_PICKLE, _DONE, _META, _DATA = "pickled_data", "snapshot_done", "meta", "out"
+_PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
+_MAGIC = b"__oneflow__"
+_OF_A_PICKLE = re.compile(r"(global_)?tensor_\d+")
+"""Folders of tensors that only the pickle has names for."""
 
 _DTYPES = {  # oneflow/core/common/data_type.proto
     "kFloat": (2, "float32"),
@@ -53,12 +57,12 @@ _MESSAGE = re.compile(
 
 def recognises(path: str, names: Collection[str]) -> bool:
     if names:
-        return _PICKLE in names or _DONE in names
+        return any(name in names for name in (_PICKLE, _DONE, _GRAPH))
     if not os.path.isfile(path):
         return False
     with opened(path) as handle:
         head = os.pread(handle, 128, 0)
-    return head.startswith(b"\x80") and b"protocol_version" in head and b"oneflow" in head
+    return head.startswith(b"\x80") and b"protocol_version" in head and _MAGIC in head
 
 
 def open_oneflow(path: str) -> Foreign:
@@ -128,6 +132,8 @@ def _saved(path: str) -> Tree:
     found = {name: _tensor_in(os.path.join(path, name)) for name in names if _has_tensor(os.path.join(path, name))}
     if not found:
         raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
+    if all(map(_OF_A_PICKLE.fullmatch, found)):
+        raise DataError(f"{path}/{_PICKLE} is missing: flow.save had not finished, or the file was deleted")
     return found
 
 
@@ -138,10 +144,10 @@ def _has_tensor(path: str) -> bool:
 def _unpickled(path: str, folder: str | None) -> Tree:
     content = unpickle(path)
     match content:
-        case {"oneflow": None, "protocol_version": 1, "data": data}:
+        case {"protocol_version": 1, "data": data}:
             return as_tree(data, path, lambda found: _tensor(found, path, folder))
         case _:
-            raise DataError(f"{path} is none of flow.save's: it has no 'oneflow', or another protocol_version than 1")
+            raise DataError(f"{path} is not a file that flow.save writes: it has no protocol_version 1 with data")
 
 
 def _tensor(found: Object, path: str, folder: str | None) -> Tree | None:

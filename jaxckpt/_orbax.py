@@ -42,7 +42,10 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 
 TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"
-_STEP_MARKS = {STEP_FILE, "orbax.checkpoint"}
+_V1_MARK = "orbax.checkpoint"
+"""An empty file that Orbax v1 leaves in a step."""
+
+_STEP_MARKS = {STEP_FILE, _V1_MARK}
 _STEP_NAME = re.compile(r"(?:.+_)?(\d{1,18})")
 
 _LOOKED_AT = 1000
@@ -176,17 +179,27 @@ class _StepRecord(msgspec.Struct, frozen=True):
 def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of a step, and its metadata."""
     record = _decoded(f"{path}/{STEP_FILE}", _StepRecord) or _StepRecord()
+    if isinstance(record.item_handlers, str):  # the folder is the only item
+        return _required_item(path, record.item_handlers)
     # Orbax v1 notes here which item is being deleted.
     deleted = (_decoded(f"{path}/_CHECKPOINT_DELETION", dict[str, Any]) or {}).get("checkpointable_name")
+    found = {name for name in _names(path) if os.path.isdir(f"{path}/{name}") and TEMPORARY not in name} - {deleted}
+    if missing := (record.item_handlers or {}).keys() - found - {deleted}:
+        raise DataError(f"{path} lacks {', '.join(map(repr, sorted(missing)))}, which {STEP_FILE} names as its items")
+    if record.item_handlers is None and _lost_step_file(path, found):
+        raise DataError(
+            f"{path}/{STEP_FILE} is missing: it names the items of the step, so it is not known whether all of them"
+            " are still in the folder; each can be opened by its own path"
+        )
     metadata: dict[str, Any] = {}
     items: dict[str, Tree] = {}
     left_out: list[str] = []
-    for name in sorted(_names(path)):
+    for name in sorted(found):
         folder = f"{path}/{name}"
-        if not os.path.isdir(folder) or TEMPORARY in name or name == deleted:
-            continue
         try:
-            items[name], found = _read_item(folder)
+            items[name], of_item = (
+                _required_item(folder, name) if record.handler(name) in _HANDLERS else _read_item(folder)
+            )
         except _OurItem as error:
             raise NotACheckpointError(f"{folder} {error}") from None
         except _Unread as error:
@@ -194,8 +207,8 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
             continue
         if record.handler(name) == "ArrayCheckpointHandler" and isinstance(items[name], dict):
             items[name] = items[name].get("checkpoint", items[name])
-        if found:
-            metadata.setdefault("custom_metadata", {})[name] = found["custom_metadata"]
+        if of_item:
+            metadata.setdefault("custom_metadata", {})[name] = of_item["custom_metadata"]
     if "metrics" in items and not isinstance(items["metrics"], ForeignArray):
         metadata["metrics"] = items.pop("metrics")
     if record.custom_metadata:
@@ -208,6 +221,34 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     return items[min(items)] if set(items) == whole else items, metadata
 
 
+_HANDLERS = {
+    "ArrayCheckpointHandler",
+    "JaxRandomKeyCheckpointHandler",
+    "JsonCheckpointHandler",
+    "JsonHandler",
+    "MetricsHandler",
+    "NumpyRandomKeyCheckpointHandler",
+    "PyTreeCheckpointHandler",
+    "PyTreeHandler",
+    "StandardCheckpointHandler",
+}
+"""Classes of Orbax whose items are trees or JSON: one that cannot be read is damaged."""
+
+
+def _lost_step_file(path: str, items: Iterable[str]) -> bool:
+    """Whether a step has no STEP_FILE although the Orbax that wrote it writes one.
+
+    It writes one into each folder that is saved: the step or, if items were saved by themselves, each item.
+    """
+    if os.path.lexists(f"{path}/{STEP_FILE}"):
+        return False
+    if os.path.lexists(f"{path}/{_V1_MARK}"):
+        return True
+    alone = [f"{path}/{item}" for item in items if not os.path.lexists(f"{path}/{item}/{STEP_FILE}")]
+    trees = (_decoded(f"{item}/{TREE_FILE}", _TreeRecord) for item in alone)
+    return any(tree is not None and tree.custom_metadata is not msgspec.UNSET for tree in trees)
+
+
 class _Unread(Exception):
     """An item that is none of those that are known."""
 
@@ -218,9 +259,11 @@ class _OurItem(Exception):
 
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata. Raises _Unread, _OurItem."""
-    names = [name for name in _names(path) if name != "commit_success.txt" and TEMPORARY not in name]
+    names = [name for name in _names(path) if name not in _OF_A_SAVE and TEMPORARY not in name]
     if TREE_FILE in names:
         return _open_item(path)
+    if not _OF_A_TREE.isdisjoint(names):
+        raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
     if "manifest.json" in names:
         raise _OurItem("is an item that jaxckpt has written: open it by this path")
     if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):
@@ -231,6 +274,18 @@ def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
     if set(names) in ({"jax_random_key", "jax_random_key_metadata"}, {"np_random_key", "np_random_key_metadata"}):
         return _random_key(path), {}
     raise _Unread("it is neither a tree nor JSON")
+
+
+_OF_A_SAVE = {"commit_success.txt", STEP_FILE}
+_OF_A_TREE = {"manifest.ocdbt", "_sharding", "_strings.json", "array_metadatas"}
+
+
+def _required_item(path: str, name: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item that Orbax's own handler wrote, and its metadata."""
+    try:
+        return _read_item(path)
+    except _Unread as error:
+        raise DataError(f"{path}, {name}, is damaged or has lost files: {error}") from None
 
 
 def _random_key(path: str) -> Tree:
@@ -265,6 +320,9 @@ class _Value(msgspec.Struct, frozen=True):
     value_type: str
     skip_deserialize: bool = False
 
+    write_shape: list[int] | None = None
+    """Only in a tree whose arrays are noted in array_metadatas, too."""
+
 
 class _Entry(msgspec.Struct, frozen=True):
     key_metadata: list[_Key]
@@ -279,10 +337,15 @@ class _TreeRecord(msgspec.Struct, frozen=True):
     store_array_data_equal_to_fill_value: bool = False
     """Whether every chunk is stored: Orbax once left out those that are all zeros."""
 
-    custom_metadata: Any = None
+    custom_metadata: Any = msgspec.UNSET
+    """There, if only as None, since Orbax 0.11.1, which was the first whose every save writes a STEP_FILE."""
 
     value_metadata_tree: str | None = None
     """The tree with its tuples and namedtuples, in a notation of Orbax's own."""
+
+    @property
+    def has_array_metadata(self) -> bool:
+        return any(one.value_metadata.write_shape is not None for one in self.tree_metadata.values())
 
 
 _Keys = tuple[str, ...]
@@ -311,7 +374,8 @@ def _open_item(path: str) -> tuple[Tree, dict[str, Any]]:
     tree = _rich_tree(path, record.value_metadata_tree, values) if record.value_metadata_tree else None
     if tree is None:
         tree = _tree(path, [(keys, kinds[keys], value) for keys, value in values.items()])
-    return tree, {"custom_metadata": record.custom_metadata} if record.custom_metadata is not None else {}
+    has_metadata = record.custom_metadata is not None and record.custom_metadata is not msgspec.UNSET
+    return tree, {"custom_metadata": record.custom_metadata} if has_metadata else {}
 
 
 def _path(keys: _Keys) -> str:
@@ -438,6 +502,7 @@ def _arrays(path: str, folder: ArrayFolder, record: _TreeRecord, kinds: Mapping[
     texts = folder.read_all([f"{name}/{last}" if name else last for name in names.values()])
     shardings = _decoded(f"{path}/_sharding", dict[str, str]) or {} if "jax.Array" in kinds.values() else {}
     impls = _key_impls(path) if shardings or "jax.Array" in kinds.values() else {}
+    lost_impls = not impls and "jax.Array" in kinds.values() and _lost_array_metadata(path, record)
     layouts = _Layouts(path)
     found: dict[_Keys, Any] = {}
     for (keys, name), text in zip(names.items(), texts, strict=True):
@@ -451,6 +516,10 @@ def _arrays(path: str, folder: ArrayFolder, record: _TreeRecord, kinds: Mapping[
         if kinds[keys] == "jax.Array":
             mesh, spec = layouts.of(keys, shape, shardings.get(base64.urlsafe_b64encode(name.encode()).decode()))
             impl = impls.get(name)
+            if lost_impls and dtype == "uint32" and shape:
+                raise DataError(
+                    f"{path}/array_metadatas is missing: it records whether {show(_path(keys))} holds PRNG keys"
+                )
             array = replace(array, kind="jax" if impl is None else "key", impl=impl, mesh=mesh, spec=spec)
         elif kinds[keys] == "scalar":
             if shape:
@@ -484,6 +553,10 @@ def _key_impls(path: str) -> dict[str, str]:
         if isinstance(impl, str):
             found[one.array_metadata.param_name] = impl
     return found
+
+
+def _lost_array_metadata(path: str, record: _TreeRecord) -> bool:
+    return record.has_array_metadata and not _names(f"{path}/array_metadatas")
 
 
 class _ArrayRecord(msgspec.Struct, frozen=True):

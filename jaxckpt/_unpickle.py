@@ -23,7 +23,7 @@ import numpy as np
 from jaxckpt._errors import DataError
 from jaxckpt._shards import FileBlock, Unreadable, opened
 from jaxckpt._source import ForeignArray, Memory
-from jaxckpt._tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree
+from jaxckpt._tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree, component
 
 MAX_BYTES = 1 << 30
 """Of a pickle, less the bytes that are only found: what it makes is some dozen times as large."""
@@ -606,8 +606,9 @@ def unreadable(reason: str) -> ForeignArray:
 def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda found: None) -> Tree:
     """What was unpickled as a tree that `compose` takes; leaves that are no data become unreadable ones.
 
-    `rebuild` knows some Objects: it returns leaves for them, and None for the others. Raises DataError where it is too
-    large or too deep for a tree, as what contains itself is.
+    `rebuild` knows some Objects: it returns leaves for them, and None for the others. A dict whose keys JAX cannot
+    sort, such as an optimizer's {"step": 2, 0: {…}}, becomes an OrderedDict in the order in which it was saved. Raises
+    DataError if the value is too large or too deep for a tree, as what contains itself is.
     """
     left = MAX_VALUES
 
@@ -625,11 +626,16 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
             return tuple(walk(child, depth + 1) for child in node)
         if kind is dict or kind is collections.OrderedDict:
             kinds = set(map(type, node))
-            if len(kinds) > 1 or not kinds <= {str, int, float, bool, bytes}:
+            if not kinds <= {str, int, float, bool, bytes}:
                 names = {key.name.rpartition(".")[2] if type(key) is Object else type(key).__name__ for key in node}
                 return unreadable(f"is a dict with keys of type {', '.join(sorted(names))[:200]}")
-            if kinds == {str} and not "".join(node).isascii() and not _is_utf8("".join(node)):
-                return unreadable("is a dict whose keys are no UTF-8")
+            text = "".join(node if kinds == {str} else [key for key in node if type(key) is str])
+            if not text.isascii() and not _is_utf8(text):
+                return unreadable("is a dict whose keys are not UTF-8")
+            if kinds - {str} and len({*map(component, node)}) < len(node):
+                return unreadable("is a dict with keys that make the same path, such as 0 and '0'")
+            if len(kinds) > 1:
+                kind = collections.OrderedDict  # JAX sorts the keys of a dict, and cannot sort these
             return kind((key, walk(child, depth + 1)) for key, child in node.items())
         if kind is FoundBytes:
             return ForeignArray(

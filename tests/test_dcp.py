@@ -21,10 +21,13 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import DataError, NotACheckpointError
 
-pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("safetensors")),
-    reason="torch and safetensors make the checkpoints",
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*records neither how many files:UserWarning"),
+    pytest.mark.skipif(
+        not (importlib.util.find_spec("torch") and importlib.util.find_spec("safetensors")),
+        reason="torch and safetensors make the checkpoints",
+    ),
+]
 
 KINDS = ("dtensors", "training", "safetensors")
 Written = Callable[[int], Path]
@@ -343,8 +346,90 @@ def test_verify_finds_a_flipped_bit(written: Written, copied: Path) -> None:
     assert "its CRC-32 is" in report.problems[0].reason
 
 
+def test_each_file_that_is_lost_is_missed(written: Written, tmp_path: Path) -> None:
+    for kind in KINDS:
+        folder = Path(shutil.copytree(written(4) / kind, tmp_path / kind))
+        *files, last = sorted(folder.iterdir())
+        for lost in [*files, *([last] if kind != "safetensors" else [])]:  # their number is not recorded
+            lost.rename(tmp_path / "lost")
+            with pytest.raises((DataError, NotACheckpointError)):
+                jaxckpt.open(folder)
+            (tmp_path / "lost").rename(lost)
+        jaxckpt.open(folder)
+
+
 def test_sharded_safetensors_must_cover(written: Written, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written(4) / "safetensors", tmp_path / "copy"))
-    (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(DataError, match=r"'model\.(rows|columns)'.*\n.* is in no shard"):
+    with pytest.warns(UserWarning, match="records neither how many files it has .* 4 ranks"):
+        jaxckpt.open(folder)
+    lost = folder / "shard-00002-model-00001-of-00001.safetensors"
+    lost.rename(folder / "x")
+    with pytest.raises(DataError, match="no file of shard 2, but one of shard 4"):
+        jaxckpt.open(folder)
+    shutil.copy(folder / "shard-00001-model-00001-of-00001.safetensors", lost)
+    with pytest.raises(DataError, match=r"'model\.(rows|columns)'.*\n.* is in 2 shards"):
+        jaxckpt.open(folder)
+
+
+# Megatron Core --------------------------------------------------------------------------------------------
+
+MEGATRON = Path(__file__).parent / "data" / "megatron"
+
+
+def megatron(path: Path) -> Any:
+    return jaxckpt.load_numpy(path, select=lambda name: not name.startswith("args"))
+
+
+def test_a_folder_of_megatron_has_its_common_state() -> None:
+    found = megatron(MEGATRON)
+    norm = np.float32([[0, 0, 0], [1, 1, 1]])
+    wanted = {
+        "checkpoint_version": 3.0,
+        "decoder.bias": np.arange(4).astype(ml_dtypes.bfloat16),
+        "decoder.layers.extra_state/shard_0_2": [{"scale": np.ones(2, np.float32)}],
+        "decoder.layers.extra_state/shard_1_2": [{"scale": np.ones(2, np.float32)}],
+        "decoder.layers.norm": norm,
+        "decoder.weight": np.arange(32, dtype=np.float32).reshape(8, 4),
+        "iteration": 7,
+        "optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "step": np.array(3)},
+    }
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert all(same(a, np.asarray(b)) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+    with pytest.raises(DataError, match=r"'args': it holds what argparse\.Namespace would make.*select="):
+        jaxckpt.load_numpy(MEGATRON)
+
+
+def test_each_file_of_megatron_is_missed(tmp_path: Path) -> None:
+    wanted = megatron(MEGATRON)
+    for lost in sorted(MEGATRON.iterdir()):
+        folder = Path(shutil.copytree(MEGATRON, tmp_path / lost.name))
+        (folder / lost.name).unlink()
+        if lost.name in ("make.py", "metadata.json"):
+            assert jax.tree.structure(megatron(folder)) == jax.tree.structure(wanted)
+        else:
+            with pytest.raises((DataError, NotACheckpointError)):
+                megatron(folder)
+            assert lost.name == ".metadata" or not jaxckpt.verify(folder).ok
+
+
+def test_a_newer_megatron_has_its_common_state_among_the_objects(tmp_path: Path) -> None:
+    """As its serialization.py saves it since common.pt is gone: an object of one shard, in a list."""
+    program = """
+        import sys, torch, torch.distributed.checkpoint as dcp
+        state = {"weight": torch.ones(2), "common_state/shard_0_1": [{"iteration": 7, "optimizer": {"lr": 0.1}}]}
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(state, checkpoint_id=sys.argv[1], no_dist=True, planner=planner)
+        """
+    processes.run_python(program, args=[str(tmp_path / "x")])
+    (tmp_path / "x" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    found = jaxckpt.load_numpy(tmp_path / "x")
+    assert {name: found[name] for name in ("iteration", "optimizer")} == {"iteration": 7, "optimizer": {"lr": 0.1}}
+    assert found.keys() == {"weight", "iteration", "optimizer"}
+
+
+def test_what_is_common_and_sharded_is_told(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(MEGATRON, tmp_path / "x"))
+    program = "import sys, torch; torch.save({sys.argv[2]: 1}, sys.argv[1])"
+    processes.run_python(program, args=[str(folder / "common.pt"), "decoder.bias"])
+    with pytest.raises(DataError, match=r"common\.pt: 'decoder\.bias' is in the common state and among"):
         jaxckpt.open(folder)

@@ -1,4 +1,7 @@
-"""What OneFlow's `flow.save` writes. OneFlow has no wheels for the Pythons here, so it is written as its source says:
+"""Checkpoints that OneFlow 0.9.0 wrote itself, in tests/data/oneflow, and what OneFlow 1.0 writes.
+
+OneFlow 1.0 has no wheels on PyPI, so this file writes as its source does. The bytes were compared with those that its
+check_point_v2.py writes when it is run on OneFlow 0.9.0.
 
 python/oneflow/framework/check_point_v2.py: save, tensor_getstate, _save_tensor_to_disk, legacy_load
 python/oneflow/framework/tensor.py: _numpy (bfloat16 as float32)
@@ -11,6 +14,7 @@ from __future__ import annotations
 import collections
 import functools
 import pickle
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -22,9 +26,89 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from recorded import DATA, decoded, recorded, require_same
 
 import jaxckpt
-from jaxckpt import DataError, NotACheckpointError, SpecError
+from jaxckpt import DataError, JaxckptError, NotACheckpointError, SpecError
+
+# Files of OneFlow's own ------------------------------------------------------------------------------------
+
+REAL, EXPECTED = DATA / "oneflow", recorded("oneflow")
+
+
+def test_optimizer_states_have_numbers_and_names_for_keys() -> None:
+    """OneFlow's {"step": 2, 0: {…}} is a dict that JAX cannot flatten: the order of the file is kept instead."""
+    found = jaxckpt.load_numpy(REAL / "adam")["state"]
+    assert type(found) is collections.OrderedDict
+    assert list(found) == ["step", 0, 1, 2, 3]
+    assert jaxckpt.open(REAL / "adam").format == "oneflow"
+    assert jaxckpt.open(REAL / "adam")["state/0/exp_avg"].shape == (3, 4)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype), {"state": found})
+    target["state"]["step"] = 0
+    require_equal(
+        jaxckpt.restore(REAL / "adam", target, select=lambda path: path.startswith("state/")), {"state": found}
+    )
+
+
+def test_ranks_that_oneflow_ran_are_put_together() -> None:
+    files = {rank: REAL / f"rank{rank}" for rank in range(4)}
+    split = {"rows": P(("a", "b")), "columns": P(None, ("a", "b")), "both": P("a", "b"), "whole": P(), "count": P()}
+    found = jaxckpt.oneflow_ranks(files, mesh_shape={"a": 2, "b": 2}, specs={"state": split})
+    wanted = decoded(EXPECTED["global"])
+    del wanted["state"]["sum"]  # its parts are to be added up, which is not for a reader to do
+    require_same(jaxckpt.load_numpy(found), wanted)
+
+
+def test_a_graph_that_oneflow_ran_in_stages_is_put_together() -> None:
+    def split(path: str, leaf: Any) -> P:
+        if path.endswith("m_stage3.linear.weight"):
+            return P(None, "rank")
+        return P() if path.endswith(("m_stage3.linear.bias", "TrainStep")) else P("rank")
+
+    found = jaxckpt.load_numpy(jaxckpt.oneflow_ranks({0: REAL / "graph/rank0", 1: REAL / "graph/rank1"}, specs=split))
+    with np.load(REAL / "graph" / "loaded.npz") as loaded:
+        wanted = {name: loaded[name] for name in loaded.files}
+    step = wanted.pop("System-Train-TrainStep")
+    names = {name.partition("/")[2]: array for name, array in wanted.items()}
+    require_same(found, {"module_pipeline": names, "System-Train-TrainStep": step})
+
+
+def test_a_graph_of_oneflow_opens(tmp_path: Path) -> None:
+    """flow.save of a graph writes model.mlir beside the folders of its variables."""
+    shutil.copytree(REAL / "variables", tmp_path / "graph")
+    (tmp_path / "graph" / "snapshot_done").rename(tmp_path / "graph" / "model.mlir")
+    require_same(jaxckpt.load_numpy(tmp_path / "graph"), decoded(EXPECTED["variables"]))
+
+
+def test_each_file_of_oneflow_is_missed(tmp_path: Path) -> None:
+    for file in sorted((REAL / "adam").rglob("*")):
+        copy = tmp_path / file.relative_to(REAL).as_posix().replace("/", "_")
+        shutil.copytree(REAL / "adam", copy)
+        lost = copy / file.relative_to(REAL / "adam")
+        shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+        with pytest.raises((DataError, NotACheckpointError)):
+            jaxckpt.load_numpy(copy)
+        if file.name == "pickled_data":
+            with pytest.raises(DataError, match="pickled_data is missing"):
+                jaxckpt.oneflow_ranks({0: copy})
+
+
+@pytest.mark.parametrize("name", ["adam", "python"])
+def test_damaged_pickles_of_oneflow_raise_our_errors(name: str, tmp_path: Path) -> None:
+    shutil.copytree(REAL / name, tmp_path / "x")
+    pickled = tmp_path / "x" / "pickled_data"
+    whole = pickled.read_bytes()
+    for at in range(len(whole)):
+        for content in (whole[:at], whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]):
+            pickled.write_bytes(content)
+            try:
+                jaxckpt.load_numpy(tmp_path / "x")
+            except JaxckptError:
+                continue
+            assert len(content) == len(whole)
+
+
+# As OneFlow 1.0 writes ------------------------------------------------------------------------------------
 
 NUMBERS = {"float32": 2, "float64": 3, "int64": 6, "float16": 9, "bfloat16": 11, "bool": 12, "complex64": 20}
 NAMES = {"float32": "kFloat", "float64": "kDouble", "int64": "kInt64", "float16": "kFloat16", "bfloat16": "kBFloat16"}
@@ -87,7 +171,7 @@ def save(monkeypatch: pytest.MonkeyPatch) -> Save:
 
     def save(value: Any, path: Path, save_as_external_data: bool = False, protocol: int = 4) -> None:
         global folder
-        content = {"protocol_version": 1, "oneflow": None, "data": value}
+        content = {"protocol_version": 1, "__oneflow__": None, "data": value}
         if save_as_external_data:
             path.mkdir()
             folder = path
@@ -146,7 +230,7 @@ def test_what_one_rank_saved_comes_back(save: Save, tmp_path: Path, external: bo
 
 
 def test_folders_of_variables_come_back(tmp_path: Path) -> None:
-    """As OneFlow 0.4 saved, and as it still saves a graph."""
+    """As OneFlow 0.4 saved."""
     path = tmp_path / "x"
     path.mkdir()
     (path / "snapshot_done").touch()
@@ -264,7 +348,7 @@ def test_paths_stay_inside_and_nothing_is_run(save: Save, tmp_path: Path) -> Non
         with pytest.raises(DataError, match="outside of its folder"):
             jaxckpt.open(tmp_path / "x")
     pickled.write_bytes(before.replace(b"protocol_version", b"protocol_versioN"))
-    with pytest.raises(DataError, match=r"none of flow\.save's"):
+    with pytest.raises(DataError, match="not a file that flow"):
         jaxckpt.open(tmp_path / "x")
 
     class Runs:

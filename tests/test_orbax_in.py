@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import shutil
@@ -295,6 +296,10 @@ def test_an_item_of_another_kind_is_left_out_with_a_warning(tmp_path: Path) -> N
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "x", args=items)
     (tmp_path / "x/b/metadata").write_text("proto { }")
+    with pytest.raises(DataError, match="x/b, b, is damaged or has lost files"):
+        jaxckpt.load_numpy(tmp_path / "x")
+    record = (tmp_path / "x/_CHECKPOINT_METADATA").read_text()
+    (tmp_path / "x/_CHECKPOINT_METADATA").write_text(record.replace("JsonCheckpointHandler", "ProtoCheckpointHandler"))
     with pytest.warns(UserWarning, match="x/b is left out: its only file, metadata, is no JSON"):
         assert_same(jaxckpt.load_numpy(tmp_path / "x"), {"a": {"w": np.ones(3)}})
 
@@ -505,6 +510,96 @@ def test_a_database_that_lacks_a_file_is_an_error(tmp_path: Path) -> None:
                 used += 1
             file.write_bytes(content)
     assert used >= 9
+
+
+def save_step(path: Path, tree: Any) -> None:
+    with ocp.CheckpointManager(path) as manager:
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(tree),
+            config=ocp.args.JsonSave({"a": 1}),
+            key=ocp.args.JaxRandomKeySave(jax.random.key(3)),
+            array=ocp.args.ArraySave(np.arange(3)),
+        )
+        manager.save(1, args=items, custom_metadata={"n": 1})
+
+
+def save_items_of_v1(path: Path, tree: Any) -> None:
+    v1.save_checkpointables(path, {"state": {"w": tree["w"]}, "extra": {"x": tree["n"]}})
+
+
+HARMLESS = {"commit_success.txt", "orbax.checkpoint", "_sharding", "array_metadatas", "ocdbt.process_0"}
+"""What may be lost: _sharding is the saved layout, array_metadatas is needed for PRNG keys alone, and a database of
+one process has an index that the common database has as well."""
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        *(
+            pytest.param(lambda path, tree, o=o, z=z: save_pytree(path, tree, use_ocdbt=o, use_zarr3=z), id=f"{o}-{z}")
+            for o in (True, False)
+            for z in (True, False)
+        ),
+        save_standard,
+        save_step,
+        v1.save,
+        save_items_of_v1,
+    ],
+)
+def test_each_file_that_is_lost_is_missed(save: Callable[[Path, Any], None], tmp_path: Path) -> None:
+    tree = {"w": np.random.default_rng(0).random((20, 30)), "n": 3, "sharded": on(np.arange(64.0), P("data")), "e": {}}
+    if save is not v1.save:  # which cannot save them
+        tree["keys"] = jax.random.split(jax.random.key(7, impl="rbg"), 2)
+    path = tmp_path / "x"
+    save(path, tree)
+    wanted, kinds = jaxckpt.load_numpy(path), {name: leaf.kind for name, leaf in jaxckpt.open(path).leaves.items()}
+    missed = 0
+    for lost in sorted(path.rglob("*")):
+        if save is save_step and lost == path / "1":
+            continue
+        lost.rename(tmp_path / "lost")
+        try:
+            found = jaxckpt.load_numpy(path)
+        except (CorruptError, NotACheckpointError):
+            missed += 1
+            with contextlib.suppress(NotACheckpointError):
+                assert not jaxckpt.verify(path).ok
+        else:
+            parts = {*lost.relative_to(path).parts}
+            alone = save not in (save_step, v1.save, save_items_of_v1)  # _METADATA is all that a single tree needs
+            assert parts & HARMLESS or (alone and parts == {"_CHECKPOINT_METADATA"}), lost
+            assert_same(found, wanted)
+            assert {name: leaf.kind for name, leaf in jaxckpt.open(path).leaves.items()} == kinds
+            assert jaxckpt.verify(path).ok
+        (tmp_path / "lost").rename(lost)
+    assert missed > 4
+    assert_same(jaxckpt.load_numpy(path), wanted)
+
+
+def test_a_step_of_an_older_orbax_needs_no_step_file(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    step = tmp_path / "run" / "1"
+    (step / "_CHECKPOINT_METADATA").unlink()
+    with pytest.raises(DataError, match="1/_CHECKPOINT_METADATA is missing"):
+        jaxckpt.load_numpy(tmp_path / "run")
+    rewrite(
+        step / "default" / "_METADATA",
+        lambda record: {name: record[name] for name in record if name != "custom_metadata"},
+    )
+    assert_same(jaxckpt.load_numpy(step), {"w": np.ones(3)})
+
+
+def test_items_that_were_saved_by_themselves_are_below_their_names(tmp_path: Path) -> None:
+    save_standard(tmp_path / "x" / "a", {"w": np.ones(3)})
+    save_standard(tmp_path / "x" / "b", {"w": np.zeros(3)})
+    assert_same(jaxckpt.load_numpy(tmp_path / "x"), {"a": {"w": np.ones(3)}, "b": {"w": np.zeros(3)}})
+
+
+def test_an_item_of_json_alone(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "x", args=ocp.args.JsonSave({"a": [1, None]}))
+    assert jaxckpt.load_numpy(tmp_path / "x") == {"a": [1, None]}
 
 
 def test_what_orbax_stores_of_an_array_of_zeros(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ state = {
     "expanded": base[0].expand(3, 6), "module": torch.nn.Linear(2, 3, dtype=torch.float64).state_dict(),
     "conjugate": base.to(torch.complex64).conj(), "sparse": torch.eye(3).to_sparse(),
     "quantized": torch.quantize_per_tensor(base, 0.1, 0, torch.qint8), "half complex": base.to(torch.complex32),
-    "args": argparse.Namespace(lr=1), "step": 3, "names": ["a", ("b", 1.5)],
+    "args": argparse.Namespace(lr=1), "step": 3, "mixed": {"step": 2, 0: base}, "names": ["a", ("b", 1.5)],
     "bits": torch.tensor([0x7F800001, -1], dtype=torch.int32).view(torch.float32),
     "bomb": torch.zeros(1).expand(1 << 20, 1 << 20),
 }
@@ -86,6 +86,8 @@ def test_tensors_are_read_where_they_lie(folder: Path) -> None:
         assert (tree[name].dtype, tree[name].shape) == (array.dtype, array.shape), name
         assert tree[name].tobytes() == array.tobytes(), name
     assert (tree["step"], tree["names"]) == (3, ["a", ("b", 1.5)])
+    assert list(tree["mixed"]) == ["step", 0]
+    np.testing.assert_array_equal(tree["mixed"][0], BASE)
     np.testing.assert_array_equal(tree["module"]["bias"], np.full(3, 2.0))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -210,8 +211,18 @@ def test_altered_bytes_raise_nothing_else(tmp_path: Path, seed: int) -> None:
     assert told > 20
 
 
+def test_keys_that_jax_cannot_sort_keep_their_order(tmp_path: Path) -> None:
+    value = {"state": {"step": 2, 1: {"m": 0.5}, 7: {"m": 1.5}, b"x": 1, 2.5: 2, False: 3, "ä": 4}}
+    found = read(tmp_path, pickle.dumps(value))
+    assert type(found["state"]) is collections.OrderedDict
+    assert [(type(key), key) for key in found["state"]] == [(type(key), key) for key in value["state"]]
+    assert found == value
+    assert jax.tree.leaves(found) == jax.tree.leaves(list(value["state"].values()))
+    assert "not UTF-8" in read(tmp_path, pickle.dumps({1: 2, "\ud800": 1})).block.reason
+
+
 def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
-    value = {"set": {1}, "mixed": {1: 2, "a": 3}, "name": os.path.join, "object": Path("/"), "surrogate": {"\ud800": 1}}
+    value = {"set": {1}, "same": {0: 2, "0": 3}, "name": os.path.join, "object": Path("/"), "surrogate": {"\ud800": 1}}
     found = read(tmp_path, pickle.dumps(value))
     assert found.keys() == value.keys()
     for name in value:

@@ -1,0 +1,59 @@
+"""What the make.py scripts below tests/data recorded: the values that another library saved or loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DATA = Path(__file__).parent / "data"
+
+
+def recorded(library: str) -> dict[str, Any]:
+    """What each checkpoint in a folder of tests/data holds, to be decoded."""
+    return json.loads((DATA / library / "expected.json").read_text())
+
+
+def decoded(node: Any) -> Any:
+    """A value as it was before a make.py encoded it."""
+    match node:
+        case {"dtype": dtype, "shape": shape, "hex": text}:
+            raw = bytes.fromhex(text)
+            if dtype == "bfloat16":
+                stored = np.float32 if len(raw) == 4 * math.prod(shape) else ml_dtypes.bfloat16
+                return np.frombuffer(raw, stored).reshape(shape).astype(ml_dtypes.bfloat16)
+            return np.frombuffer(raw, dtype).reshape(shape)
+        case {"dict": items}:
+            return {key: decoded(child) for key, child in items}
+        case {"list": children}:
+            return [decoded(child) for child in children]
+        case {"tuple": children}:
+            return tuple(decoded(child) for child in children)
+        case {"bytes": text}:
+            return bytes.fromhex(text)
+        case dict():
+            return {key: decoded(child) for key, child in node.items()}
+        case _:
+            return node
+
+
+def require_same(found: Any, wanted: Any) -> None:
+    """The same keys of the same types, and the same bits."""
+    if isinstance(wanted, dict):
+        assert isinstance(found, dict)
+        assert {(type(key), key) for key in found} == {(type(key), key) for key in wanted}
+        for key, child in wanted.items():
+            require_same(found[key], child)
+    elif isinstance(wanted, (list, tuple)):
+        assert type(found) is type(wanted)
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            require_same(a, b)
+    elif isinstance(wanted, np.ndarray):
+        assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+    else:
+        assert (type(found), found) == (type(wanted), wanted)

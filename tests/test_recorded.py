@@ -1,0 +1,83 @@
+"""Files that ColossalAI and MindSpore wrote themselves, in tests/data: whole, with lost files, cut and altered."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded import DATA, decoded, recorded, require_same
+
+import jaxckpt
+from jaxckpt import DataError, JaxckptError, NotACheckpointError
+
+REAL = {
+    f"{library}/{name}": value
+    for library in ("colossalai", "mindspore", "oneflow")
+    for name, value in recorded(library).items()
+}
+FOLDERS = [name for name in REAL if (DATA / name).is_dir() and not name.startswith("oneflow")]  # that has its own
+
+
+def copied(name: str, to: Path) -> Path:
+    return Path((shutil.copytree if (DATA / name).is_dir() else shutil.copy)(DATA / name, to))
+
+
+def wanted(name: str) -> Any:
+    found = decoded(REAL[name])
+    if name == "mindspore/dtypes.safetensors":  # a name with "/" in it leads into a dict there
+        found["a"] = {"b.c": found.pop("a/b.c")}
+    if name == "mindspore/dtypes.ckpt":  # MindSpore stores numbers as arrays
+        found |= {"epoch": np.array(3), "rate": np.array(0.5, np.float32), "flag": np.array(True)}
+    return found
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_the_library_wrote_comes_back(name: str, tmp_path: Path) -> None:
+    require_same(jaxckpt.load_numpy(DATA / name), wanted(name))
+    assert jaxckpt.verify(DATA / name).ok
+    jaxckpt.convert(DATA / name, tmp_path / "ours")
+    require_same(jaxckpt.load_numpy(tmp_path / "ours"), wanted(name))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_each_lost_file_is_missed(name: str, tmp_path: Path) -> None:
+    folder = copied(name, tmp_path / "x")
+    for lost in sorted(folder.iterdir()):
+        lost.rename(tmp_path / "lost")
+        with pytest.raises((DataError, NotACheckpointError)):
+            jaxckpt.load_numpy(folder)
+        (tmp_path / "lost").rename(lost)
+    require_same(jaxckpt.load_numpy(folder), wanted(name))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", REAL)
+def test_cut_and_altered_files_raise_nothing_else(name: str, tmp_path: Path) -> None:
+    chance = random.Random(name)
+    copy = copied(name, tmp_path / Path(name).name)
+    files = sorted(path for path in copy.rglob("*") if path.is_file()) if copy.is_dir() else [copy]
+    raised = 0
+    for _ in range(80):
+        file = chance.choice(files)
+        whole = file.read_bytes()
+        if not whole:
+            continue
+        altered = bytearray(whole)
+        if chance.random() < 0.4:
+            del altered[chance.randrange(len(whole)) :]
+        else:
+            altered[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        file.write_bytes(altered)
+        try:
+            jaxckpt.load_numpy(copy)
+        except JaxckptError:
+            raised += 1
+        finally:
+            file.write_bytes(whole)
+    assert raised > 10
+    assert os.path.exists(copy)
