@@ -429,7 +429,7 @@ def test_what_init_made_is_let_go_of_before_anything_is_read(tmp_path: Path, mon
 @pytest.mark.parametrize("step", ["best", 1.5, -1, True, {"w": 1}])
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
     checkpoints = filled(tmp_path, range(2), keep_best=("loss", "min"))
-    with pytest.raises(jaxckpt.InputError, match=r"step must be a whole number, .*found .*best_step\(\)"):
+    with pytest.raises(jaxckpt.InputError, match=r"step must be a whole number .*found .*best_step\(\)"):
         checkpoints.restore(step)
     assert checkpoints.restore(np.int64(checkpoints.best_step() or 0))["step"] == 1
 
