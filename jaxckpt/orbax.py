@@ -13,7 +13,6 @@ Importing this module imports Orbax, which takes a second or two.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from dataclasses import dataclass
@@ -84,9 +83,9 @@ class Handler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Path, args: Any) -> list[Any]:
         """Begin to save `args.item`; returns once the caller may donate, delete or overwrite its arrays."""
-        # Orbax makes the folder in a thread, and must find none there.
-        made = CommitFutureAwaitingContractedSignals(_nothing())
-        await asyncio.to_thread(made.result)
+        # Orbax creates the folder in a thread. Wait for it without an await: Orbax starts the items of a step in the order
+        # of their names, and every process must make its collective calls in that order.
+        CommitFutureAwaitingContractedSignals(_nothing()).result()
         metadata = getattr(args, "custom_metadata", None)
         return [_Commit(save_async(directory, args.item, metadata=metadata, options=self._options))]
 

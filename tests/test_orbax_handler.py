@@ -271,3 +271,39 @@ def test_a_step_of_our_items_is_opened_by_item(tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.NotACheckpointError, match=r"run/3/state is an item that jaxckpt has written: open it"):
         jaxckpt.open(tmp_path / "run")
     assert jaxckpt.load_numpy(tmp_path / "run/3/state")["w"].tolist() == [1] * 4
+
+
+SEVERAL_ITEMS = """
+import jax, jax.numpy as jnp, numpy as np
+import orbax.checkpoint as ocp
+import jaxckpt.orbax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
+
+def made(number):
+    whole = np.arange(64.0, dtype=np.float32) + number
+    return {"w": jax.make_array_from_callback((64,), sharding, lambda index: whole[index]), "number": number}
+
+def run(folder, names, **others):
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+    with ocp.CheckpointManager(folder, options=options, handler_registry=jaxckpt.orbax.handler_registry()) as manager:
+        for step in range(12):
+            items = {name: ocp.args.StandardSave(made(10 * step + n)) for n, name in enumerate(names)}
+            manager.save(step, args=ocp.args.Composite(**items, **others))
+        manager.wait_until_finished()
+        found = manager.restore(11)
+        for n, name in enumerate(names):
+            assert found[name]["number"] == 110 + n, (name, found[name])
+            for shard in found[name]["w"].addressable_shards:
+                assert (shard.data == np.arange(64.0)[shard.index] + 110 + n).all()
+        print(manager.all_steps(), found.get("config"))
+
+run(f"{args}/two", ("params", "opt"))
+run(f"{args}/three", ("params", "opt", "ema"), config=ocp.args.JsonSave({"a": 1}))
+"""
+
+
+def test_several_items_a_step_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(SEVERAL_ITEMS, processes=2, devices_per_process=2, args=str(tmp_path))
+    assert [one.stdout.splitlines()[-2:] for one in done] == [["[10, 11] None", "[10, 11] {'a': 1}"]] * 2
