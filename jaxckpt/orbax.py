@@ -54,8 +54,8 @@ def handler_registry(options: Options | None = None, *, item_handlers: Mapping[s
 
     Args:
         options: See `jaxckpt.Options`.
-        item_handlers: What a program passes as `item_handlers=` of its `ocp.CheckpointManager`: a handler for each item.
-            Orbax's handlers of pytrees are replaced by a `Handler`; the others stay.
+        item_handlers: The handler of each item, as a program passes them to its `ocp.CheckpointManager`. A `Handler`
+            takes the place of Orbax's handlers of pytrees; the others stay.
 
     Returns:
         An `ocp.handlers.DefaultCheckpointHandlerRegistry` in which every item that is saved or restored with `Save`,
@@ -101,8 +101,8 @@ class Handler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Path, args: Any) -> list[Any]:
         """Begin to save `args.item`; returns once the caller may donate, delete or overwrite its arrays."""
-        # Orbax creates the folder in a thread. Wait for it without an await: Orbax starts the items of a step in the order
-        # of their names, and every process must make its collective calls in that order.
+        # Orbax creates the folder in a thread. Wait for it without an await: Orbax starts the items of a step in the
+        # order of their names, and every process must make its collective calls in that order.
         CommitFutureAwaitingContractedSignals(_nothing()).result()
         return [_Commit(save_async(directory, _cast(args), **self._how(args)))]
 
@@ -120,6 +120,10 @@ class Handler(ocp.AsyncCheckpointHandler):
             return restore(
                 directory, args.item, mesh=args.mesh, specs=args.specs, strict=args.strict, options=self._options
             )
+        if isinstance(args, Restore) and (args.mesh is not None or args.specs is not None or not args.strict):
+            raise InputError(
+                "mesh= and specs= and strict= of Restore do not go with restore_args= and the like of Orbax"
+            )
         source, _ = source_at(directory, self._options)
         target, left = _translated(args, source.manifest)
         if left >= source.manifest.numbers.keys() > set():  # nothing is to be read
@@ -131,7 +135,8 @@ class Handler(ocp.AsyncCheckpointHandler):
         source, _ = source_at(directory, self._options)
         manifest = source.manifest
         leaves = [_described(manifest, record, directory) for record in manifest.leaves]
-        tree = ocp.tree.serialize_tree(unflatten(manifest.tree, leaves), keep_empty_nodes=True)
+        tree = jax.tree.map(_plain, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
+        tree = ocp.tree.serialize_tree(tree, keep_empty_nodes=True)
         return build_default_tree_metadata(tree, custom_metadata=manifest.metadata)
 
 
@@ -345,6 +350,11 @@ def _sharding(asked: Any) -> Sharding | None:
 
 
 # Orbax's descriptions ---------------------------------------------------------------------------------------
+
+
+def _plain(node: Any) -> Any:
+    """An empty container as Orbax describes it."""
+    return None if hasattr(node, "_fields") else node
 
 
 def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
