@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -202,7 +203,7 @@ def _cast_leaf(leaf: Any, asked: Any) -> Any:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
@@ -315,7 +316,7 @@ def _target(asked: Any, saved: _Saved, item: Any = None) -> Any:
     """What a leaf's RestoreArgs ask for, as a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
         return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_sharding(asked))
-    kind = _TYPES[saved.kind] if asked.restore_type is None else asked.restore_type
+    kind: Any = _TYPES[saved.kind] if asked.restore_type is None else asked.restore_type
     shape, dtype = getattr(asked, "global_shape", None), asked.dtype
     if getattr(asked, "strict", False):  # what ArrayRestoreArgs leave open, the item says
         shape = getattr(item, "shape", None) if shape is None else shape
@@ -325,13 +326,11 @@ def _target(asked: Any, saved: _Saved, item: Any = None) -> Any:
         is_number = kind is jax.Array and saved.kind in _PYTHON
         dtype = jax.dtypes.canonicalize_dtype(saved.dtype) if is_number else saved.dtype
     shape, dtype = saved.shape if shape is None else shape, np.dtype(dtype)
+    if kind is jax.Array:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(asked))
     if kind is np.ndarray:
         return np.broadcast_to(np.empty((), dtype), shape)
-    if kind is np.generic:
-        return dtype.type()
-    if kind is not jax.Array:
-        return kind()  # a Python type
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(asked))
+    return dtype.type() if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
 
 
 _PYTHON: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, complex, str, bytes)}
@@ -345,7 +344,8 @@ def _sharding(asked: Any) -> Sharding | None:
     if found is None:
         mesh = getattr(asked, "mesh", None)
         return None if mesh is None else NamedSharding(mesh, asked.mesh_axes or PartitionSpec())
-    found = found.to_jax_sharding() if isinstance(found, _metadata.ShardingMetadata) else found
+    if isinstance(found, _metadata.ShardingMetadata):
+        found = found.to_jax_sharding()
     return found if isinstance(found, Sharding) else found.sharding  # of a jax.experimental.layout.Format
 
 
