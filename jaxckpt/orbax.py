@@ -122,9 +122,7 @@ class Handler(ocp.AsyncCheckpointHandler):
                 directory, args.item, mesh=args.mesh, specs=args.specs, strict=args.strict, options=self._options
             )
         if isinstance(args, Restore) and (args.mesh is not None or args.specs is not None or not args.strict):
-            raise InputError(
-                "mesh= and specs= and strict= of Restore do not go with restore_args= and the like of Orbax"
-            )
+            raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source, _ = source_at(directory, self._options)
         target, left = _translated(args, source.manifest)
         if left >= source.manifest.numbers.keys() > set():  # nothing is to be read

@@ -380,6 +380,7 @@ REFUSED: dict[str, Call] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves an event loop
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_what_orbax_refuses(tmp_path: Path, name: str) -> None:
     def refusal(found: ocp.CheckpointManager) -> str:
