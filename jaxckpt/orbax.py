@@ -125,8 +125,8 @@ class Handler(ocp.AsyncCheckpointHandler):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source, _ = source_at(directory, self._options)
         target, left = _translated(args, source.manifest)
-        if left >= source.manifest.numbers.keys() > set():  # nothing is to be read
-            return target
+        if left >= source.manifest.numbers.keys() | {leaf.path for leaf in flatten(target)[0]}:
+            return target  # nothing is to be read
         return restore(directory, target, select=lambda path: path not in left, options=self._options)
 
     def metadata(self, directory: Path) -> Any:

@@ -365,6 +365,9 @@ REFUSED: dict[str, Call] = {
     "item without a leaf": lambda m: m.restore(0, args=pytree({"w": 0})),
     "item with another leaf": lambda m: m.restore(0, args=pytree({**ZEROS, "z": 0})),
     "item without a leaf, full restore_args": lambda m: m.restore(0, args=pytree({"w": 0}, restore_args=ARGS(STATE))),
+    "placeholders and another leaf": lambda m: m.restore(
+        0, args=pytree({**jax.tree.map(lambda _: ocp.PLACEHOLDER, STATE), "z": 0})
+    ),
     "placeholder for a container": lambda m: m.restore(0, args=pytree({**ZEROS, "l": ocp.PLACEHOLDER})),
     "part without restore_args": lambda m: m.restore(
         0, args=pytree({"w": 0, "i": 0}, restore_args=BY_W, partial_restore=True)
