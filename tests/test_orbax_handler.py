@@ -386,13 +386,13 @@ REFUSED: dict[str, Call] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves an event loop
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_what_orbax_refuses(tmp_path: Path, name: str) -> None:
-    def refusal(found: ocp.CheckpointManager) -> str:
+    def refusal(found: ocp.CheckpointManager) -> type:
         with pytest.raises((ValueError, TypeError)) as caught:
             REFUSED[name](found)
-        return caught.typename
+        return caught.type
 
     _, ours = by_both(tmp_path, ocp.args.PyTreeSave(STATE), refusal)
-    assert ours in ("InputError", "MismatchError")
+    assert issubclass(ours, InputError)
 
 
 def test_restore_args_for_no_leaf_are_an_error(tmp_path: Path) -> None:
