@@ -62,6 +62,10 @@ def claim(store: Store, plan: SavePlan, *, overwrite: bool) -> Claim:
     return made
 
 
+_ORBAX_NOTE = "_CHECKPOINT_METADATA"
+"""What an ocp.Checkpointer writes, at any moment, into the folder that it gives its handler."""
+
+
 def _previous(store: Store, overwrite: bool) -> bytes | None:
     """The manifest that this save is to replace. Raises CheckpointExistsError if it may not."""
     if store.is_file():
@@ -71,7 +75,7 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
         if not overwrite:
             raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
         return store.read(MANIFEST)
-    foreign = [name for name in names if not is_data(name)]
+    foreign = [name for name in names if not is_data(name) and name != _ORBAX_NOTE]
     if foreign:
         raise CheckpointExistsError(
             f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"

@@ -422,7 +422,7 @@ class All:
     """Several pieces of work as one."""
 
     parts: Sequence[Any]
-    """Tasks, or futures of another library."""
+    """Tasks, futures of another library, or others of this kind."""
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
@@ -431,6 +431,9 @@ class All:
         """Raises what the first of them raised, once none is under way: they write into the caller's memory."""
         error = None
         for part in self.parts:
-            error = error or part.exception()
+            try:
+                part.result()
+            except Exception as found:
+                error = error or found
         if error is not None:
             raise error

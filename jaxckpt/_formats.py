@@ -37,7 +37,7 @@ class Format:
     recognises: Callable[[str, Collection[str]], bool]
     """Whether a local path is one, from the names in its folder; none where it is a file."""
 
-    open: Callable[[str], Foreign]
+    open: Callable[[str], Native | Foreign]
 
 
 FORMATS: tuple[Format, ...] = (
@@ -72,7 +72,7 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
     return Native(store, manifest), hashlib.sha256(content).hexdigest()
 
 
-def _foreign(location: str | os.PathLike[str]) -> Foreign | None:
+def _foreign(location: str | os.PathLike[str]) -> Native | Foreign | None:
     """A checkpoint of another library at a local path."""
     path = local_path(location)
     if path is None:
@@ -100,5 +100,5 @@ def holds_checkpoint(path: str, names: Collection[str]) -> bool:
     return (found == "oneflow") or ((found is not None or manifests.MANIFEST in names) and not any(folders))
 
 
-def _digest(source: Foreign) -> str:
+def _digest(source: Native | Foreign) -> str:
     return hashlib.sha256(msgspec.json.encode(source.manifest)).hexdigest()

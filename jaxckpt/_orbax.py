@@ -8,6 +8,7 @@
             _strings.json                      leaves that are str
             _sharding, array_metadatas/        of jax.Arrays: their shardings; implementations of PRNG keys
         <item>/metadata                        an item that is JSON
+        <item>/manifest.json                   an item that jaxckpt.orbax has written
 
 The array of a leaf is named by its keys, joined with ".". A folder with a _METADATA may also stand alone.
 """
@@ -28,14 +29,17 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import msgspec
 import numpy as np
 
+from jaxckpt import _manifest as manifests
 from jaxckpt._errors import DataError, NotACheckpointError, listing
 from jaxckpt._grid import Box, Spec, spec_problem
-from jaxckpt._manifest import MeshRecord
+from jaxckpt._manifest import LeafRecord, Manifest, MeshRecord
+from jaxckpt._options import Options
 from jaxckpt._pieces import Array
+from jaxckpt._place import store_at
 from jaxckpt._shards import opened
-from jaxckpt._source import Foreign, ForeignArray, StartedBlock, compose
-from jaxckpt._store import MANIFEST_LIMIT_BYTES, ArrayFolder, Pending, storage_errors
-from jaxckpt._tree import DTYPES, MAX_DEPTH, Container, Tree, component, keys_of, show, unflatten
+from jaxckpt._source import Foreign, ForeignArray, Native, StartedBlock, compose
+from jaxckpt._store import MANIFEST, MANIFEST_LIMIT_BYTES, ArrayFolder, ArrayReader, Pending, storage_errors
+from jaxckpt._tree import DTYPES, MAX_DEPTH, Container, Tree, component, decode_value, keys_of, show, unflatten
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder whose save is under way, or died."""
@@ -61,7 +65,7 @@ def has_steps(path: str, names: Collection[str]) -> bool:
     return _kind(path, names) == "manager"
 
 
-def open_orbax(path: str) -> Foreign:
+def open_orbax(path: str) -> Native | Foreign:
     """The newest complete step of a CheckpointManager's folder, a step, or one item of it.
 
     An item that stands for the whole step ("default", or "state" of Orbax v1) is the tree itself, others are below
@@ -76,6 +80,10 @@ def open_orbax(path: str) -> Foreign:
         kind = _kind(path, _names(path))
     elif problem := _unfinished(path):
         raise NotACheckpointError(f"{path} {problem}")
+    if kind == "step" and _items(path) == ["default"] and _is_ours(f"{path}/default"):
+        ours = _native(f"{path}/default")
+        found |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
+        return replace(ours, manifest=msgspec.structs.replace(ours.manifest, metadata=found or None))
     tree, metadata = _open_item(path) if kind == "item" else _open_step(path)
     return compose(path, tree, "orbax", metadata=found | metadata or None)
 
@@ -172,8 +180,15 @@ class _StepRecord(msgspec.Struct, frozen=True):
 
     def handler(self, item: str) -> str:
         """The class that wrote an item, without its module."""
+        return self._name(item).rpartition(".")[2]
+
+    def is_known(self, item: str) -> bool:
+        """Whether an item was written as a tree or as JSON: if it cannot be read, it is damaged."""
+        return self.handler(item) in _HANDLERS or self._name(item) == _OUR_HANDLER
+
+    def _name(self, item: str) -> str:
         name = self.item_handlers.get(item) if isinstance(self.item_handlers, dict) else self.item_handlers
-        return (name or "").rpartition(".")[2]
+        return name or ""
 
 
 def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
@@ -197,11 +212,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     for name in sorted(found):
         folder = f"{path}/{name}"
         try:
-            items[name], of_item = (
-                _required_item(folder, name) if record.handler(name) in _HANDLERS else _read_item(folder)
-            )
-        except _OurItem as error:
-            raise NotACheckpointError(f"{folder} {error}") from None
+            items[name], of_item = _required_item(folder, name) if record.is_known(name) else _read_item(folder)
         except _Unread as error:
             left_out.append(f"{folder} is left out: {error}")
             continue
@@ -232,7 +243,9 @@ _HANDLERS = {
     "PyTreeHandler",
     "StandardCheckpointHandler",
 }
-"""Classes of Orbax whose items are trees or JSON: one that cannot be read is damaged."""
+"""Classes of Orbax whose items are trees or JSON."""
+
+_OUR_HANDLER = "jaxckpt.orbax.Handler"
 
 
 def _lost_step_file(path: str, items: Iterable[str]) -> bool:
@@ -249,23 +262,24 @@ def _lost_step_file(path: str, items: Iterable[str]) -> bool:
     return any(tree is not None and tree.custom_metadata is not msgspec.UNSET for tree in trees)
 
 
+def _items(path: str) -> list[str]:
+    """Names of a step's items."""
+    return sorted(name for name in _names(path) if TEMPORARY not in name and os.path.isdir(f"{path}/{name}"))
+
+
 class _Unread(Exception):
     """An item that is none of those that are known."""
 
 
-class _OurItem(Exception):
-    """One that jaxckpt's handler has written: a source of its own, which cannot be part of another."""
-
-
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
-    """The tree of an item, and its metadata. Raises _Unread, _OurItem."""
+    """The tree of an item, and its metadata. Raises _Unread."""
     names = [name for name in _names(path) if name not in _OF_A_SAVE and TEMPORARY not in name]
     if TREE_FILE in names:
         return _open_item(path)
     if not _OF_A_TREE.isdisjoint(names):
         raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
-    if "manifest.json" in names:
-        raise _OurItem("is an item that jaxckpt has written: open it by this path")
+    if _is_ours(path):
+        return _open_ours(path)
     if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):
         try:
             return _decoded(f"{path}/{names[0]}", cast("type[Any]", Any)), {}
@@ -303,6 +317,53 @@ def _random_key(path: str) -> Tree:
             return state
         case _:
             raise DataError(f"{path} is no random key")
+
+
+# Items of ours --------------------------------------------------------------------------------------------
+
+
+def _is_ours(path: str) -> bool:
+    return os.path.isfile(f"{path}/{MANIFEST}")
+
+
+def _native(path: str) -> Native:
+    store = store_at(path, Options())
+    return Native(store, manifests.load(store)[0])
+
+
+def _open_ours(path: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item that jaxckpt has written, as part of a step, and its metadata."""
+    source = _native(path)
+    manifest = source.manifest
+    readers = [source.array_reader(number) for number in range(len(manifest.stacks))]
+    tree = unflatten(manifest.tree, [_part(manifest, readers, record) for record in manifest.leaves])
+    return tree, {} if manifest.metadata is None else {"custom_metadata": manifest.metadata}
+
+
+def _part(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord) -> Any:
+    if record.stack is None or record.row is None:
+        return decode_value(record.kind, record.value or "")
+    stack = manifest.arrays[record.stack]
+    mesh, spec, _ = manifest.leaf_layout(record)
+    dtype = manifest.stacks[record.stack].dtype
+    block = _Row(readers[record.stack], record.row)
+    kind: Any = record.kind
+    return ForeignArray(dtype, stack.shape, block, kind, record.impl, stack.chunk[1:], mesh, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row(StartedBlock):
+    """A row of a stack of ours."""
+
+    reader: ArrayReader
+    row: int
+
+    def start(self, box: Box, target: Array) -> Pending:
+        (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
+        return pending
+
+    def read(self, box: Box, target: Array) -> None:
+        self.start(box, target).result()
 
 
 # Trees ----------------------------------------------------------------------------------------------------

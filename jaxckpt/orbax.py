@@ -5,6 +5,9 @@
 From there on `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` of any item go through
 `jaxckpt.save_async` and `jaxckpt.restore`. Steps that Orbax itself wrote before are restored as well.
 
+Restoring is a translation, leaf by leaf: what Orbax's arguments ask of a saved leaf becomes a leaf of a target of
+`jaxckpt.restore`.
+
     manager.save ─▶ Orbax makes <step>.orbax-checkpoint-tmp/<item>… ─▶ async_save: jaxckpt copies the arrays, the
     training goes on ─▶ jaxckpt writes the item and publishes it in there ─▶ Orbax waits for all processes, then renames
 
@@ -13,35 +16,48 @@ Importing this module imports Orbax, which takes a second or two.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import functools
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
+from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from jaxckpt._audit import LazyLeaf
-from jaxckpt._audit import open as open_checkpoint
 from jaxckpt._background import PendingSave
-from jaxckpt._errors import InputError
+from jaxckpt._errors import InputError, LayoutError, MismatchError, listing
+from jaxckpt._formats import source_at
+from jaxckpt._layout import saved_sharding
+from jaxckpt._manifest import LeafRecord, Manifest
 from jaxckpt._options import Options, given
 from jaxckpt._restore import restore
 from jaxckpt._save import save, save_async
-from jaxckpt._tree import Tree
+from jaxckpt._tree import DTYPES, Leaf, Tree, closest, decode_value, flatten, show, unflatten
 
 Path = os.PathLike[str]
 
+_args: Any = ocp.args
+_metadata: Any = ocp.metadata
 
-def handler_registry(options: Options | None = None) -> Any:
+_PYTREE_ARGS = (_args.StandardSave, _args.StandardRestore, _args.PyTreeSave, _args.PyTreeRestore)
+_PYTREE_HANDLERS = (ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler)
+
+
+def handler_registry(options: Options | None = None, *, item_handlers: Mapping[str, Any] | None = None) -> Any:
     """What to pass as `handler_registry=` of an `ocp.CheckpointManager` to have its pytrees written by jaxckpt.
 
     Args:
         options: See `jaxckpt.Options`.
+        item_handlers: The handler of each item, as a program passes them to its `ocp.CheckpointManager`. A `Handler`
+            takes the place of Orbax's handlers of pytrees; the others stay.
 
     Returns:
         An `ocp.handlers.DefaultCheckpointHandlerRegistry` in which every item that is saved or restored with `Save`,
@@ -58,23 +74,25 @@ def handler_registry(options: Options | None = None) -> Any:
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/manager/1/default")
         {'w': array([0., 1., 2.])}
     """
+    ours = Handler(options)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    handler = Handler(options)
-    for kind in (Save, Restore, _args.StandardSave, _args.StandardRestore, _args.PyTreeSave, _args.PyTreeRestore):
-        registry.add(None, kind, handler)
+    for name, own in {None: ours, **(item_handlers or {})}.items():
+        if isinstance(own, (Handler, *_PYTREE_HANDLERS)):
+            for kind in (Save, Restore, *_PYTREE_ARGS):
+                registry.add(name, kind, own if isinstance(own, Handler) else ours)
+        else:
+            for kind in dict.fromkeys(get_registered_args_cls(own)):
+                registry.add(name, kind, own)
     return registry
-
-
-_args: Any = ocp.args
 
 
 class Handler(ocp.AsyncCheckpointHandler):
     """Saves and restores an item of an Orbax checkpoint; every process calls it.
 
-    For an `ocp.CheckpointManager`, or a checkpointer with an `ocp.CompositeCheckpointHandler`: by `handler_registry`,
-    or as `item_handlers={"state": Handler()}`, where items are saved with `Save` and restored with `Restore`. It has no
-    state: one serves several items. Those of one step are written one after the other, and all but the last of them
-    before `CheckpointManager.save` returns.
+    For an `ocp.CheckpointManager` or an `ocp.CompositeCheckpointHandler`: by `handler_registry`, or as
+    `item_handlers={"state": Handler()}`, where items are saved with `Save` and restored with `Restore`. Or for an
+    `ocp.Checkpointer` or `ocp.AsyncCheckpointer` alone. It has no state: one serves several items. Those of one step
+    are written one after the other, and all but the last of them before `CheckpointManager.save` returns.
 
     Args:
         options: See `jaxckpt.Options`; `when_busy` is always "wait".
@@ -85,61 +103,65 @@ class Handler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Path, args: Any) -> list[Any]:
         """Begin to save `args.item`; returns once the caller may donate, delete or overwrite its arrays."""
-        # Orbax makes the folder in a thread, and must find none there.
-        made = CommitFutureAwaitingContractedSignals(_nothing())
-        await asyncio.to_thread(made.result)
-        metadata = getattr(args, "custom_metadata", None)
-        return [_Commit(save_async(directory, args.item, metadata=metadata, options=self._options))]
+        # Orbax creates the folder in a thread. Wait for it without an await: Orbax starts the items of a step in the
+        # order of their names, and every process must make its collective calls in that order.
+        CommitFutureAwaitingContractedSignals(_nothing()).result()
+        return [_Commit(save_async(directory, _cast(args), **self._how(args)))]
 
     def save(self, directory: Path, args: Any) -> None:
         """Save `args.item`."""
-        save(directory, args.item, metadata=getattr(args, "custom_metadata", None), options=self._options)
+        save(directory, _cast(args), **self._how(args))
+
+    def _how(self, args: Any) -> dict[str, Any]:
+        return {"metadata": args.custom_metadata, "options": self._options}
 
     def restore(self, directory: Path, args: Any = None) -> Tree:
         """The item, onto the devices that `args` tells; see `jaxckpt.restore`. Orbax's own are taken too."""
-        args = args or Restore()
-        if isinstance(args, Restore):
+        args = Restore() if args is None else args
+        if isinstance(args, Restore) and not args.is_orbax:
             return restore(
                 directory, args.item, mesh=args.mesh, specs=args.specs, strict=args.strict, options=self._options
             )
-        if getattr(args, "transforms", None) is not None or getattr(args, "legacy_transform_fn", None) is not None:
-            raise InputError("PyTreeRestore(transforms=…) is Orbax's own; see rename= and select= of jaxckpt.restore")
-        item, restore_args = args.item, getattr(args, "restore_args", None)
-        if restore_args is not None:
-            item = open_checkpoint(directory).tree() if item is None else item
-            item = jax.tree.map(lambda leaf, one: _wanted(one, _plain(leaf)), item, restore_args)
-        target = jax.tree.map(_plain, item)
-        partial = getattr(args, "partial_restore", False)
-        return restore(directory, target, strict=not partial, options=self._options)
+        if isinstance(args, Restore) and (args.mesh is not None or args.specs is not None or not args.strict):
+            raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
+        source, _ = source_at(directory, self._options)
+        target, left = _translated(args, source.manifest)
+        if left >= source.manifest.numbers.keys() | {leaf.path for leaf in flatten(target)[0]}:
+            return target  # nothing is to be read
+        return restore(directory, target, select=lambda path: path not in left, options=self._options)
 
-    def metadata(self, directory: Path) -> Tree:
-        """The item's tree: a jax.ShapeDtypeStruct for each array, and the small values themselves."""
-        return jax.tree.map(_plain, open_checkpoint(directory).tree())
+    def metadata(self, directory: Path) -> Any:
+        """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
+        source, _ = source_at(directory, self._options)
+        manifest = source.manifest
+        leaves = [_described(manifest, record, directory) for record in manifest.leaves]
+        tree = jax.tree.map(_plain, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
+        tree = ocp.tree.serialize_tree(tree, keep_empty_nodes=True)
+        return build_default_tree_metadata(tree, custom_metadata=manifest.metadata)
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
 @dataclass
-class Save(ocp.args.CheckpointArgs):
-    """What to save as an item of an Orbax checkpoint."""
-
-    item: Tree
-    """A pytree, as for `jaxckpt.save`."""
-
-    custom_metadata: Any = None
-    """Any JSON value; it comes back as `jaxckpt.open(path).metadata`."""
+class Save(_args.PyTreeSave):
+    """What to save as an item of an Orbax checkpoint: `item`, a pytree as for `jaxckpt.save`, `save_args` as for Orbax
+    (a tree of ocp.SaveArgs, of which `dtype` counts), and `custom_metadata`, any JSON value, which comes back as
+    `jaxckpt.open(path).metadata`."""
 
 
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclass
-class Restore(ocp.args.CheckpointArgs):
-    """How to restore an item of an Orbax checkpoint; the arguments of `jaxckpt.restore`."""
-
-    item: Tree = None
-    """What is wanted, as `jaxckpt.restore` takes it for `target`."""
+class Restore(_args.PyTreeRestore):
+    """How to restore an item of an Orbax checkpoint: the arguments of `jaxckpt.restore`, `item` being its target. Or
+    those of `ocp.args.PyTreeRestore`, if any but `item` is given."""
 
     mesh: Any = None
     specs: Any = None
     strict: bool = True
+
+    @property
+    def is_orbax(self) -> bool:
+        """Whether it is meant as an `ocp.args.PyTreeRestore`."""
+        return self.restore_args is not None or self.transforms is not None or self.partial_restore
 
 
 async def _nothing() -> None:
@@ -159,34 +181,203 @@ class _Commit:
         return False
 
 
-# Orbax's targets ------------------------------------------------------------------------------------------
+# Orbax's arguments ------------------------------------------------------------------------------------------
 
 
-def _plain(leaf: Any) -> Any:
-    """A leaf of a target as jaxckpt takes it."""
-    if isinstance(leaf, ocp.metadata.ArrayMetadata):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf.sharding))
-    if isinstance(leaf, LazyLeaf):
-        return leaf.value if leaf.nbytes == 0 else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
+def _cast(args: Any) -> Tree:
+    """What is saved: the item, with the dtypes that its SaveArgs ask for."""
+    if args.save_args is None:
+        return args.item
+    # An empty node may have SaveArgs of its own.
+    return jax.tree.map(_cast_leaf, args.item, args.save_args, is_leaf=ocp.utils.is_empty_or_leaf)
 
 
-def _wanted(asked: Any, leaf: Any) -> Any:
-    """A leaf of a target as its RestoreArgs ask for it."""
-    if not isinstance(asked, ocp.RestoreArgs) or not hasattr(leaf, "shape"):
+def _cast_leaf(leaf: Any, asked: Any) -> Any:
+    dtype = getattr(asked, "dtype", None)
+    if dtype is None or isinstance(leaf, (str, bytes)) or _is_key(leaf):
         return leaf
-    shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
-    dtype = leaf.dtype if asked.dtype is None else asked.dtype
-    if asked.restore_type is np.ndarray:
+    if isinstance(leaf, (bool, int, float)):
+        return np.asarray(leaf).astype(dtype).item()
+    return leaf.astype(dtype) if hasattr(leaf, "astype") else leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
+    """Orbax's arguments as a target of `jaxckpt.restore`, and the paths that are left as they are in it."""
+    transforms = getattr(args, "transforms", None)
+    if transforms or getattr(args, "legacy_transform_fn", None) is not None:
+        raise InputError("PyTreeRestore(transforms=…) is Orbax's own; see rename= and select= of jaxckpt.restore")
+    # transforms={} is an older way to say partial_restore=True.
+    partial = transforms is not None or getattr(args, "partial_restore", False)
+    item = unflatten(manifest.tree, range(len(manifest.leaves))) if args.item is None else args.item
+    leaves, _ = flatten(item)
+    everywhere, _ = flatten(jax.tree.map(_or_placeholder, item, is_leaf=_is_none))
+    left = {leaf.path for leaf in everywhere if leaf.value is ocp.PLACEHOLDER}
+    wanted = {leaf.path for leaf in leaves} - left
+    asked = _restore_args(args, wanted, manifest)
+    if partial:
+        _require_leaves(wanted, manifest)
+        left |= wanted ^ manifest.numbers.keys()
+    is_standard = isinstance(args, _args.StandardRestore) and args.item is not None
+
+    def target(leaf: Leaf) -> Any:
+        number = manifest.numbers.get(leaf.path)
+        if number is None or leaf.path in left:
+            return leaf.value
+        saved = _Saved.of(manifest, manifest.leaves[number])
+        if is_standard:
+            return _standard(leaf.value, saved)
+        return _target(asked.get(leaf.path, ocp.RestoreArgs()), saved, leaf.value)
+
+    return jax.tree.unflatten(jax.tree.structure(item), [target(leaf) for leaf in leaves]), left
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _or_placeholder(node: Any) -> Any:
+    return ocp.PLACEHOLDER if node is None else node
+
+
+def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, Any]:
+    """The RestoreArgs of each leaf. Raises InputError if leaves have none, or if some are for no leaf at all."""
+    given = getattr(args, "restore_args", None)
+    if given is None:
+        return {}
+    leaves, _ = flatten(jax.tree.map(lambda one: one or ocp.RestoreArgs(), given, is_leaf=_is_none))
+    asked = {leaf.path: leaf.value for leaf in leaves}
+    lacking = [path for path in wanted if path not in asked and path in manifest.numbers]
+    surplus = [
+        path
+        for path, one in asked.items()
+        if path not in wanted and path not in manifest.numbers and one != ocp.RestoreArgs()
+    ]
+    if lacking or surplus:
+        problems = [f"{show(path)} is a leaf without RestoreArgs" for path in sorted(lacking)]
+        problems += [f"{show(path)} has RestoreArgs, but is no leaf{closest(path, wanted)}" for path in surplus]
+        raise InputError(f"restore_args= does not fit the item in {len(problems)} places:\n{listing(problems)}")
+    return asked
+
+
+def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
+    """Raise MismatchError if a leaf of a partial item is a container in the checkpoint, or the other way round."""
+    heads = {"/".join(parts[:n]) for path in manifest.numbers for parts in [path.split("/")] for n in range(len(parts))}
+    problems = [f"{show(path)} is a container in the checkpoint, a leaf in the item" for path in wanted & heads]
+    for path in wanted - manifest.numbers.keys():
+        parts = path.split("/")
+        above = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        problems += [f"{show(head)} is a leaf in the checkpoint" for head in above if head in manifest.numbers]
+    if problems:
+        raise MismatchError(f"item and checkpoint differ:\n{listing(problems)}", problems)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A saved leaf, as far as Orbax's arguments depend on it."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+    dtype: Any
+    """That of NumPy; of the keys themselves for kind "key"."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, record: LeafRecord) -> _Saved:
+        if record.stack is None:
+            return cls(record.kind, (), np.asarray(decode_value(record.kind, record.value or "")).dtype)
+        shape = manifest.leaf_shape(record)
+        if record.kind == "key":
+            return cls("key", shape[:-1], _key_dtype(record.impl or ""))
+        return cls(record.kind, shape, DTYPES[manifest.stacks[record.stack].dtype])
+
+
+@functools.cache
+def _key_dtype(impl: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+def _standard(wanted: Any, saved: _Saved) -> Any:
+    """A leaf of the item of a StandardRestore as a leaf of a target. Concrete ones mean the same there."""
+    if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
+        return _target(ocp.RestoreArgs(), saved)
+    if not isinstance(wanted, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
+        return wanted
+    if wanted.sharding is None and saved.kind not in ("jax", "key"):
+        return _target(ocp.RestoreArgs(restore_type=np.ndarray, dtype=wanted.dtype), saved, wanted)
+    return _target(ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype), saved, wanted)
+
+
+def _target(asked: Any, saved: _Saved, item: Any = None) -> Any:
+    """What a leaf's RestoreArgs ask for, as a leaf of a target."""
+    if saved.kind == "key":  # Orbax describes it by its raw data
+        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_sharding(asked))
+    kind: Any = _TYPES[saved.kind] if asked.restore_type is None else asked.restore_type
+    shape, dtype = getattr(asked, "global_shape", None), asked.dtype
+    if getattr(asked, "strict", False):  # what ArrayRestoreArgs leave open, the item says
+        shape = getattr(item, "shape", None) if shape is None else shape
+        dtype = getattr(item, "dtype", None) if dtype is None else dtype
+    if dtype is None:
+        # A Python number becomes an array of JAX's own width; that its value fits is checked when it is restored.
+        is_number = kind is jax.Array and saved.kind in _PYTHON
+        dtype = jax.dtypes.canonicalize_dtype(saved.dtype) if is_number else saved.dtype
+    shape, dtype = saved.shape if shape is None else shape, np.dtype(dtype)
+    if kind is jax.Array:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(asked))
+    if kind is np.ndarray:
         return np.broadcast_to(np.empty((), dtype), shape)
-    if isinstance(asked, ocp.ArrayRestoreArgs):
-        shape = shape if asked.global_shape is None else asked.global_shape
-        if asked.sharding is not None:
-            sharding = _sharding(asked.sharding)
-        elif asked.mesh is not None:
-            sharding = NamedSharding(asked.mesh, asked.mesh_axes or PartitionSpec())
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return dtype.type() if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
 
 
-def _sharding(found: Any) -> Sharding | None:
-    return found.to_jax_sharding() if hasattr(found, "to_jax_sharding") else found
+_PYTHON: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, complex, str, bytes)}
+_TYPES: Mapping[str, type] = {"jax": jax.Array, "numpy": np.ndarray, "numpy_scalar": np.generic, **_PYTHON}
+"""What a saved leaf of a kind is, if nothing else is asked for."""
+
+
+def _sharding(asked: Any) -> Sharding | None:
+    """The sharding that RestoreArgs ask for; None asks for the saved one."""
+    found = getattr(asked, "sharding", None)
+    if found is None:
+        mesh = getattr(asked, "mesh", None)
+        return None if mesh is None else NamedSharding(mesh, asked.mesh_axes or PartitionSpec())
+    if isinstance(found, _metadata.ShardingMetadata):
+        found = found.to_jax_sharding()
+    return found if isinstance(found, Sharding) else found.sharding  # of a jax.experimental.layout.Format
+
+
+# Orbax's descriptions ---------------------------------------------------------------------------------------
+
+
+def _plain(node: Any) -> Any:
+    """An empty container as Orbax describes it."""
+    return None if hasattr(node, "_fields") else node
+
+
+def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
+    """A leaf as Orbax describes it: a PRNG key by its raw data."""
+    name = record.path.replace("/", ".")
+    if record.kind in ("str", "bytes"):
+        return _metadata.StringMetadata(name, directory)
+    if record.kind not in ("jax", "key", "numpy"):
+        return _metadata.ScalarMetadata(name, directory, dtype=_Saved.of(manifest, record).dtype)
+    shape = manifest.leaf_shape(record)
+    dtype = DTYPES[manifest.stacks[manifest.place(record)[0]].dtype]
+    return _metadata.ArrayMetadata(name, directory, shape, _saved_sharding(manifest, record), dtype)
+
+
+def _saved_sharding(manifest: Manifest, record: LeafRecord) -> Any:
+    """Orbax's description of the sharding of a saved jax.Array; None if its devices are not here."""
+    if record.kind == "numpy":
+        return None
+    try:
+        found = None if record.layout is None else saved_sharding(manifest, record.layout)
+    except LayoutError:
+        return None
+    if isinstance(found, NamedSharding):
+        return _metadata.NamedShardingMetadata.from_jax_sharding(found)
+    return _metadata.SingleDeviceShardingMetadata.from_jax_sharding(
+        found or SingleDeviceSharding(jax.local_devices()[0])
+    )

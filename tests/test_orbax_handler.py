@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from click.testing import CliRunner
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,7 +22,8 @@ from processes import RunProcesses
 
 import jaxckpt
 import jaxckpt.orbax
-from jaxckpt._errors import InputError, MismatchError, NotACheckpointError, StorageError
+from jaxckpt._cli import main
+from jaxckpt._errors import InputError, MismatchError, StorageError
 from jaxckpt._folder import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
@@ -65,7 +68,6 @@ def manager(path: Path, **options: Any) -> ocp.CheckpointManager:
 
 STYLES: dict[str, tuple[Any, Any]] = {
     "standard": (ocp.args.StandardSave, ocp.args.StandardRestore),
-    "pytree": (ocp.args.PyTreeSave, ocp.args.PyTreeRestore),
     "restore_args": (
         ocp.args.PyTreeSave,
         lambda item: ocp.args.PyTreeRestore(item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)),
@@ -93,8 +95,6 @@ def test_a_training_state_under_a_manager(tmp_path: Path, style: str) -> None:
     assert (tmp_path / "run/3/default/manifest.json").is_file()
     assert not list(tmp_path.rglob("*.orbax-checkpoint-tmp"))
     assert jaxckpt.verify(tmp_path / "run/3/default").ok
-    with pytest.raises(NotACheckpointError, match="3/default is an item that jaxckpt has written: open it"):
-        jaxckpt.open(tmp_path / "run/3")
 
 
 def test_items_metrics_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_items_metrics_and_the_best_are_kept(tmp_path: Path) -> None:
         assert_same(restored["moments"], [jnp.full((4,), -1), 1])
         assert restored["config"] == {"step": 1}
         assert found.metrics(1) == {"loss": 1.0}
-        assert found.item_metadata(1)["params"] == {"w": jax.ShapeDtypeStruct((8, 4), jnp.int32)}
+        assert found.item_metadata(1)["params"].tree["w"].shape == (8, 4)
 
 
 def test_by_item_handlers_as_maxtext_has_them(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match=r"'w'.*\(4,\)"):
             found.restore(0, args=ocp.args.StandardRestore(wrong))
         with pytest.raises(InputError, match="transforms"):
-            found.restore(0, args=ocp.args.PyTreeRestore(wrong, transforms={}))
+            found.restore(0, args=ocp.args.PyTreeRestore(wrong, transforms={"v": ocp.Transform(original_key="w")}))
         some = ocp.args.PyTreeRestore({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, partial_restore=True)
         assert_same(found.restore(0, args=some), {"w": jnp.ones(4)})
 
@@ -222,6 +222,277 @@ def test_without_a_manager(tmp_path: Path) -> None:
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(tmp_path / "x", args=ocp.args.Composite(a=jaxckpt.orbax.Save({"w": np.ones(3)})))
         assert_same(checkpointer.restore(tmp_path / "x")["a"], {"w": np.ones(3)})
+
+
+# Orbax's own semantics ------------------------------------------------------------------------------------------
+
+OVER = NamedSharding(mesh(4, 2), P("data"))
+OTHER = NamedSharding(mesh(2, 4), P("model"))
+STATE: dict[str, Any] = {
+    "w": jax.device_put(jnp.arange(16.0).reshape(8, 2), OVER),
+    "half": jnp.ones(4, jnp.bfloat16),
+    "big": np.arange(3) + 2**40,
+    "i": 3,
+    "f": 0.5,
+    "l": [jnp.zeros(2), {"x": np.ones(())}],
+}
+KEYS = {"k": jax.random.key(3), "ks": jax.random.split(jax.random.key(3), 4), "raw": jax.random.PRNGKey(1)}
+ZEROS = jax.tree.map(lambda _: 0, STATE)
+ARGS = ocp.checkpoint_utils.construct_restore_args
+WIDE = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=OTHER)
+BY_W = {"w": ocp.ArrayRestoreArgs(sharding=OTHER)}
+HALVES = ocp.SaveArgs(dtype=np.dtype(np.float16))
+pytree, standard = ocp.args.PyTreeRestore, ocp.args.StandardRestore
+
+
+def structs(tree: Any) -> Any:
+    return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+
+
+Call = Callable[[ocp.CheckpointManager], Any]
+
+RESTORES: dict[str, Call] = {
+    "no arguments": lambda m: m.restore(0),
+    "nothing asked": lambda m: m.restore(0, args=pytree()),
+    "item of ints": lambda m: m.restore(0, args=pytree(ZEROS)),
+    "item of strings": lambda m: m.restore(0, args=pytree(jax.tree.map(lambda _: "x", STATE))),
+    "item of objects": lambda m: m.restore(0, args=pytree(jax.tree.map(lambda _: object(), STATE))),
+    "item with None": lambda m: m.restore(0, args=pytree({**STATE, "w": None})),
+    "item with another shape": lambda m: m.restore(0, args=pytree({**ZEROS, "w": jnp.zeros(1)})),
+    "item with another sharding": lambda m: m.restore(0, args=pytree({**ZEROS, "w": WIDE})),
+    "restore_args alone": lambda m: m.restore(0, args=pytree(restore_args=ARGS({**STATE, "w": WIDE}))),
+    "restore_args with None": lambda m: m.restore(0, args=pytree(STATE, restore_args={**ARGS(STATE), "half": None})),
+    "default restore_args": lambda m: m.restore(
+        0, args=pytree(restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(), STATE))
+    ),
+    "int to float": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "i": ocp.RestoreArgs(restore_type=float)})
+    ),
+    "int to array": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "i": ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh(4, 2), P()))})
+    ),
+    "array to NumPy": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "w": ocp.RestoreArgs(restore_type=np.ndarray)})
+    ),
+    "array without sharding": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "w": ocp.ArrayRestoreArgs()})
+    ),
+    "wider dtype": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "half": ocp.RestoreArgs(dtype=np.float32)})
+    ),
+    "item and restore_args": lambda m: m.restore(0, args=pytree(ZEROS, restore_args=ARGS({**STATE, "w": WIDE}))),
+    "placeholder": lambda m: m.restore(0, args=pytree({**ZEROS, "w": ocp.PLACEHOLDER})),
+    "placeholder for nothing": lambda m: m.restore(0, args=pytree({**ZEROS, "z": ocp.PLACEHOLDER})),
+    "placeholder and restore_args": lambda m: m.restore(
+        0, args=pytree({**ZEROS, "w": ocp.PLACEHOLDER}, restore_args=ARGS({**STATE, "w": ocp.PLACEHOLDER}))
+    ),
+    "placeholders alone": lambda m: m.restore(0, args=pytree(jax.tree.map(lambda _: ocp.PLACEHOLDER, STATE))),
+    "part": lambda m: m.restore(0, args=pytree({"w": 0, "l": [0, {"x": 0}]}, partial_restore=True)),
+    "part with full restore_args": lambda m: m.restore(
+        0, args=pytree({"w": 0}, restore_args=ARGS(STATE), partial_restore=True)
+    ),
+    "part that is abstract and absent": lambda m: m.restore(
+        0, args=pytree({"w": 0, "z": WIDE}, restore_args={**BY_W, "z": ocp.RestoreArgs()}, partial_restore=True)
+    ),
+    "part that is absent": lambda m: m.restore(0, args=pytree({"w": 0, "l": [0, {"y": 5}]}, partial_restore=True)),
+    "part that is absent alone": lambda m: m.restore(0, args=pytree({"z": jnp.ones(3)}, partial_restore=True)),
+    "empty transforms": lambda m: m.restore(
+        0, args=pytree({"w": 0, "z": 1}, restore_args={**BY_W, "z": ocp.RestoreArgs()}, transforms={})
+    ),
+    "metadata as restore_args": lambda m: m.restore(
+        0, args=pytree(m.item_metadata(0).tree, restore_args=ARGS(m.item_metadata(0).tree))
+    ),
+}
+STANDARD_RESTORES: dict[str, Call] = {
+    "structs": lambda m: m.restore(0, args=standard(structs(STATE))),
+    "structs without shardings": lambda m: m.restore(
+        0, args=standard(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), STATE))
+    ),
+    "struct with another sharding": lambda m: m.restore(0, args=standard({**STATE, "w": WIDE})),
+    "arrays": lambda m: m.restore(0, args=standard(STATE)),
+    "struct for an int": lambda m: m.restore(0, args=standard({**STATE, "i": jax.ShapeDtypeStruct((), np.int32)})),
+    "metadata as structs": lambda m: m.restore(0, args=standard(structs(m.item_metadata(0).tree))),
+}
+STANDARD_KEY_RESTORES: dict[str, Call] = {
+    "keys, structs": lambda m: m.restore(0, args=standard(structs(KEYS))),
+    "keys": lambda m: m.restore(0, args=standard(KEYS)),
+}
+KEY_RESTORES: dict[str, Call] = {
+    "keys, no arguments": lambda m: m.restore(0),
+    "keys, restore_args": lambda m: m.restore(0, args=pytree(KEYS, restore_args=ARGS(KEYS))),
+    "keys, sharding": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(KEYS), "k": ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh(4, 2), P()))})
+    ),
+}
+
+
+def by_both(folder: Path, save: Any, call: Call) -> list[Any]:
+    """What a call gives under a manager with Orbax's handlers, and under one with ours."""
+    results: list[Any] = []
+    for name, registry in (("theirs", None), ("ours", jaxckpt.orbax.handler_registry())):
+        with ocp.CheckpointManager(folder / name, handler_registry=registry) as found:
+            found.save(0, args=save)
+            found.wait_until_finished()
+            results.append(call(found))
+    return results
+
+
+def kind_of(leaf: Any) -> Any:
+    """All that two leaves must have in common."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "key", leaf.shape, leaf.dtype, leaf.sharding, jax.random.key_data(leaf).tolist()
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return isinstance(leaf, jax.Array), leaf.dtype, getattr(leaf, "sharding", None), np.asarray(leaf).tolist()
+    return type(leaf), leaf
+
+
+CASES = {
+    **{name: (ocp.args.PyTreeSave(STATE), call) for name, call in RESTORES.items()},
+    **{name: (ocp.args.StandardSave(STATE), call) for name, call in STANDARD_RESTORES.items()},
+    **{name: (ocp.args.PyTreeSave(KEYS), call) for name, call in KEY_RESTORES.items()},
+    **{name: (ocp.args.StandardSave(KEYS), call) for name, call in STANDARD_KEY_RESTORES.items()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_restores_what_orbax_restores(tmp_path: Path, name: str) -> None:
+    theirs, ours = by_both(tmp_path, *CASES[name])
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert list(map(kind_of, jax.tree.leaves(ours))) == list(map(kind_of, jax.tree.leaves(theirs)))
+
+
+REFUSED: dict[str, Call] = {
+    "item without a leaf": lambda m: m.restore(0, args=pytree({"w": 0})),
+    "item with another leaf": lambda m: m.restore(0, args=pytree({**ZEROS, "z": 0})),
+    "item without a leaf, full restore_args": lambda m: m.restore(0, args=pytree({"w": 0}, restore_args=ARGS(STATE))),
+    "placeholders and another leaf": lambda m: m.restore(
+        0, args=pytree({**jax.tree.map(lambda _: ocp.PLACEHOLDER, STATE), "z": 0})
+    ),
+    "placeholder for a container": lambda m: m.restore(0, args=pytree({**ZEROS, "l": ocp.PLACEHOLDER})),
+    "part without restore_args": lambda m: m.restore(
+        0, args=pytree({"w": 0, "i": 0}, restore_args=BY_W, partial_restore=True)
+    ),
+    "leaf for a container": lambda m: m.restore(0, args=pytree({"l": 0}, partial_restore=True)),
+    "container for a leaf": lambda m: m.restore(0, args=pytree({"w": {"a": 0}}, partial_restore=True)),
+    "another shape": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "w": ocp.ArrayRestoreArgs(sharding=OVER, global_shape=(4, 2))})
+    ),
+    "item's other shape": lambda m: m.restore(
+        0, args=pytree({**ZEROS, "w": jnp.zeros((4, 2))}, restore_args={**ARGS(STATE), **BY_W})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_orbax_refuses(tmp_path: Path, name: str) -> None:
+    """Orbax's own handlers are not asked here: when they refuse they leave an event loop, which fails a later test."""
+    with manager(tmp_path / "run") as found:
+        found.save(0, args=ocp.args.PyTreeSave(STATE))
+        found.wait_until_finished()
+        with pytest.raises(InputError):
+            REFUSED[name](found)
+
+
+def test_restore_args_for_no_leaf_are_an_error(tmp_path: Path) -> None:
+    with manager(tmp_path / "run") as found:
+        found.save(0, args=ocp.args.PyTreeSave({"w": jnp.ones(4)}))
+        with pytest.raises(InputError, match=r"'ww' has RestoreArgs, but is no leaf; did you mean 'w'"):
+            found.restore(0, args=pytree(restore_args={**BY_W, "ww": ocp.ArrayRestoreArgs(sharding=OTHER)}))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int32, jnp.bfloat16])
+def test_save_args_cast(tmp_path: Path, dtype: Any) -> None:
+    asked = ocp.SaveArgs(dtype=np.dtype(dtype))
+    state = {"w": STATE["w"] + 0.3, "n": np.arange(3.0), "i": 3, "f": 0.3, "s": "text", "e": optax.EmptyState()}
+    save_args = jax.tree.map(lambda _: asked, state)
+    for save in (
+        ocp.args.PyTreeSave(state, save_args=save_args),
+        ocp.args.PyTreeSave(state, save_args={**save_args, "n": None, "e": asked}),
+    ):
+        theirs, ours = by_both(tmp_path / str(save.save_args["n"] is None), save, lambda m: m.restore(0))
+        assert list(map(kind_of, jax.tree.leaves(ours))) == list(map(kind_of, jax.tree.leaves(theirs)))
+    with pytest.raises(ValueError, match="structure"):
+        manager(tmp_path / "short").save(0, args=ocp.args.PyTreeSave(state, save_args={"w": asked}))
+
+
+def test_item_metadata_is_orbaxs(tmp_path: Path) -> None:
+    state = {**STATE, "s": "text", "t": (1, optax.EmptyState(), {}), "none": None, "keys": KEYS}
+    save = ocp.args.PyTreeSave(state, custom_metadata={"by": "me"})
+    theirs, ours = by_both(tmp_path, save, lambda m: m.item_metadata(0))
+    assert type(ours) is type(theirs)
+    assert ours.custom_metadata == theirs.custom_metadata == {"by": "me"}
+    assert jax.tree.structure(ours.tree) == jax.tree.structure(theirs.tree)
+    for a, b in zip(jax.tree.leaves(ours.tree), jax.tree.leaves(theirs.tree), strict=True):
+        assert type(a) is type(b)
+        assert a.name == b.name
+        assert getattr(a, "shape", None) == getattr(b, "shape", None)
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
+        assert getattr(a, "sharding", None) == getattr(b, "sharding", None)
+    registry = jaxckpt.orbax.handler_registry(item_handlers={"default": ocp.StandardCheckpointHandler()})
+    with ocp.CheckpointManager(tmp_path / "ours", handler_registry=registry) as found:
+        restored = found.restore(0, args=standard(found.item_metadata(0).tree))
+        assert restored["big"].tolist() == STATE["big"].tolist()  # 64 bits, though JAX here has 32
+        assert restored["w"].sharding == OVER
+
+
+CHECKPOINTERS: list[Any] = [ocp.Checkpointer, ocp.AsyncCheckpointer]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTERS)
+def test_a_checkpointer_of_its_own(tmp_path: Path, kind: Any) -> None:
+    state = {"w": jnp.ones(4), "i": 3}
+    restore_args = {"w": ocp.RestoreArgs(restore_type=np.ndarray), "i": ocp.RestoreArgs()}
+    with kind(jaxckpt.orbax.Handler()) as checkpointer:
+        for name, save in (
+            ("args", {"args": jaxckpt.orbax.Save(state)}),
+            ("standard", {"args": ocp.args.StandardSave(state)}),
+            ("pytree", {"args": ocp.args.PyTreeSave(state)}),
+            ("named", {"item": state, "save_args": {"w": HALVES, "i": None}}),
+        ):
+            checkpointer.save(tmp_path / name, **save)
+            checkpointer.save(tmp_path / name, **save, force=True)
+        checkpointer.save(tmp_path / "positional", state)
+        if kind is ocp.AsyncCheckpointer:
+            checkpointer.wait_until_finished()
+        assert checkpointer.restore(tmp_path / "named")["w"].dtype == np.float16
+        for name in ("args", "standard", "pytree", "positional"):
+            path = tmp_path / name
+            assert_same(checkpointer.restore(path), state)
+            assert_same(checkpointer.restore(path, state), state)
+            assert_same(checkpointer.restore(path, args=ocp.args.StandardRestore(state)), state)
+            assert_same(checkpointer.restore(path, args=ocp.args.PyTreeRestore({"w": 0, "i": 0})), state)
+            assert_same(checkpointer.restore(path, item={"w": 0}, restore_args=BY_W, transforms={})["w"], state["w"])
+            assert isinstance(checkpointer.restore(path, restore_args=restore_args)["w"], np.ndarray)
+            assert checkpointer.metadata(path).item_metadata.tree["w"].shape == (4,)
+            assert jaxckpt.verify(path).ok
+            assert jaxckpt.load_numpy(path)["i"] == 3
+        with pytest.raises(InputError, match="not both"):
+            checkpointer.restore(tmp_path / "args", restore_args=restore_args, mesh=mesh(2, 4))
+
+
+def test_item_handlers_of_a_program(tmp_path: Path) -> None:
+    """As MaxText's manager builds them."""
+    handlers = {
+        "items": ocp.PyTreeCheckpointHandler(restore_concurrent_gb=8, use_ocdbt=True, use_zarr3=True),
+        "config": ocp.JsonCheckpointHandler(),
+        "ours": jaxckpt.orbax.Handler(),
+    }
+
+    def made() -> ocp.CheckpointManager:
+        registry = jaxckpt.orbax.handler_registry(item_handlers=handlers)
+        return ocp.CheckpointManager(tmp_path / "run", handler_registry=registry)
+
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=2048), STATE)
+    with made() as found:
+        items = ocp.args.PyTreeSave(STATE, save_args=save_args, ocdbt_target_data_file_size=2**30)
+        ours = jaxckpt.orbax.Save({"n": 1})
+        found.save(0, args=ocp.args.Composite(items=items, config=ocp.args.JsonSave({"a": 1}), ours=ours))
+    with made() as found:
+        assert found.item_metadata(0)["items"].tree["w"].shape == (8, 2)  # before anything is saved or restored
+        restored = found.restore(0)
+        assert_same(restored["items"], STATE)
+        assert (restored["config"], restored["ours"]) == ({"a": 1}, {"n": 1})
+    assert (tmp_path / "run/0/items/manifest.json").is_file()
 
 
 PROGRAM = """
@@ -261,13 +532,89 @@ def test_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(tmp_path / "run/3/default")["w"][7, 7] == 66
 
 
-def test_a_step_of_our_items_is_opened_by_item(tmp_path: Path) -> None:
-    registry = jaxckpt.orbax.handler_registry()
-    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
-        manager.save(
-            3, args=ocp.args.Composite(state=ocp.args.StandardSave({"w": jnp.ones(4)}), x=ocp.args.JsonSave({"a": 1}))
-        )
+def test_a_run_and_a_step_of_ours_are_opened(tmp_path: Path) -> None:
+    with manager(tmp_path / "run") as found:
+        for step in (3, 4):
+            state = {"w": jnp.full(4, float(step)), "key": jax.random.key(step), "n": np.arange(3), "step": step}
+            found.save(step, args=ocp.args.StandardSave(state, custom_metadata={"by": "me"}), metrics={"loss": 0.5})
+    for path, step in ((tmp_path / "run", 4), (tmp_path / "run/3", 3)):
+        assert jaxckpt.load_numpy(path)["w"].tolist() == [step] * 4
+        assert jaxckpt.open(path).metadata["custom_metadata"] == {"by": "me"}
+        assert jaxckpt.restore(path, {"w": jnp.zeros(4)}, strict=False)["w"].tolist() == [step] * 4
+        assert jaxckpt.verify(path).ok
+        assert jaxckpt.verify(path).objects > 0
+    assert jaxckpt.open(tmp_path / "run").metadata["step"] == 4
+    delta = jaxckpt.diff(tmp_path / "run/3", tmp_path / "run")
+    assert [leaf.path for leaf in delta.differing] == ["key", "step", "w"]
+    for path in (tmp_path / "run", tmp_path / "run/3"):
+        for verb, text in (("ls", "jaxckpt"), ("show", "float32")):
+            done = CliRunner().invoke(main, [verb, str(path)], catch_exceptions=False)
+            assert done.exit_code == 0, done.output
+            assert text in done.output
+
+
+def test_a_step_of_several_items_of_ours_is_opened(tmp_path: Path) -> None:
+    split = NamedSharding(mesh(2, 4), P("data"))
+    state = {
+        "w": jax.device_put(jnp.arange(8.0), split),
+        "half": jnp.ones((2, 3), jnp.bfloat16),
+        "key": jax.random.key(1),
+        "text": "long" * 3000,
+        "scalar": np.float32(0.5),
+        "zero": jnp.float32(7),
+        "pair": (1, None),
+    }
+    with manager(tmp_path / "run") as found:
+        items = {"state": ocp.args.PyTreeSave(state), "ema": ocp.args.StandardSave({"w": jnp.ones(4)})}
+        found.save(3, args=ocp.args.Composite(**items, config=ocp.args.JsonSave({"a": 1})))
+    opened = jaxckpt.open(tmp_path / "run")
+    assert opened.metadata == {"step": 3}
+    assert (opened["state/w"].spec, opened["state/w"].mesh) == (P("data"), {"data": 2, "model": 4})
+    restored = jaxckpt.restore(tmp_path / "run/3")
+    assert_same(restored["state"] | {"key": None}, state | {"key": None})
+    assert restored["state"]["key"] == state["key"]
+    assert restored["state"]["w"].sharding == split
+    assert_same(restored["ema"], {"w": jnp.ones(4)})
+    assert restored["config"] == {"a": 1}
+    assert jaxckpt.verify(tmp_path / "run/3").ok
+    stored = next((tmp_path / "run/3/ema").glob("data-*/*/c/**/*"))
+    while stored.is_dir():
+        stored = next(stored.iterdir())
+    stored.write_bytes(bytes([stored.read_bytes()[0] ^ 1]) + stored.read_bytes()[1:])
+    assert [problem.leaf for problem in jaxckpt.verify(tmp_path / "run/3").problems] == ["ema/w"]
+
+
+SEVERAL_ITEMS = """
+import jax, jax.numpy as jnp, numpy as np
+import orbax.checkpoint as ocp
+import jaxckpt.orbax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
+
+def made(number):
+    whole = np.arange(64.0, dtype=np.float32) + number
+    return {"w": jax.make_array_from_callback((64,), sharding, lambda index: whole[index]), "number": number}
+
+def run(folder, names, **others):
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+    with ocp.CheckpointManager(folder, options=options, handler_registry=jaxckpt.orbax.handler_registry()) as manager:
+        for step in range(12):
+            items = {name: ocp.args.StandardSave(made(10 * step + n)) for n, name in enumerate(names)}
+            manager.save(step, args=ocp.args.Composite(**items, **others))
         manager.wait_until_finished()
-    with pytest.raises(jaxckpt.NotACheckpointError, match=r"run/3/state is an item that jaxckpt has written: open it"):
-        jaxckpt.open(tmp_path / "run")
-    assert jaxckpt.load_numpy(tmp_path / "run/3/state")["w"].tolist() == [1] * 4
+        found = manager.restore(11)
+        for n, name in enumerate(names):
+            assert found[name]["number"] == 110 + n, (name, found[name])
+            for shard in found[name]["w"].addressable_shards:
+                assert (shard.data == np.arange(64.0)[shard.index] + 110 + n).all()
+        print(manager.all_steps(), found.get("config"))
+
+run(f"{args}/two", ("params", "opt"))
+run(f"{args}/three", ("params", "opt", "ema"), config=ocp.args.JsonSave({"a": 1}))
+"""
+
+
+def test_several_items_a_step_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(SEVERAL_ITEMS, processes=2, devices_per_process=2, args=str(tmp_path))
+    assert [one.stdout.splitlines()[-2:] for one in done] == [["[10, 11] None", "[10, 11] {'a': 1}"]] * 2
