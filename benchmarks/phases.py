@@ -28,7 +28,8 @@ import workloads
 from rich.table import Table
 
 import jaxckpt
-from jaxckpt import _manifest, _restore
+from jaxckpt._format import manifest as _manifest
+from jaxckpt._restore import restore as _restore
 
 PLACED = ((_manifest, "load", "open"), (_restore, "resolve", "match"), (_restore, "plan_read", "plan"))
 

@@ -40,9 +40,10 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
 from jaxckpt import Options
-from jaxckpt._layout import addressable_boxes, distinct, process_layout
-from jaxckpt._plan import Stack, Want, plan_read
-from jaxckpt._save_plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._format.layouts import addressable_boxes, distinct, process_layout
+from jaxckpt._format.stacks import Stack
+from jaxckpt._restore.plan import Want, plan_read
+from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "planning.svg"
 

@@ -5,12 +5,16 @@ state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mes
 weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
 """
 
-from jaxckpt._audit import Checkpoint, LazyLeaf, RestorePlan, open
-from jaxckpt._background import PendingSave, SaveInfo
-from jaxckpt._checkpointer import Checkpointer
-from jaxckpt._convert import convert
-from jaxckpt._diff import Delta, LeafDelta, diff
-from jaxckpt._errors import (
+from jaxckpt._foreign.convert import convert
+from jaxckpt._foreign.mindspore import mindspore_ranks
+from jaxckpt._foreign.oneflow import oneflow_ranks
+from jaxckpt._foreign.rank_files import rank_files
+from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf, RestorePlan, open
+from jaxckpt._inspect.diff import Delta, LeafDelta, diff
+from jaxckpt._inspect.report import report
+from jaxckpt._inspect.verify import Problem, VerifyReport, verify
+from jaxckpt._restore.restore import load_numpy, restore
+from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,
     DataError,
@@ -30,15 +34,11 @@ from jaxckpt._errors import (
     StorageError,
     TreeError,
 )
-from jaxckpt._mindspore import mindspore_ranks
-from jaxckpt._oneflow import oneflow_ranks
-from jaxckpt._options import Options
-from jaxckpt._progress import Progress
-from jaxckpt._rank_files import rank_files
-from jaxckpt._report import report
-from jaxckpt._restore import load_numpy, restore
-from jaxckpt._save import save, save_async
-from jaxckpt._verify import Problem, VerifyReport, verify
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import Progress
+from jaxckpt._save.background import PendingSave, SaveInfo
+from jaxckpt._save.save import save, save_async
+from jaxckpt._steps.checkpointer import Checkpointer
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """`python -m jaxckpt`."""
 
-from jaxckpt._cli import main
+from jaxckpt._cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="jaxckpt")

@@ -18,10 +18,11 @@ from click.testing import CliRunner, Result
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt import _manifest as manifests
-from jaxckpt._cli import main
-from jaxckpt._options import Options
-from jaxckpt._place import store_at
+from jaxckpt._cli.main import main
+from jaxckpt._format import manifest as manifests
+from jaxckpt._runtime.options import Options
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import store_at
 
 SAVED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
@@ -47,7 +48,7 @@ def fill(folder: Path) -> None:
 def backdate(path: str) -> None:
     """Let a checkpoint have been saved long ago, so that its age has one width."""
     store = store_at(path, Options())
-    manifest, content = manifests.load(store)
+    manifest, content = load_manifest(store)
     dated = manifests.msgspec.structs.replace(manifest, created=SAVED.isoformat())
     store.publish(manifest.data, manifests.encode(dated), content, sync=False)
 

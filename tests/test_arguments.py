@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from command_line import run, run_json
 
 import jaxckpt
-from jaxckpt._cli import main
+from jaxckpt._cli.main import main
 
 
 def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:

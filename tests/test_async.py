@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
-from jaxckpt import _background, _draft, _save
-from jaxckpt._files import FileWriter
+from jaxckpt._save import background as _background
+from jaxckpt._save import describe as _draft
+from jaxckpt._save import save as _save
+from jaxckpt._storage.files import FileWriter
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
 
@@ -183,9 +185,11 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 
 
 def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    begin = (
-        "import atexit, numpy as np, jaxckpt\nfrom jaxckpt._files import FileWriter\natexit.register(print, 'theirs')\n"
-    )
+    begin = """
+import atexit, numpy as np, jaxckpt
+from jaxckpt._storage.files import FileWriter
+atexit.register(print, "theirs")
+"""
     return subprocess.run(
         [sys.executable, "-c", begin + program, str(path)],
         env=environment(1), capture_output=True, text=True, timeout=60, check=False,
@@ -251,7 +255,7 @@ TOGETHER = """
 import os, signal, time
 import numpy as np, jax, jaxckpt
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxckpt._files import FileWriter
+from jaxckpt._storage.files import FileWriter
 
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 def made(spec, value):

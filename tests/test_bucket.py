@@ -16,9 +16,10 @@ import tensorstore as ts
 from servers import Bucket, Exchange, flipped, status
 
 import jaxckpt
-from jaxckpt import _bucket
-from jaxckpt._place import store_at
-from jaxckpt._store import ROOT_CONTEXT, SEAL, Store
+from jaxckpt._format.names import SEAL
+from jaxckpt._storage import bucket as _bucket
+from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store import ROOT_CONTEXT, Store
 
 TREE = {"x": np.arange(1000)}
 

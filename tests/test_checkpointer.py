@@ -22,13 +22,15 @@ from jax.sharding import PartitionSpec as P
 from processes import RunProcesses
 
 import jaxckpt
-from jaxckpt import _background, _coord, _restore
-from jaxckpt._bucket import Bucket
-from jaxckpt._checkpointer import Rules, _Step
-from jaxckpt._files import FileWriter
-from jaxckpt._folder import Folder
-from jaxckpt._manifest import StepRecord
-from jaxckpt._store import Store
+from jaxckpt._format.records import StepRecord
+from jaxckpt._restore import restore as _restore
+from jaxckpt._runtime import processes as _coord
+from jaxckpt._save import background as _background
+from jaxckpt._steps.checkpointer import Rules, _Step
+from jaxckpt._storage.bucket import Bucket
+from jaxckpt._storage.files import FileWriter
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.store import Store
 
 FAST = jaxckpt.Options(sync=False)
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
@@ -538,9 +540,9 @@ def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
     program = """
 import time
 import numpy as np, jaxckpt
-from jaxckpt import _claim
-from jaxckpt._bucket import Bucket
-from jaxckpt._files import FileWriter
+from jaxckpt._save import claim as _claim
+from jaxckpt._storage.bucket import Bucket
+from jaxckpt._storage.files import FileWriter
 
 def attempt(call):
     try:

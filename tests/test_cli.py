@@ -31,9 +31,9 @@ from command_line import command, days, run, run_json
 from jax.sharding import PartitionSpec
 
 import jaxckpt
-from jaxckpt._cli import main
-from jaxckpt._options import Options
-from jaxckpt._place import store_at
+from jaxckpt._cli.main import main
+from jaxckpt._runtime.options import Options
+from jaxckpt._storage.place import store_at
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 120
@@ -220,7 +220,7 @@ def test_debug_shows_the_traceback(here: Path) -> None:
     for args in (("--debug", "show", "nowhere"), ("show", "nowhere", "--debug")):
         told = run(*args, code=4).stderr
         assert "Traceback (most recent call last)" in told
-        assert "_manifest.py" in told
+        assert "manifest.py" in told
         assert told.splitlines()[-1] == "jaxckpt: nowhere is not a checkpoint: there is nothing there"
 
 
@@ -283,7 +283,7 @@ def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
     ]
     assert {command[0] for command in commands} >= main.commands.keys() - {"integrate"}
     program = f"""
-from jaxckpt._cli import main
+from jaxckpt._cli.main import main
 for args in {commands!r}:
     assert not main(args, prog_name="jaxckpt", standalone_mode=False), args
 import jax

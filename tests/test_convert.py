@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _export as export
-from jaxckpt._reading import Stored
+from jaxckpt._foreign import export
+from jaxckpt._restore.reading import Stored
 
 DTYPES = (
     *(np.float32, np.float64, np.float16, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
@@ -253,7 +253,7 @@ def test_shards_with_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     numpy = pytest.importorskip("safetensors.numpy")
     tree = {"model": {"layers": [{"kernel": bits(np.float32, (10, 10), n)} for n in range(7)]}}
     jaxckpt.save(tmp_path / "from", tree)
-    monkeypatch.setattr("jaxckpt._export.SHARD_BYTES", 1000)
+    monkeypatch.setattr("jaxckpt._foreign.export.SHARD_BYTES", 1000)
     jaxckpt.convert(
         tmp_path / "from",
         tmp_path / "to",

@@ -24,9 +24,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _manifest, _target, _tree
-from jaxckpt._files import FileReader, FileWriter
-from jaxckpt._place import store_at
+from jaxckpt._format import manifest as _manifest
+from jaxckpt._format import tree as _tree
+from jaxckpt._format.records import Manifest
+from jaxckpt._restore import target as _target
+from jaxckpt._storage.files import FileReader, FileWriter
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import store_at
 
 LARGE = 256 << 20
 """Bytes of a large leaf."""
@@ -252,11 +256,11 @@ def python_calls(act: Callable[[], Any]) -> int:
     return calls
 
 
-def goals(manifest: _manifest.Manifest, **request: Any) -> Callable[[], Any]:
+def goals(manifest: Manifest, **request: Any) -> Callable[[], Any]:
     return lambda: _target.resolve(manifest, _target.Request(**request), jaxckpt.Options())
 
 
-LEAF_COSTS: dict[str, tuple[Callable[[Path, _manifest.Manifest, Any], Callable[[], Any]], int]] = {
+LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], int]] = {
     # what is done, and the most Python calls that it may take for a leaf
     "opening": (lambda path, manifest, tree: lambda: jaxckpt.open(path), 0),
     "encoding the manifest": (lambda path, manifest, tree: lambda: _manifest.encode(manifest), 0),
@@ -280,7 +284,7 @@ def test_a_leaf_takes_hardly_a_call(tmp_path: Path, what: str) -> None:
         tree = {"a": dict(zip(map(str, range(count)), leaves, strict=True)), "b": list(leaves[:10])}
         path = tmp_path / str(count)
         jaxckpt.save(path, tree, options=jaxckpt.Options())
-        manifest, _ = _manifest.load(store_at(path, jaxckpt.Options()))
+        manifest, _ = load_manifest(store_at(path, jaxckpt.Options()))
         target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
         act = prepare(path, manifest, target)
         act()  # what is remembered for ever is no leaf's cost

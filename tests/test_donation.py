@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from processes import RunProcesses
 
 import jaxckpt
-from jaxckpt import _staging
-from jaxckpt._files import FileWriter
+from jaxckpt._save import staging as _staging
+from jaxckpt._storage.files import FileWriter
 
 ROUNDS = 200
 
@@ -138,7 +138,7 @@ def test_numpy_arrays_overwritten_right_after(tmp_path: Path, gate: threading.Ev
 def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
     held, most = 0, 0
-    pieces, landed = _staging._pieces, jaxckpt._handover.Handover.landed
+    pieces, landed = _staging._pieces, jaxckpt._save.handover.Handover.landed
 
     def count(*arguments: Any, **named: Any) -> Any:
         nonlocal held, most
@@ -153,7 +153,7 @@ def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.Mo
         landed(self, one)
 
     monkeypatch.setattr(_staging, "_pieces", count)
-    monkeypatch.setattr(jaxckpt._handover.Handover, "landed", uncount)
+    monkeypatch.setattr(jaxckpt._save.handover.Handover, "landed", uncount)
     mesh = jax.make_mesh((8,), ("a",))
     x = jax.device_put(np.arange(1 << 22, dtype=np.float32).reshape(64, -1), NamedSharding(mesh, P("a")))
     options = jaxckpt.Options(staging_bytes=4 << 20, object_bytes=1 << 20, host_bytes=16 << 20)
@@ -184,7 +184,7 @@ def test_exchanged_leaves_of_other_devices_are_sent(run_processes: RunProcesses,
     program = """
 import numpy as np, jax, jaxckpt
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxckpt import _staging
+from jaxckpt._save import staging as _staging
 
 _staging.lies_in_host_memory = lambda value: False
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

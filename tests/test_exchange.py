@@ -8,8 +8,8 @@ PROGRAM = """
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxckpt._exchange import box_everywhere
-from jaxckpt._tree import DTYPES
+from jaxckpt._save.exchange import box_everywhere
+from jaxckpt._format.tree import DTYPES
 
 mesh, other = jax.make_mesh((2, 2), ("a", "b")), jax.make_mesh((4,), ("x",))
 rng = np.random.default_rng(0)  # the same in every process

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from processes import RunPython
 
 import jaxckpt
-from jaxckpt import _zarr
-from jaxckpt._files import FileReader, FileWriter
-from jaxckpt._grid import Box, extent, intersection, whole
-from jaxckpt._pieces import Array, Pieces
-from jaxckpt._plan import Stack
-from jaxckpt._tree import DTYPES
+from jaxckpt._format import zarr as _zarr
+from jaxckpt._format.grid import Box, extent, intersection, whole
+from jaxckpt._format.pieces import Array, Pieces
+from jaxckpt._format.stacks import Stack
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._storage.files import FileReader, FileWriter
 
 
 def cut(box: Box) -> tuple[slice, ...]:
@@ -385,7 +385,7 @@ def test_a_boolean_is_true_or_false(tmp_path: Path) -> None:
 def test_threads_that_come_first_at_once_start_the_workers_once(run_python: RunPython) -> None:
     program = """
 import os, sys, threading
-from jaxckpt import _files
+from jaxckpt._storage import files as _files
 sys.setswitchinterval(1e-6)
 together = threading.Barrier(8)
 def submit():

@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxckpt import SpecError, _grid
-from jaxckpt._grid import Box, Layout
+from jaxckpt import SpecError
+from jaxckpt._format import grid as _grid
+from jaxckpt._format.grid import Box, Layout
 
 axis_sizes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), max_size=3)
 

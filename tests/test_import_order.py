@@ -1,4 +1,4 @@
-"""The module table of the design, held: a module imports only from rows above its own, and each door has one keeper."""
+"""The house, held: a folder imports only from folders below it, and each door has one keeper."""
 
 from __future__ import annotations
 
@@ -9,54 +9,26 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 
-# One list a row. Those whose module is not written yet keep its place.
-ROWS = [
-    ["_errors"],
-    ["_progress"],
-    ["_options", "_threads", "_clock"],
-    ["_tree"],
-    ["_grid"],
-    ["_coord"],
-    ["_plan"],
-    ["_save_plan"],
-    ["_zarr"],
-    ["_pieces"],
-    ["_store"],
-    ["_files"],
-    ["_folder", "_bucket"],
-    ["_place"],
-    ["_manifest"],
-    ["_layout"],
-    ["_source"],
-    ["_shards"],
-    ["_unpickle"],
-    ["_npz", "_protobuf", "_safetensors", "_torch"],
-    ["_rank_files"],
-    ["_dcp", "_orbax", "_mindspore", "_oneflow", "_colossalai"],
-    ["_formats"],
-    ["_target"],
-    ["_draft"],
-    ["_exchange"],
-    ["_staging", "_reading"],
-    ["_handover", "_agreement", "_background", "_claim"],
-    ["_publish"],
-    ["_save", "_restore"],
-    ["_drawing"],
-    ["_audit", "_verify", "_diff"],
-    ["_export", "_orbax_out", "_report"],
-    ["_convert"],
-    ["_checkpointer"],
-    ["orbax"],
-    ["_terminal"],
-    ["_arguments", "_listing", "_results", "_tree_view"],
-    ["_cli"],
-    ["__main__"],
+FLOORS = [
+    "__main__",
+    "_cli",
+    "orbax",
+    "_inspect",
+    "_steps",
+    "_foreign",
+    "_restore",
+    "_save",
+    "_storage",
+    "_format",
+    "_runtime",
 ]
-PUBLIC = ("orbax",)
-"""What is imported by its own name, and not with the package."""
+"""From the top down."""
 
-ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}
-SOURCES = {path.stem: path.read_text() for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+SOURCES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path.read_text()
+    for path in PACKAGE.glob("**/*.py")
+    if path != PACKAGE / "__init__.py"
+}
 
 
 class Imports(ast.NodeVisitor):
@@ -92,16 +64,17 @@ def offences(module: str, source: str) -> list[str]:
     """What a module imports that it must not, and why not."""
     imports = Imports(source)
     found: list[str] = []
+    here = module.partition(".")[0]
     for name in sorted(imports.on_load | imports.in_functions):
         package, inner = [*name.split("."), ""][:2]
-        if package == "jaxckpt" and inner not in ROW_OF:
+        if package == "jaxckpt" and inner not in FLOORS:
             found.append(f"{name}: import from the private module that has it")
-        elif package == "jaxckpt" and ROW_OF[inner] >= ROW_OF[module]:
-            found.append(f"{name}: its row is not above that of {module}")
-        elif package == "tensorstore" and module not in ("_store", "_folder", "_bucket"):
+        elif package == "jaxckpt" and FLOORS.index(inner) < FLOORS.index(here):
+            found.append(f"{name}: {inner} is above {here}")
+        elif package == "tensorstore" and module not in ("_storage.store", "_storage.folder", "_storage.bucket"):
             found.append(f"{name}: only the stores do")
-        elif (package, inner) == ("jax", "_src") and module != "_coord":
-            found.append(f"{name}: only _coord does, for the coordination service")
+        elif (package, inner) == ("jax", "_src") and module != "_runtime.processes":
+            found.append(f"{name}: only _runtime.processes does, for the coordination service")
         elif package in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             found.append(f"{name}: reading a checkpoint must run no code from it")
         elif package == "orbax" and name in imports.on_load and module != "orbax":
@@ -109,49 +82,71 @@ def offences(module: str, source: str) -> list[str]:
     return found
 
 
-def test_every_module_has_a_row() -> None:
-    assert SOURCES.keys() <= ROW_OF.keys()
-    assert not list(PACKAGE.glob("*/**/*.py")), "a flat package: modules in folders have no row"
+def test_the_top_is_small() -> None:
+    entries = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py") and path.name != "__pycache__"}
+    assert entries == {*FLOORS, "__init__"}
+    assert len(entries) <= 12
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_module_imports_only_what_its_row_allows(module: str) -> None:
+def test_a_module_imports_from_below(module: str) -> None:
     assert not offences(module, SOURCES[module])
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
+def test_a_modules_first_line_says_its_job(module: str) -> None:
+    tree = ast.parse(SOURCES[module])
+    first = (ast.get_docstring(tree) or "").partition("\n")[0]
+    assert len(first) > 15, module
+    assert first.endswith((".", ":")) or module in ("_runtime.errors",), first
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
 def test_only_the_package_itself_exports(module: str) -> None:
-    assert module.startswith("_") or module in PUBLIC
     names = [node.id for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Name)]
     assert "__all__" not in names
+
+
+def test_modules_of_a_folder_import_each_other_in_one_direction() -> None:
+    below = {
+        module: {
+            name.removeprefix("jaxckpt.")
+            for found in (Imports(source).on_load | Imports(source).in_functions)
+            for name in (found, found.rpartition(".")[0])
+            if name.startswith("jaxckpt.") and name.removeprefix("jaxckpt.") in SOURCES
+        }
+        for module, source in SOURCES.items()
+    }
+    while free := {module for module, names in below.items() if not names & below.keys()}:
+        below = {module: names for module, names in below.items() if module not in free}
+    assert not below, f"imports in a circle: {sorted(below)}"
 
 
 @pytest.mark.parametrize(
     ("module", "source", "allowed"),
     [
-        ("_save", "from jaxckpt._save_plan import plan_save", True),
-        ("_save", "from jaxckpt import _plan as plans", True),
-        ("_save", "from jaxckpt._restore import restore", False),  # the same row
-        ("_restore", "from jaxckpt import _save", False),
-        ("_plan", "import jaxckpt._store", False),
-        ("_plan", "from . import _store", False),
-        ("_plan", "from ._store import Store", False),
-        ("_plan", "def f():\n    from jaxckpt._store import Store", False),
-        ("_plan", "if TYPE_CHECKING:\n    from jaxckpt._store import Store", True),
-        ("_plan", "if TYPE_CHECKING:\n    pass\nelse:\n    from jaxckpt._store import Store", False),
-        ("_audit", "import jaxckpt", False),
-        ("_audit", "from jaxckpt import restore", False),
-        ("_store", "import tensorstore as ts", True),
-        ("_audit", "from tensorstore import open", False),
-        ("_coord", "from jax._src import distributed", True),
-        ("_plan", "from jax import _src", False),
-        ("_plan", "import jax._src.core", False),
-        ("_foreign", "try:\n    import pickle\nexcept ImportError:\n    pass", False),
-        ("_foreign", "def f():\n    import pickle", False),
-        ("_foreign", "import orbax.checkpoint as ocp", False),
+        ("_save.save", "from jaxckpt._save.plan import plan_save", True),
+        ("_save.save", "from jaxckpt._format import stacks", True),
+        ("_save.save", "from jaxckpt._restore.restore import restore", False),
+        ("_restore.restore", "from jaxckpt._save import save", True),
+        ("_format.stacks", "import jaxckpt._storage.store", False),
+        ("_format.stacks", "from jaxckpt._storage.store import Store", False),
+        ("_format.stacks", "def f():\n    from jaxckpt._storage.store import Store", False),
+        ("_format.stacks", "if TYPE_CHECKING:\n    from jaxckpt._storage.store import Store", True),
+        ("_format.stacks", "if TYPE_CHECKING:\n    pass\nelse:\n    from jaxckpt._storage.store import Store", False),
+        ("_inspect.checkpoint", "import jaxckpt", False),
+        ("_inspect.checkpoint", "from jaxckpt import restore", False),
+        ("_storage.store", "import tensorstore as ts", True),
+        ("_inspect.checkpoint", "from tensorstore import open", False),
+        ("_runtime.processes", "from jax._src import distributed", True),
+        ("_format.stacks", "from jax import _src", False),
+        ("_format.stacks", "import jax._src.core", False),
+        ("_foreign.dcp", "try:\n    import pickle\nexcept ImportError:\n    pass", False),
+        ("_foreign.dcp", "def f():\n    import pickle", False),
+        ("_foreign.dcp", "import orbax.checkpoint as ocp", False),
         ("orbax", "import orbax.checkpoint as ocp", True),
-        ("_foreign", "class A:\n    from orbax import checkpoint", False),
-        ("_foreign", "async def f():\n    import orbax.checkpoint as ocp", True),
+        ("_foreign.dcp", "class A:\n    from orbax import checkpoint", False),
+        ("_foreign.dcp", "async def f():\n    import orbax.checkpoint as ocp", True),
     ],
 )
 def test_the_rules_themselves(module: str, source: str, allowed: bool) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt import _grid
-from jaxckpt._layout import PlannedSharding, addressable_boxes, placement, process_layout
+from jaxckpt._format import grid as _grid
+from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, placement, process_layout
 
 
 def shardings() -> list[Sharding]:

@@ -17,7 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _plan, _restore, _source
+from jaxckpt._format import stacks as _plan
+from jaxckpt._restore import restore as _restore
+from jaxckpt._restore import source as _source
 
 HOST_BYTES = 32 << 20
 SLACK = 24 << 20
@@ -57,7 +59,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jaxckpt
-from jaxckpt import _restore
+from jaxckpt._restore import restore as _restore
 
 path, case, host_bytes, passing, shapes = json.loads(sys.argv[1])
 options = jaxckpt.Options(host_bytes=host_bytes, cast="unsafe")

@@ -18,7 +18,7 @@ from mindspore_files import DATA, TUTORIAL, ckpt, layout, map_parameter, strateg
 
 import jaxckpt
 from jaxckpt import DataError, InputError, JaxckptError, NotACheckpointError, TreeError
-from jaxckpt._mindspore import read_ckpt, read_strategy
+from jaxckpt._foreign.mindspore import read_ckpt, read_strategy
 
 FORMS = {"strategy.ckpt": strategy_protobuf, "strategy.json": strategy_json}
 

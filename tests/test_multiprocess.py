@@ -216,7 +216,7 @@ def test_one_processs_failure_is_raised_by_all_and_the_next_save_works(
         TREE
         + """
 import errno
-from jaxckpt._files import FileWriter
+from jaxckpt._storage.files import FileWriter
 mesh, path = mesh_of(2, 2), args + "/ckpt"
 jaxckpt.save(path, make(mesh))
 options = jaxckpt.Options(timeout_seconds=20)
@@ -271,7 +271,7 @@ def test_all_raise_when_one_cannot_restore_and_the_next_restore_works(
     done = run_processes(
         TREE
         + """
-from jaxckpt._files import FileReader
+from jaxckpt._storage.files import FileReader
 path, options = args + "/ckpt", jaxckpt.Options(timeout_seconds=20)
 jaxckpt.save(path, make(mesh_of(2, 2)))
 
@@ -346,7 +346,7 @@ def test_one_that_fails_while_leaves_are_exchanged_does_not_hold_up_the_others(
         TREE
         + """
 import errno, time
-from jaxckpt._files import FileWriter
+from jaxckpt._storage.files import FileWriter
 tree, first = make(mesh_of(2, 2)), mesh_of(1, 2, devices=jax.devices()[:2])
 
 def refuse(*_):

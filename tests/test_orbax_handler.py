@@ -22,9 +22,9 @@ from processes import RunProcesses
 
 import jaxckpt
 import jaxckpt.orbax
-from jaxckpt._cli import main
-from jaxckpt._errors import InputError, MismatchError, StorageError
-from jaxckpt._folder import Folder
+from jaxckpt._cli.main import main
+from jaxckpt._runtime.errors import InputError, MismatchError, StorageError
+from jaxckpt._storage.folder import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
 

@@ -24,8 +24,8 @@ from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadat
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
-from jaxckpt._convert import convert
-from jaxckpt._errors import CorruptError, DataError, JaxckptError, NotACheckpointError
+from jaxckpt._foreign.convert import convert
+from jaxckpt._runtime.errors import CorruptError, DataError, JaxckptError, NotACheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax")
 

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
-from jaxckpt._convert import convert
-from jaxckpt._errors import CheckpointExistsError, TreeError
-from jaxckpt._tree import DTYPES
+from jaxckpt._foreign.convert import convert
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._runtime.errors import CheckpointExistsError, TreeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
 
@@ -236,7 +236,7 @@ def test_it_looks_like_one_of_orbaxs_own(tmp_path: Path) -> None:
 
 MEMORY = """
 import resource, numpy as np, jaxckpt
-from jaxckpt._convert import convert
+from jaxckpt._foreign.convert import convert
 jaxckpt.load_numpy({small!r})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert({source!r}, {destination!r}, format="orbax")

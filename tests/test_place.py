@@ -11,10 +11,10 @@ import pytest
 import tensorstore as ts
 
 import jaxckpt
-from jaxckpt._bucket import Bucket
-from jaxckpt._folder import Folder
-from jaxckpt._listing import list_checkpoints
-from jaxckpt._place import local_path, store_at
+from jaxckpt._cli.listing import list_checkpoints
+from jaxckpt._storage.bucket import Bucket
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.place import local_path, store_at
 
 
 def test_paths_are_folders_and_urls_are_buckets(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt import Options, _grid, _plan
-from jaxckpt._grid import Box
-from jaxckpt._layout import PlannedSharding
-from jaxckpt._plan import ReadStep, Stack, Want
-from jaxckpt._save_plan import ArrayLeaf, plan_save
+from jaxckpt import Options
+from jaxckpt._format import grid as _grid
+from jaxckpt._format import stacks as _plan
+from jaxckpt._format.grid import Box
+from jaxckpt._format.layouts import PlannedSharding
+from jaxckpt._format.stacks import Stack
+from jaxckpt._restore.plan import ReadStep, Want
+from jaxckpt._save.plan import ArrayLeaf, plan_save
 
 OPTIONS = [
     Options(),

@@ -15,7 +15,7 @@ import pytest
 from processes import RunProcesses, RunPython, environment
 
 import jaxckpt
-from jaxckpt._files import FileWriter
+from jaxckpt._storage.files import FileWriter
 
 TOGETHER = """
 import os, signal, time
@@ -63,7 +63,7 @@ import os, signal, sys, time
 import numpy as np, jaxckpt
 how = sys.argv[2]
 if "stuck" in how:
-    from jaxckpt._files import FileWriter
+    from jaxckpt._storage.files import FileWriter
     FileWriter.write = lambda *_: time.sleep(1000)
 earlier = []
 if how == "chained":
@@ -157,7 +157,7 @@ def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_told_as_saved(run_pyt
     program = """
 import os, signal, sys, time
 import numpy as np, jaxckpt
-from jaxckpt._files import FileWriter
+from jaxckpt._storage.files import FileWriter
 FileWriter.write = lambda *_: time.sleep(1000)
 with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
     checkpoints.save(0, {"x": np.arange(2)})

@@ -14,7 +14,7 @@ import pytest
 from processes import environment
 
 import jaxckpt
-from jaxckpt import _progress
+from jaxckpt._runtime import progress as _progress
 
 TREE = {"a": np.arange(100_000.0), "b": np.ones(1000, np.float32)}
 N_BYTES = 804_000

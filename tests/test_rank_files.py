@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import DataError, InputError, JaxckptError, SpecError
-from jaxckpt import _npz as npz
-from jaxckpt._npz import read_npz
-from jaxckpt._source import ForeignArray
-from jaxckpt._tree import DTYPES
+from jaxckpt._foreign import npz
+from jaxckpt._foreign.npz import read_npz
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._restore.source import ForeignArray
 
 W = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
 WRITERS: dict[str, Callable[..., None]] = {

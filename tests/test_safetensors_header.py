@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt._errors import DataError, JaxckptError
-from jaxckpt._safetensors import read_header
-from jaxckpt._source import ForeignArray
-from jaxckpt._tree import DTYPES
+from jaxckpt._foreign.safetensors import read_header
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._restore.source import ForeignArray
+from jaxckpt._runtime.errors import DataError, JaxckptError
 
 
 def read(array: ForeignArray) -> np.ndarray:

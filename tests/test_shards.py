@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxckpt import _shards as shards
-from jaxckpt._errors import DataError, SpecError
-from jaxckpt._grid import Box, extent, within
-from jaxckpt._shards import FileBlock, Tiled, from_ranks, require_cover, tiled
-from jaxckpt._source import ForeignArray, Memory
+from jaxckpt._foreign import shards
+from jaxckpt._foreign.shards import FileBlock, Tiled, from_ranks, require_cover, tiled
+from jaxckpt._format.grid import Box, extent, within
+from jaxckpt._restore.source import ForeignArray, Memory
+from jaxckpt._runtime.errors import DataError, SpecError
 
 
 @st.composite

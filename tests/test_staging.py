@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits
 
 import jaxckpt
-from jaxckpt import _staging
-from jaxckpt._tree import DTYPES
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._save import staging as _staging
 
 LEAVES = 64
 """On 8 devices they are as many pieces as it takes."""

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _folder
-from jaxckpt._folder import Folder
-from jaxckpt._place import store_at
+from jaxckpt._storage import folder as _folder
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.place import store_at
 
 
 def make(factor: float = 1.0) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from processes import RunPython
 
 import jaxckpt
 import jaxckpt.orbax
-from jaxckpt._tree import DTYPES
+from jaxckpt._format.tree import DTYPES
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def wide_array(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def uncommitted(shape: tuple[int, ...], dtype: str) -> Any:
-    from jaxckpt._target import Uncommitted
+    from jaxckpt._restore.target import Uncommitted
 
     return Uncommitted(shape, dtype)
 

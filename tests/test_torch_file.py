@@ -15,7 +15,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import DataError, NotACheckpointError
-from jaxckpt._torch import read_saved, recognises
+from jaxckpt._foreign.torch import read_saved, recognises
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch writes the files")
 

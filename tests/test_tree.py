@@ -27,7 +27,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt import TreeError, _tree
+from jaxckpt import TreeError
+from jaxckpt._format import tree as _tree
 
 to_json = msgspec.json.encode
 
@@ -387,7 +388,7 @@ def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path: Path, monkey
         leaves, structure = flatten(tree)
         return leaves, msgspec.structs.replace(structure, keys=("x",) * len(leaves))
 
-    monkeypatch.setattr("jaxckpt._draft.flatten", broken)
+    monkeypatch.setattr("jaxckpt._save.describe.flatten", broken)
     with pytest.raises(jaxckpt.InputError, match=r"(?s)no reader would take.*is no record of a container"):
         jaxckpt.save(tmp_path / "c", {"a": 1, "b": np.ones(3)}, overwrite=True)
     assert jaxckpt.load_numpy(tmp_path / "c") == {"old": 1}

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxckpt._errors import DataError
-from jaxckpt._shards import FileBlock
-from jaxckpt._source import ForeignArray
-from jaxckpt._unpickle import FOUND_BYTES, Object, as_tree, unpickle
+from jaxckpt._foreign.pickles import FOUND_BYTES, Object, as_tree, unpickle
+from jaxckpt._foreign.shards import FileBlock
+from jaxckpt._restore.source import ForeignArray
+from jaxckpt._runtime.errors import DataError
 
 
 def read(folder: Path, data: bytes, start: int = 0) -> Any:

@@ -22,7 +22,7 @@ from processes import environment
 from reliability import Fault
 
 import jaxckpt
-from jaxckpt._tree import DTYPES
+from jaxckpt._format.tree import DTYPES
 
 Box = tuple[tuple[int, int], ...]
 Bits = tuple[str, tuple[int, ...], bytes]

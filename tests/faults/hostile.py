@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 import jaxckpt
-from jaxckpt._plan import Stack
-from jaxckpt._tree import DTYPES
-from jaxckpt._zarr import metadata as zarr_json
+from jaxckpt._format.stacks import Stack
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._format.zarr import metadata as zarr_json
 
 SEAL = b',"sha256":"'
 _TWICE, _NEST, _RAW = "\0twice", "\0nest", "\0raw"  # in strings: what json.dumps cannot write, put in afterwards

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 # `phase` of an operation → the call of a function in which it begins; all of them in the victim's own process.
 PHASES = {
-    "plan agreement": ("save", "_save.agreement"),
-    "folder check": ("save", "_save.require_shared"),
-    "writing": ("save", "_files.FileWriter.write"),
-    "before the barrier": ("save", "_save.publish"),
-    "publishing": ("save", "_coord.Meeting.share"),  # the last of the save: process 0 has just published
-    "writing in the background": ("save_async", "_files.FileWriter.write"),
-    "before the barrier in the background": ("save_async", "_save.publish"),
-    "opening": ("restore", "_manifest.load"),
-    "reading": ("restore", "_files.FileReader.read"),
+    "plan agreement": ("save", "_save.save.agreement"),
+    "folder check": ("save", "_save.save.require_shared"),
+    "writing": ("save", "_storage.files.FileWriter.write"),
+    "before the barrier": ("save", "_save.save.publish"),
+    "publishing": ("save", "_runtime.processes.Meeting.share"),  # the last of the save: process 0 has just published
+    "writing in the background": ("save_async", "_storage.files.FileWriter.write"),
+    "before the barrier in the background": ("save_async", "_save.save.publish"),
+    "opening": ("restore", "_restore.source.load_manifest"),
+    "reading": ("restore", "_storage.files.FileReader.read"),
 }
 
 BEGIN = (
@@ -22,7 +22,10 @@ import contextlib, operator, os, signal, subprocess, time
 import json
 import numpy as np
 import jaxckpt
-from jaxckpt import _coord, _files, _manifest, _save
+from jaxckpt._runtime import processes as _coord
+from jaxckpt._storage import files as _files
+from jaxckpt._format import manifest as _manifest
+from jaxckpt._save import save as _save
 from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 

@@ -45,15 +45,15 @@ def serve(prepare, save, passed):
 
 # The moments of a save at which it can be told to stop, each the call of a function.
 MOMENTS = {
-    "planning": ("_save", "_planned"),
-    "looking at the path": ("_claim", "_previous"),
-    "making its folder": ("_folder.Folder", "begin"),
-    "making arrays": ("_folder.Folder", "create_array"),
-    "writing": ("_files.FileWriter", "write"),
-    "syncing its folders": ("_folder.Folder", "sync_folders"),
-    "syncing": ("_folder.Folder", "sync_data"),
-    "publishing": ("_folder.Folder", "publish"),
-    "tidying up": ("_claim.Claim", "release"),
+    "planning": ("_save.save", "_planned"),
+    "looking at the path": ("_save.claim", "_previous"),
+    "making its folder": ("_storage.folder.Folder", "begin"),
+    "making arrays": ("_storage.folder.Folder", "create_array"),
+    "writing": ("_storage.files.FileWriter", "write"),
+    "syncing its folders": ("_storage.folder.Folder", "sync_folders"),
+    "syncing": ("_storage.folder.Folder", "sync_data"),
+    "publishing": ("_storage.folder.Folder", "publish"),
+    "tidying up": ("_save.claim.Claim", "release"),
 }
 
 JAXCKPT = (
@@ -62,7 +62,10 @@ JAXCKPT = (
     + """
 import operator
 import jaxckpt
-from jaxckpt import _claim, _files, _folder, _save
+from jaxckpt._save import claim as _claim
+from jaxckpt._storage import files as _files
+from jaxckpt._storage import folder as _folder
+from jaxckpt._save import save as _save
 
 def stop_at(owner, name):
     original = getattr(owner, name)

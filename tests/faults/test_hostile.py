@@ -26,8 +26,9 @@ from jax.sharding import PartitionSpec as P
 from reliability import Fault
 
 import jaxckpt
-from jaxckpt import _manifest, _zarr
-from jaxckpt._folder import Folder
+from jaxckpt._format import manifest as _manifest
+from jaxckpt._format import zarr as _zarr
+from jaxckpt._storage.folder import Folder
 
 PROMISE = "typed error within limits of memory and time"
 GROWTH_BYTES = 64 << 20

@@ -31,7 +31,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt import _staging
+from jaxckpt._save import staging as _staging
 
 STRACE = shutil.which("strace")
 needs_strace = pytest.mark.skipif(STRACE is None, reason="strace is not installed (apt-get install strace)")

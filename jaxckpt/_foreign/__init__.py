@@ -1,0 +1,1 @@
+"""Other libraries' checkpoints: one module a format, their registry, and conversion."""

@@ -1,0 +1,211 @@
+"""OneFlow's checkpoints, what `flow.save` writes, read without it: of one rank, or of all put together.
+
+pickled_data in the folder: a pickle of the object ─▶ its tensors: folders beside it, each with "meta" (shape and dtype,
+  as protobuf text) and "out" (the bytes)
+a file, as OneFlow 1.0 writes by default: a pickle of the object with its tensors as NumPy arrays
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._foreign.pickles import Object, array_in, as_tree, unpickle, unreadable
+from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
+from jaxckpt._foreign.shards import FileBlock, c_strides, inside, opened
+from jaxckpt._format.layouts import Specs
+from jaxckpt._format.tree import DTYPES, MAX_RANK, Structure, Tree, flatten, nested, unflatten
+from jaxckpt._restore.source import Block, Foreign, ForeignArray, Memory, compose
+from jaxckpt._runtime.errors import DataError, NotACheckpointError
+
+_PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
+_MAGIC = b"__oneflow__"
+_OF_A_PICKLE = re.compile(r"(global_)?tensor_\d+")
+"""Folders of tensors that only the pickle has names for."""
+
+_DTYPES = {  # oneflow/core/common/data_type.proto
+    "kFloat": (2, "float32"),
+    "kDouble": (3, "float64"),
+    "kInt8": (4, "int8"),
+    "kInt32": (5, "int32"),
+    "kInt64": (6, "int64"),
+    "kUInt8": (7, "uint8"),
+    "kFloat16": (9, "float16"),
+    "kBFloat16": (11, "bfloat16"),
+    "kBool": (12, "bool"),
+    "kUInt16": (13, "uint16"),
+    "kUInt32": (14, "uint32"),
+    "kUInt64": (15, "uint64"),
+    "kInt16": (17, "int16"),
+    "kComplex64": (20, "complex64"),
+    "kComplex128": (21, "complex128"),
+}
+_OF_NUMBER = dict(_DTYPES.values())
+
+MAX_META_BYTES = 1 << 16
+
+_MESSAGE = re.compile(
+    r"\s*shape\s*\{\s*(?P<dims>(?:dim:\s*\d{1,18}\s*)*)\}\s*(?:stride\s*\{[^{}]*\}\s*)?data_type:\s*(?P<dtype>\w+)\s*"
+)
+
+
+def recognises(path: str, names: Collection[str]) -> bool:
+    if names:
+        return any(name in names for name in (_PICKLE, _DONE, _GRAPH))
+    if not os.path.isfile(path):
+        return False
+    with opened(path) as handle:
+        head = os.pread(handle, 128, 0)
+    return head.startswith(b"\x80") and b"protocol_version" in head and _MAGIC in head
+
+
+def open_oneflow(path: str) -> Foreign:
+    """What one rank saved: all of it, where its tensors were global."""
+    return compose(path, _saved(path), "oneflow")
+
+
+def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None) -> Foreign:
+    """The checkpoint that each rank of a OneFlow job saved for itself, as one of global arrays.
+
+    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. OneFlow does not note
+    how local tensors belong together, so this is told here. Only what describes the arrays is read; they are read from
+    the files where they lie, box by box. Call it on every process.
+
+    What one rank has saved of global tensors (`flow.save(…, global_dst_rank=0)`) needs none of this: it opens by its
+    path.
+
+    Args:
+        files: What each rank gave to `flow.save`, a file or a folder, as {rank: path}.
+        mesh_shape: The mesh that the ranks were numbered on, row by row: {"data": 2, "model": 4}. By default one axis
+            "rank" with as many as there are files.
+        specs: How each tensor was split over that mesh: a PartitionSpec for all, a mapping of path → PartitionSpec, or
+            a function of (path, leaf). `sbp.split(dim)` is a name at that dimension, `sbp.broadcast` none. Where it
+            says nothing, each rank holds all of the tensor. Ranks that hold the same box are replicas: one is enough,
+            and they are compared when they are read.
+
+    Raises:
+        DataError: A file is missing or damaged; shards of an array overlap, or leave a box of it that no rank has; a
+            number or text is not the same in all ranks.
+        SpecError: A spec does not fit the mesh or its array.
+
+    Examples:
+        >>> import os, jax, numpy as np, jaxckpt
+        >>> for rank in range(2):
+        ...     os.makedirs(f"/tmp/jaxckpt-doc/oneflow{rank}/w", exist_ok=True)
+        ...     np.float32([rank, rank]).tofile(f"/tmp/jaxckpt-doc/oneflow{rank}/w/out")
+        ...     with open(f"/tmp/jaxckpt-doc/oneflow{rank}/w/meta", "w") as file:
+        ...         print("shape { dim: 2 } data_type: kFloat", file=file)
+        >>> ranks = {rank: f"/tmp/jaxckpt-doc/oneflow{rank}" for rank in range(2)}
+        >>> jaxckpt.load_numpy(jaxckpt.oneflow_ranks(ranks, specs={"w": jax.P("rank")}))
+        {'w': array([0., 0., 1., 1.], dtype=float32)}
+    """
+    paths = paths_of(files)
+    held: dict[int, dict[str, Any]] = {}
+    structures: list[Structure] = []
+    for rank, path in paths.items():
+        leaves, structure = flatten(_saved(path))
+        held[rank] = {leaf.path: leaf.value for leaf in leaves}
+        structures.append(structure)
+    found = assemble(held, mesh_shape, specs)
+    if all(structure == structures[0] for structure in structures):
+        tree = unflatten(structures[0], [found[path] for path in next(iter(held.values()))])
+    else:  # stages of a pipeline
+        tree = nested(found)
+    return compose(common_url(paths), tree, "oneflow")
+
+
+def _saved(path: str) -> Tree:
+    """What one rank saved."""
+    if not os.path.exists(path):
+        raise NotACheckpointError(f"there is no {path}")
+    if not os.path.isdir(path):
+        return _unpickled(path, None)
+    names = os.listdir(path)
+    if _PICKLE in names:
+        return _unpickled(os.path.join(path, _PICKLE), path)
+    found = {name: _tensor_in(os.path.join(path, name)) for name in names if _has_tensor(os.path.join(path, name))}
+    if not found:
+        raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
+    if all(map(_OF_A_PICKLE.fullmatch, found)):
+        raise DataError(f"{path}/{_PICKLE} is missing: flow.save had not finished, or the file was deleted")
+    return found
+
+
+def _has_tensor(path: str) -> bool:
+    return os.path.exists(os.path.join(path, _META)) and os.path.exists(os.path.join(path, _DATA))
+
+
+def _unpickled(path: str, folder: str | None) -> Tree:
+    content = unpickle(path)
+    match content:
+        case {"protocol_version": 1, "data": data}:
+            return as_tree(data, path, lambda found: _tensor(found, path, folder))
+        case _:
+            raise DataError(f"{path} is not a file that flow.save writes: it has no protocol_version 1 with data")
+
+
+def _tensor(found: Object, path: str, folder: str | None) -> Tree | None:
+    """A tensor from what `Tensor.__getstate__` says of it."""
+    if found.name not in ("oneflow.Tensor", "oneflow.nn.Parameter"):
+        return None
+    match found.fields:
+        case {"path": str(name)} if folder is not None:
+            return _tensor_in(inside(folder, name, path))
+        case {"data": data, "dtype": Object(state=int(number))}:
+            array = array_in(data)
+            if array is not None and number in _OF_NUMBER:
+                return _as(array, _OF_NUMBER[number], path)
+            return unreadable(f"is a tensor of OneFlow's data type {number}, which NumPy and JAX lack")
+        case _:
+            raise DataError(f"{path}: a tensor has neither its data nor a path")
+
+
+def _as(array: ForeignArray, dtype: str, path: str) -> ForeignArray:
+    """A tensor from its NumPy array. NumPy has no bfloat16, so those were saved as float32: their upper halves."""
+    if array.dtype == dtype:
+        return replace(array, kind="jax")
+    if (array.dtype, dtype) == ("float32", "bfloat16") and isinstance(array.block, FileBlock | Memory):
+        return ForeignArray(dtype, array.shape, _upper_half(array.block))
+    raise DataError(f"{path}: a tensor of dtype {dtype} has its data in {array.dtype}")
+
+
+def _upper_half(block: FileBlock | Memory) -> Block:
+    """bfloat16 values that lie as float32."""
+    if isinstance(block, Memory):
+        array = np.ascontiguousarray(block.array)
+        halves = array.view("<u2").reshape(*block.array.shape, 2)[..., 1]
+        return Memory(np.ascontiguousarray(halves).view(DTYPES["bfloat16"]).reshape(block.array.shape))
+    strides = c_strides(block.shape) if block.strides is None else block.strides
+    return replace(block, offset=block.offset + 2, dtype="bfloat16", strides=tuple(2 * stride for stride in strides))
+
+
+def _tensor_in(folder: str) -> ForeignArray:
+    """A tensor in a folder of its own."""
+    meta, data = os.path.join(folder, _META), os.path.join(folder, _DATA)
+    with opened(meta) as handle:
+        text = os.pread(handle, MAX_META_BYTES, 0)
+    with opened(data) as handle:
+        size = os.fstat(handle).st_size
+    message = _MESSAGE.fullmatch(text.decode("ascii", "replace"))
+    if message is None:
+        raise DataError(f"{meta} tells no shape and data_type: {text[:200]!r}")
+    if message["dtype"] not in _DTYPES:
+        return unreadable(f"is a tensor of OneFlow's data type {message['dtype'][:40]}, which NumPy and JAX lack")
+    dtype = _DTYPES[message["dtype"]][1]
+    shape = tuple(map(int, re.findall(r"\d+", message["dims"])))
+    if len(shape) > MAX_RANK:
+        raise DataError(f"{meta}: the tensor has {len(shape)} dimensions; at most {MAX_RANK} can be read")
+    count = math.prod(shape)
+    if dtype == "bfloat16" and count and size == 4 * count:
+        return ForeignArray(dtype, shape, _upper_half(FileBlock(data, 0, "float32", shape)))
+    if size != count * DTYPES[dtype].itemsize:
+        raise DataError(
+            f"{data} is {size} bytes long, expected {count * DTYPES[dtype].itemsize} of {dtype}{list(shape)}"
+        )
+    return ForeignArray(dtype, shape, FileBlock(data, 0, dtype, shape))

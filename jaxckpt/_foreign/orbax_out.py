@@ -1,0 +1,288 @@
+"""Checkpoints as Orbax reads them: a tree's folder, as _orbax describes it, with a Zarr v3 array for each leaf.
+
+Each array is written here, chunk by chunk, with a crc32c that Orbax itself does without; its readers check it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import crc32c
+import numpy as np
+
+from jaxckpt._foreign.orbax_in import STEP_FILE, TREE_FILE
+from jaxckpt._format.grid import Box, Spec, chunk_shape, extent
+from jaxckpt._format.pieces import Array, as_bits
+from jaxckpt._format.records import LeafRecord, MeshRecord
+from jaxckpt._format.tree import Container, Structure, component, decode_int, decode_value, keys_of, show
+from jaxckpt._restore.reading import Stored
+from jaxckpt._restore.source import Source
+from jaxckpt._runtime.errors import TreeError, listing
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import Report
+
+_RESERVED = {TREE_FILE, STEP_FILE, "_sharding", "_strings.json", "array_metadatas", "commit_success.txt"}
+_UNKNOWN_DTYPES = {"float8_e4m3", "uint2", "uint4"}
+"""What tensorstore's zarr3 driver, and so Orbax, has no name for."""
+
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+
+def write_orbax(source: Source, path: str, options: Options, report: Report) -> None:
+    """A folder that Orbax's StandardCheckpointer, PyTreeCheckpointer and v1 restore; a CheckpointManager too, where it
+    is the "default" folder of a step.
+
+    Tuples become lists, namedtuples and custom nodes dicts, until they are restored with a target: Orbax records no
+    more. jax.Arrays that were on no mesh come on device 0. Raises TreeError for what Orbax cannot hold.
+    """
+    places = list(_places(source.manifest.tree, (), ()))
+    leaves = {place: source.manifest.leaves[place.leaf] for place in places if isinstance(place.leaf, int)}
+    _require(source, places, leaves)
+    started = time.time_ns()
+    os.mkdir(path)
+    writer = _Writer(source, path, replace(options, host_bytes=max(1, options.host_bytes // 2)), report)
+    kinds = {place: writer.write(place.name, place.leaf) for place in leaves if isinstance(place.leaf, int)}
+    writer.finish()
+    entries = {
+        str(place.keys): {
+            "key_metadata": [{"key": key, "key_type": kind} for key, kind in zip(place.keys, place.kinds, strict=True)],
+            "value_metadata": kinds.get(place) or {"value_type": place.leaf, "skip_deserialize": True},
+        }
+        for place in places
+    }
+    tree = {
+        "tree_metadata": entries,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": source.manifest.metadata,
+    }
+    step = {
+        "item_handlers": _HANDLER,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": started,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }
+    _write_json(f"{path}/{TREE_FILE}", tree)
+    _write_json(f"{path}/{STEP_FILE}", step)
+    with open(f"{path}/commit_success.txt", "w") as file:
+        file.write(f"Checkpoint commit was successful to {path}")
+
+
+def _write_json(path: str, content: Any) -> None:
+    with open(path, "w") as file:
+        json.dump(content, file)
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in the tree that Orbax has an entry for."""
+
+    keys: tuple[str, ...]
+    kinds: tuple[int, ...]
+    """For each key, 1 for an index, 2 for a key or field."""
+
+    leaf: int | str
+    """The number of the leaf; or what is empty here, in Orbax's words."""
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.keys)
+
+
+def _places(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> Iterator[_Place]:
+    if not isinstance(node, Container):
+        yield _Place(keys, kinds, "None" if node is None else node)
+        return
+    if not node.children:
+        empty = {"dict": "Dict", "ordered_dict": "Dict", "list": "List", "tuple": "Tuple"}
+        yield _Place(keys, kinds, empty.get(node.type, "None"))
+    found = keys_of(node)
+    indexed = node.type in ("list", "tuple") or (node.type == "custom" and all(type(key) is int for key in found))
+    for key, child in zip(found, node.children, strict=True):
+        yield from _places(child, (*keys, str(key)), (*kinds, 1 if indexed else 2))
+
+
+def _require(source: Source, places: Iterable[_Place], leaves: Mapping[_Place, LeafRecord]) -> None:
+    """Raise TreeError unless Orbax can hold every leaf, and tell them apart."""
+    if not leaves:
+        raise TreeError("Orbax has no checkpoints without leaves")
+    problems: list[str] = []
+    named: dict[str, list[_Place]] = defaultdict(list)
+    for place in places:
+        named[place.name].append(place)
+    for name, sharing in named.items():
+        if len(sharing) > 1:
+            paths = [show("/".join(map(component, place.keys))) for place in sharing]
+            problems.append(f"{', '.join(paths)} would all be named {name!r}: Orbax joins keys with '.'")
+    arrays = {place.name for place, leaf in leaves.items() if leaf.kind != "str"}
+    for place, leaf in leaves.items():
+        told, name = show(leaf.path), place.name
+        parts = name.split("/")
+        above = next((head for head in ("/".join(parts[:n]) for n in range(1, len(parts))) if head in arrays), None)
+        if above is not None:
+            problems.append(f"{told} would lie in the folder of {above!r}")
+        if place.keys and (
+            not {"", ".", ".."}.isdisjoint(parts) or not {"\0", "\\"}.isdisjoint(name) or parts[0] in _RESERVED
+        ):
+            problems.append(f"{told} has a name that Orbax keeps for itself, or that is no folder's")
+        elif any(len(part.encode()) > 255 for part in parts):
+            problems.append(f"{told} has a name of more than 255 bytes")
+        if leaf.kind == "bytes" or (leaf.kind == "str" and "~" in name):
+            problems.append(f"{told} is a {leaf.kind}" + (" with a '~' in its name" if leaf.kind == "str" else ""))
+        elif leaf.kind == "int" and not -(1 << 63) <= decode_int(leaf.value or "") < 1 << 63:
+            problems.append(f"{told} is an int beyond 64 bits")
+        elif leaf.stack is not None and source.manifest.stacks[leaf.stack].dtype in _UNKNOWN_DTYPES:
+            problems.append(f"{told} has dtype {source.manifest.stacks[leaf.stack].dtype}")
+    if problems:
+        raise TreeError(
+            f"Orbax cannot hold {len(problems)} of these leaves; leave them out with select=, or give rename=:\n"
+            f"{listing(problems)}"
+        )
+
+
+# Leaves ---------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes leaves one by one, and at the end what Orbax keeps of all of them together."""
+
+    def __init__(self, source: Source, path: str, options: Options, report: Report) -> None:
+        self._source = source
+        self._path = path
+        self._options = options
+        self._report = report
+        self._strings: dict[str, Any] = {}
+        self._shardings: dict[str, str] = {}
+        self._arrays: list[dict[str, Any]] = []
+
+    def write(self, name: str, number: int) -> dict[str, Any]:
+        """Write a leaf; returns Orbax's record of its value."""
+        leaf = self._source.manifest.leaves[number]
+        data = Stored(self._source, number, self._options, self._report)
+        if leaf.kind == "str":
+            self._note(name, _text(data) if leaf.value is None else leaf.value)
+            return {"value_type": "string", "skip_deserialize": False}
+        if leaf.stack is None:
+            value = np.asarray(decode_value(leaf.kind, leaf.value or ""))
+            self._write(name, value, value.shape)
+            # A complex number would come back without its imaginary part.
+            return {"value_type": "np.ndarray" if leaf.kind == "complex" else "scalar", "skip_deserialize": False}
+        mesh, spec, _ = self._source.manifest.leaf_layout(leaf)
+        chunk = _chunk(data, mesh, spec, self._options)
+        self._write(name, data, chunk)
+        if leaf.kind not in ("jax", "key"):
+            return {"value_type": "np.ndarray", "skip_deserialize": False}
+        self._shardings[base64.urlsafe_b64encode(name.encode()).decode()] = _sharding(mesh, spec)
+        record = {
+            "param_name": name,
+            "write_shape": list(chunk),
+            "chunk_shape": list(chunk),
+            "ext_metadata": {"random_key_impl": leaf.impl} if leaf.kind == "key" else None,
+        }
+        self._arrays.append({"array_metadata": record})
+        return {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(chunk)}
+
+    def finish(self) -> None:
+        if self._strings:
+            _write_json(f"{self._path}/_strings.json", self._strings)
+        if self._arrays:
+            _write_json(f"{self._path}/_sharding", self._shardings)
+            os.mkdir(f"{self._path}/array_metadatas")
+            _write_json(f"{self._path}/array_metadatas/process_0", {"array_metadatas": self._arrays})
+
+    def _note(self, name: str, value: str) -> None:
+        *above, last = name.split("/")  # Orbax reads the name as a JSON pointer
+        node = self._strings
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = value
+
+    def _write(self, name: str, data: Stored | Array, chunk: tuple[int, ...]) -> None:
+        folder = os.path.join(self._path, name) if name else self._path
+        os.makedirs(folder, exist_ok=True)
+        _write_json(f"{folder}/zarr.json", _zarr_metadata(data.dtype, data.shape, chunk))
+        for index in np.ndindex(*(-(-n // c) for n, c in zip(data.shape, chunk, strict=True))):
+            file = "/".join([folder, "c", *map(str, index)])
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            box = tuple((i * c, min(n, (i + 1) * c)) for i, c, n in zip(index, chunk, data.shape, strict=True))
+            _write_chunk(file, _padded(data, box, chunk))
+
+
+def _text(data: Stored) -> str:
+    return b"".join(slab.tobytes() for slab in data.slabs()).decode("utf-8", "surrogatepass")
+
+
+def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) -> tuple[int, ...]:
+    """One chunk for an array, where that is not too large; else one for what a device held, or several."""
+    cell = list(data.shape)
+    if mesh is not None and np.prod(cell) * data.dtype.itemsize > options.object_bytes:
+        for dim, axes in enumerate(spec):
+            cell[dim] //= int(np.prod([mesh.axes[axis] for axis in axes]))
+    free = [side == whole for side, whole in zip(cell, data.shape, strict=True)]
+    return chunk_shape(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), free)
+
+
+def _padded(data: Stored | Array, box: Box, chunk: tuple[int, ...]) -> Array:
+    array = np.ascontiguousarray(data[tuple(slice(*side) for side in box)]).reshape(extent(box))
+    if array.shape == chunk:
+        return array
+    whole = np.zeros(chunk, array.dtype)
+    as_bits(whole)[tuple(slice(0, side) for side in array.shape)] = as_bits(array)
+    return whole
+
+
+def _write_chunk(path: str, array: Array) -> None:
+    data = as_bits(array).reshape(-1).view(np.uint8).data
+    with open(path, "wb", buffering=0) as file:
+        rest = data
+        while rest:
+            rest = rest[file.write(rest) :]
+        file.write(crc32c.crc32c(data).to_bytes(4, "little"))
+
+
+def _zarr_metadata(dtype: np.dtype[Any], shape: tuple[int, ...], chunk: tuple[int, ...]) -> dict[str, Any]:
+    zero: dict[str, Any] = {"b": False, "c": [0.0, 0.0], "i": 0, "u": 0}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "fill_value": 0 if dtype.name in ("int2", "int4") else zero.get(dtype.kind, 0.0),
+    }
+
+
+def _sharding(mesh: MeshRecord | None, spec: Spec) -> str:
+    """What Orbax notes of a NamedSharding; an array on no mesh is put on the first device."""
+    if mesh is None:
+        mesh, spec = MeshRecord({"device": 1}, [0], ["Auto"]), ()
+    ids = np.array(mesh.devices).reshape(tuple(mesh.axes.values())).tolist()
+    return json.dumps(
+        {
+            "sharding_type": "NamedSharding",
+            "shape": list(mesh.axes.values()),
+            "axis_names": list(mesh.axes),
+            "axis_types": [f"AxisType.{name}" for name in mesh.types],
+            "partition_spec": [None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in spec],
+            "device_mesh": {"mesh": _devices(ids)},
+        }
+    )
+
+
+def _devices(ids: Any) -> Any:
+    return [_devices(one) for one in ids] if isinstance(ids, list) else {"id": ids}

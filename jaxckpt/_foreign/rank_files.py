@@ -1,0 +1,224 @@
+"""Checkpoints of one file a rank, made at home: which file holds which box of which array is told by the caller.
+
+files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from jaxckpt._foreign.npz import read_npz
+from jaxckpt._foreign.safetensors import read_header
+from jaxckpt._foreign.shards import from_boxes, from_ranks, opened
+from jaxckpt._format.grid import Box
+from jaxckpt._format.layouts import Specs, mesh_axes, resolve_specs
+from jaxckpt._format.tree import DTYPES, closest, flatten, nested, show
+from jaxckpt._restore.source import Foreign, ForeignArray, compose
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError, listing
+
+Files = Mapping[int, str | os.PathLike[str]]
+"""The file of each rank."""
+
+Offsets = Mapping[int, Mapping[str, Sequence[int]]]
+"""Where what each rank holds of each array starts."""
+
+MAX_RANKS = 1 << 17
+
+
+def rank_files(
+    files: Files,
+    *,
+    mesh_shape: Mapping[str, int] | None = None,
+    specs: Specs = None,
+    offsets: Offsets | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Foreign:
+    """A checkpoint that each rank wrote to a file of its own, as one of global arrays.
+
+    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. Only headers are read
+    here; arrays are read from the files where they lie, box by box. Call it on every process.
+
+    Args:
+        files: The file of each rank: .npz, as numpy.savez and savez_compressed write it, or .safetensors. Arrays of one
+            name are shards of one array. A "/" in a name leads into a dict: "params/w" becomes {"params": {"w": …}}.
+        mesh_shape: The mesh that the ranks were numbered on, row by row: {"data": 2, "model": 4}. By default one axis
+            "rank" with as many as there are files.
+        specs: How each array was split over that mesh: a PartitionSpec for all, a mapping of name → PartitionSpec, or
+            a function of (path, leaf). Where it says nothing, each rank holds all of the array. Ranks that hold the
+            same box are replicas: one is enough, and they are compared when they are read.
+        offsets: Instead of a spec, where the shard of each rank starts in the global array: {rank: {name: (0, 4096)}}.
+        shapes: The global shape of each array in `offsets`.
+
+    Raises:
+        DataError: A file is missing or damaged; shards of an array overlap, or leave a box of it that no rank has. The
+            error names the array and the box.
+        SpecError: A spec does not fit the mesh or its array.
+        InputError: Offsets without shapes, or of arrays that are not there.
+        TreeError: An array of a dtype that NumPy and JAX lack.
+
+    Examples:
+        >>> import os, jax, numpy as np, jaxckpt
+        >>> os.makedirs("/tmp/jaxckpt-doc", exist_ok=True)
+        >>> for rank in range(2):
+        ...     np.savez(f"/tmp/jaxckpt-doc/{rank}.npz", w=np.arange(3) + 3 * rank, step=np.int64(7))
+        >>> ranks = {rank: f"/tmp/jaxckpt-doc/{rank}.npz" for rank in range(2)}
+        >>> found = jaxckpt.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
+        >>> jaxckpt.load_numpy(found)
+        {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
+    """
+    paths = paths_of(files)
+    return compose(
+        common_url(paths),
+        nested(assemble({rank: _read(path) for rank, path in paths.items()}, mesh_shape, specs, offsets, shapes)),
+        "rank files",
+    )
+
+
+def _read(path: str) -> Mapping[str, ForeignArray | str | bytes]:
+    with opened(path) as handle:
+        magic = os.pread(handle, 2, 0)
+    return read_npz(path) if magic == b"PK" else read_header(path)
+
+
+def paths_of(files: Files) -> dict[int, str]:
+    """The absolute path of each rank's file."""
+    if not files:
+        raise InputError("no files are given; expected {rank: path}")
+    if not isinstance(files, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"files is of type {type(files).__name__}; expected {{rank: path}}")
+    if wrong := [rank for rank in files if type(rank) is not int or not 0 <= rank < MAX_RANKS]:
+        raise InputError(f"files has the rank {wrong[0]!r}; expected integers from 0 to {MAX_RANKS - 1}")
+    return {rank: os.path.abspath(os.path.expanduser(os.fspath(path))) for rank, path in sorted(files.items())}
+
+
+def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict[int, str]:
+    """The one file in each folder of a rank, whose name `rank_name` matches, its number in group 1."""
+    folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
+    if not os.path.isdir(folder):
+        raise NotACheckpointError(f"there is no folder {folder}")
+    found: dict[int, str] = {}
+    problems: list[str] = []
+    for name in listed(folder):
+        match, inner = rank_name.fullmatch(name), os.path.join(folder, name)
+        if match is None or not os.path.isdir(inner):
+            continue
+        held = [file for file in listed(inner) if file.endswith((".ckpt", ".safetensors"))]
+        if len(held) != 1:
+            problems.append(f"{inner} has {len(held)}" + (f": {', '.join(held[:5])}" if held else ""))
+        elif found.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
+            problems.append(f"{inner} is of the same rank as {found[int(match[1])]}")
+    if problems:
+        raise InputError(
+            "each rank's folder must hold one .ckpt or .safetensors file; else name them as {rank: path}:\n"
+            + listing(problems)
+        )
+    if not found:
+        raise NotACheckpointError(f"{folder} has no folder rank_0, rank_1, …")
+    return paths_of(found)
+
+
+def listed(folder: str) -> list[str]:
+    """What is in a folder, sorted. Raises StorageError."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot list {folder}: {error.strerror}") from error
+
+
+def common_url(paths: Mapping[int, str]) -> str:
+    """What the files of all ranks are called together."""
+    return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
+
+
+Held = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
+"""What each rank has, by name."""
+
+
+def assemble(
+    held: Held,
+    mesh_shape: Mapping[str, int] | None = None,
+    specs: Specs = None,
+    offsets: Offsets | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, ForeignArray | str | bytes]:
+    """The global arrays by name, from what each rank holds."""
+    arrays, found = by_name(held)
+    axes = mesh_axes({"rank": max(held) + 1} if mesh_shape is None else mesh_shape)
+    if math.prod(axes.values()) > MAX_RANKS:
+        raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
+    boxes = _boxes(arrays, offsets or {}, shapes or {})
+    leaves = [(name, _Shard(next(iter(parts.values())))) for name, parts in arrays.items() if name not in boxes]
+    if isinstance(specs, Mapping):  # of names, which are no paths: in them a "/" is a "/"
+        specs = nested({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
+    chosen = resolve_specs(specs, leaves)
+    for name, parts in arrays.items():
+        if name in boxes:
+            found[name] = from_boxes(name, parts, boxes[name], tuple((shapes or {})[name]))
+        else:
+            found[name] = from_ranks(name, parts, axes, chosen.get(name, ()))
+    return found
+
+
+def by_name(held: Held) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
+    """What each rank has of each array; and other values, which must be the same in all. Raises DataError."""
+    arrays: dict[str, dict[int, ForeignArray]] = {}
+    values: dict[str, ForeignArray | str | bytes] = {}
+    for rank, items in held.items():
+        for name, value in items.items():
+            if isinstance(value, ForeignArray):
+                arrays.setdefault(name, {})[rank] = value
+            elif values.setdefault(name, value) != value:
+                raise DataError(f"{show(name)} is not the same in all ranks: {value!r:.40} in rank {rank}, and another")
+    if both := arrays.keys() & values.keys():
+        raise DataError(f"{show(min(both))} is an array in some ranks, and none in others")
+    return arrays, values
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What a `specs` function is given."""
+
+    array: ForeignArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what one rank holds."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        return DTYPES.get(self.array.dtype)
+
+
+def _boxes(
+    arrays: Mapping[str, Mapping[int, ForeignArray]], offsets: Offsets, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, dict[int, Box]]:
+    """The box of each array with offsets that each rank holds. Raises InputError."""
+    named = {name for starts in offsets.values() for name in starts}
+    problems = [f"{show(name)}{closest(name, arrays)}: no rank has it" for name in sorted(named - arrays.keys())]
+    problems += [f"{show(name)} has offsets and no shape" for name in sorted(named - shapes.keys())]
+    problems += [f"{show(name)} has a shape and no offsets" for name in sorted(shapes.keys() - named)]
+    boxes: dict[str, dict[int, Box]] = {}
+    for name in sorted(named & arrays.keys() & shapes.keys()):
+        for rank, part in arrays[name].items():
+            starts = offsets.get(rank, {}).get(name)
+            try:
+                start = list(map(index, () if starts is None else starts))
+            except TypeError:
+                start = []
+            if starts is None or not len(start) == len(part.shape) == len(shapes[name]):
+                told = "no offset" if starts is None else f"offset {starts!r}"
+                problems.append(f"{show(name)} is {list(part.shape)} in rank {rank}, with {told}")
+                continue
+            box = tuple((first, first + side) for first, side in zip(start, part.shape, strict=True))
+            boxes.setdefault(name, {})[rank] = box
+    if problems:
+        raise InputError(f"offsets= and shapes= do not fit the files:\n{listing(problems)}")
+    return boxes

@@ -1,0 +1,261 @@
+"""What can be wrong with a manifest, as far as that shows without opening another file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from jaxckpt._format import zarr
+from jaxckpt._format.grid import spec_problem
+from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
+from jaxckpt._format.tree import (
+    DTYPES,
+    MAX_RANK,
+    decode_value,
+    encode_value,
+    paths_of,
+    show,
+)
+
+FORMAT = "jaxckpt"
+
+VERSION = 1
+
+MAX_INDEX_BYTES = 64 << 20
+"""Of one object's index, which tensorstore holds in memory whole: 4 million chunks."""
+
+_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes
+
+_MAX_AXES = 64  # of a mesh, which is a NumPy array
+
+
+SHOWN = 500
+"""Characters of a problem that a message shows."""
+
+
+def problems(manifest: Manifest) -> list[str]:
+    """What is wrong with a manifest, 20 problems at most. Each check trusts what the ones before it have looked at."""
+    checks = (_head_problems, _layout_problems, _tree_problems)
+    found = (list(itertools.islice(check(manifest), 20)) for check in checks)
+    return [problem[:SHOWN] for problem in next(filter(None, found), [])]
+
+
+def _head_problems(manifest: Manifest) -> Iterator[str]:
+    if (manifest.format, manifest.version) != (FORMAT, VERSION):
+        yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
+        return
+    if not _is_name(manifest.save_id):
+        yield f"save_id {manifest.save_id!r} is no plain name"
+    if len({len(seconds) for seconds in manifest.phase_seconds.values()}) > 1:
+        yield "phase_seconds has not as many processes for each phase"
+
+
+def _layout_problems(manifest: Manifest) -> Iterator[str]:
+    yield from _stack_problems(manifest.stacks)
+    for number, mesh in enumerate(manifest.meshes):
+        if len(mesh.axes) > _MAX_AXES or math.prod(mesh.axes.values()) != len(mesh.devices) or not mesh.devices:
+            yield f"mesh {number} has {len(mesh.axes)} axes {_few(mesh.axes)} for {len(mesh.devices)} devices"
+        if len(set(mesh.devices)) != len(mesh.devices):
+            yield f"mesh {number} names a device twice"
+        if len(mesh.types) != len(mesh.axes) or not set(mesh.types) <= {"Auto", "Explicit", "Manual"}:
+            yield f"mesh {number} has axis types {_few(mesh.types)} for axes {_few(mesh.axes)}"
+    for number, layout in enumerate(manifest.layouts):
+        if layout.mesh is not None and layout.mesh >= len(manifest.meshes):
+            yield f"layout {number} is on mesh {layout.mesh}, of {len(manifest.meshes)}"
+            continue
+        axes = manifest.meshes[layout.mesh].axes if layout.mesh is not None else {}
+        named = [axis for entry in layout.spec for axis in entry]
+        if len(layout.spec) > MAX_RANK or any(axis not in axes for axis in named) or len(set(named)) != len(named):
+            yield f"layout {number} has spec {_few(layout.spec)} on a mesh of axes {_few(axes)}"
+
+
+def _few(items: Collection[Any]) -> str:
+    """Names for a message: they are anybody's, and there may be millions."""
+    return ", ".join(str(item)[:40] for item in itertools.islice(items, 8)) + (", …" if len(items) > 8 else "")
+
+
+def _tree_problems(manifest: Manifest) -> Iterator[str]:
+    leaves = manifest.leaves
+    paths = [leaf.path for leaf in leaves]
+    try:
+        # Some more than there are, so that a leaf at fault can be named.
+        found, numbers = paths_of(manifest.tree, len(paths) + 1000, sum(map(len, paths)) + (1 << 20))
+    except ValueError as error:
+        yield f"tree: {error}"
+        return
+    if numbers != list(range(len(leaves))):
+        seen = next((seen for seen, number in enumerate(numbers) if number != seen), len(numbers))
+        named = f"leaf {numbers[seen]}" if seen < len(numbers) else "no more"
+        yield f"tree names {named} where leaf {seen} of {len(leaves)} would come"
+        return
+    if found != paths:
+        at, path = next((at, path) for at, path in zip(found, paths, strict=True) if at != path)
+        yield f"leaf {show(path[:200])} stands at {show(at[:200])} in the tree"
+        return
+    if len(manifest.numbers) != len(leaves):
+        yield "several leaves share a path"
+    if not _leaves_fit(manifest):
+        yield from _leaf_problems(manifest)
+
+
+def _leaves_fit(manifest: Manifest) -> bool:
+    """Whether no leaf has a problem, told by the stack: there leaves of one kind and layout are looked at once."""
+    count = len(manifest.stacks)
+    members: list[list[LeafRecord]] = [[] for _ in range(count)]
+    for leaf in manifest.leaves:
+        if leaf.value is not None:
+            if _value_problem(leaf):
+                return False
+        elif leaf.stack is None or leaf.stack >= count:
+            return False
+        else:
+            members[leaf.stack].append(leaf)
+    return all(_fill(manifest, stack, found) for stack, found in zip(manifest.stacks, members, strict=True))
+
+
+def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
+    """Whether these are the leaves of a stack, one for each row."""
+    rows = [leaf.row for leaf in leaves if leaf.row is not None]
+    if len(rows) != stack.rows or len(leaves) != stack.rows or sorted(rows) != list(range(stack.rows)):
+        return False
+    alike = {(leaf.kind, leaf.layout, leaf.impl, leaf.weak): leaf for leaf in leaves}
+    return not any(_array_problem(manifest, leaf) for leaf in alike.values())
+
+
+def _leaf_problems(manifest: Manifest) -> Iterator[str]:
+    """What is wrong, leaf by leaf."""
+    holders: dict[tuple[int | None, int], str] = {}
+    for leaf in manifest.leaves:
+        problem = _array_problem(manifest, leaf) if leaf.value is None else _value_problem(leaf)
+        if not problem and leaf.value is None:
+            stack = manifest.stacks[leaf.stack or 0]
+            if leaf.row is None or leaf.row >= stack.rows:
+                problem = f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
+            elif (leaf.stack, leaf.row) in holders:
+                problem = f"shares its row with {show(holders[leaf.stack, leaf.row][:200])}"
+            else:
+                holders[leaf.stack, leaf.row] = leaf.path
+        if problem:
+            yield f"leaf {show(leaf.path[:200])} {problem}"
+    if len(holders) != sum(stack.rows for stack in manifest.stacks):
+        yield f"{len(holders)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
+
+
+def _value_problem(leaf: LeafRecord) -> str | None:
+    """What is wrong with a leaf that has a value."""
+    assert leaf.value is not None, leaf
+    try:
+        canonical = encode_value(decode_value(leaf.kind, leaf.value)) == (leaf.kind, leaf.value)
+    except ValueError as error:
+        return f"has no value of kind {leaf.kind[:40]!r}: {str(error)[:200]}"
+    if not canonical:
+        return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
+    if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4 or leaf.weak:
+        return "has a value, and so no stack, row, layout or impl, and no weak type"
+    return None
+
+
+def _array_problem(manifest: Manifest, leaf: LeafRecord) -> str | None:
+    """What is wrong with a leaf that has none, whatever its path and row."""
+    if leaf.kind not in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
+        return f"is of unknown kind {leaf.kind[:40]!r}"
+    if leaf.stack is None or leaf.stack >= len(manifest.stacks):
+        return f"is in stack {leaf.stack}, of {len(manifest.stacks)}"
+    stack = manifest.stacks[leaf.stack]
+    if leaf.layout is not None and leaf.layout >= len(manifest.layouts):
+        return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
+    if leaf.layout is not None and leaf.kind not in ("jax", "key"):
+        return f"is of kind {leaf.kind!r} and has a layout"
+    if (leaf.kind == "key") != (leaf.impl is not None):
+        return "must name a PRNG implementation if, and only if, it is a key"
+    if leaf.weak and leaf.kind != "jax":
+        return f"is of kind {leaf.kind!r} and has a weak type"
+    if leaf.kind == "key" and (stack.dtype != "uint32" or not stack.shape):
+        return f"is a key but is stored as {stack.dtype} of shape {stack.shape}"
+    if leaf.kind == "numpy_scalar" and stack.shape:
+        return f"is a scalar but is stored with shape {stack.shape}"
+    if leaf.layout is not None:
+        mesh, spec, _ = manifest.leaf_layout(leaf)
+        shape = stack.shape[:-1] if leaf.kind == "key" else stack.shape
+        problem = spec_problem(mesh.axes if mesh else {}, spec, shape)
+        if problem:
+            return f"has an impossible layout: {problem}"
+    if leaf.kind in ("str", "bytes") and (stack.dtype != "uint8" or len(stack.shape) != 1):
+        return f"is {leaf.kind} but is stored as {stack.dtype} of shape {stack.shape}"
+    return None
+
+
+def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
+    names: set[str] = set()
+    for stack in stacks:
+        where = f"stack {stack.name[:80]!r}"
+        if not _is_name(stack.name) or stack.name in names:
+            yield f"{where} has no plain name of its own"
+        names.add(stack.name)
+        if stack.dtype not in DTYPES:
+            yield f"{where} has unknown dtype {stack.dtype[:80]!r}"
+            continue
+        if stack.compression not in (None, "zstd"):
+            yield f"{where} has unknown compression {stack.compression[:80]!r}"
+            continue
+        ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
+        if len(ranks) > 1 or len(stack.shape) > MAX_RANK or not stack.rows or not _is_grid(stack):
+            yield (
+                f"{where} has {stack.rows} rows of [{_few(stack.shape)}] in objects of [{_few(stack.object)}],"
+                f" chunks of [{_few(stack.chunk)}]"
+            )
+            continue
+        yield from _object_problems(stack, where)
+
+
+def _is_grid(stack: StackRecord) -> bool:
+    """Whether a stack's sides make a grid of objects and chunks that can be counted and addressed."""
+    itemsize = DTYPES[stack.dtype].itemsize
+    # No side is longer than it takes to hold the array, so that what an index promises has data behind it.
+    sides = all(
+        0 < chunk <= max(1, n) and 0 < side <= -(-max(1, n) // chunk) * chunk and side % chunk == 0
+        for n, chunk, side in zip((stack.rows, *stack.shape), stack.chunk, stack.object, strict=True)
+    )
+    # A side of zero counts as one: NumPy's own limit does not except it either.
+    fits = stack.rows * math.prod(max(1, n) for n in stack.shape) * itemsize <= LARGEST
+    return sides and fits and math.prod(stack.object) * itemsize <= LARGEST
+
+
+def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
+    stack = record.stack()
+    count = math.prod(-(-n // o) for n, o in zip(stack.array_shape, stack.object, strict=True))
+    if count != len(record.objects):
+        yield f"{where} lists {len(record.objects)} of its {count} objects"
+        return
+    if hashlib.sha256(zarr.metadata(stack)).hexdigest() != record.sha256:
+        yield f"{where} has another zarr.json than its shape, dtype, chunk and object make"
+        return
+    index_bytes, chunk_bytes = stack.index_bytes, stack.chunk_stored_bytes
+    if index_bytes > MAX_INDEX_BYTES:
+        yield f"{where} has {stack.chunks_per_object} chunks in each object"
+        return
+    if not count:
+        return
+    most = index_bytes + stack.chunks_per_object * chunk_bytes
+    # Along each dimension, each place with the number of its chunks that lie in the array.
+    sides = [
+        [(str(i), -(-(min(n, (i + 1) * o) - i * o) // c)) for i in range(-(-n // o))]
+        for n, o, c in zip(stack.array_shape, stack.object, stack.chunk, strict=True)
+    ]
+    for place in itertools.product(*sides):
+        key = "/".join([text for text, _ in place])
+        length = record.objects.get(key, (-1, ""))[0]
+        data_bytes = math.prod([chunks for _, chunks in place]) * chunk_bytes
+        if stack.compression is None:
+            fits = index_bytes + data_bytes <= length <= most
+        else:
+            fits = length - index_bytes >= -(-data_bytes // _ZSTD_MOST)
+        if not fits:
+            yield f"{where}: object {key!r} is {'missing' if length < 0 else f'{length} bytes long'}"
+
+
+def _is_name(text: str) -> bool:
+    return text.replace("-", "").replace("_", "").isalnum() and text.isascii() and len(text) <= 200

@@ -1,0 +1,291 @@
+"""JAX shardings, PartitionSpecs and meshes: resolved from what the user gives, recorded, and brought back."""
+
+from __future__ import annotations
+
+import functools
+import math
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxckpt._format.grid import (
+    Box,
+    Layout,
+    Numbers,
+    Spec,
+    indivisible_dim,
+    layout_of,
+    mesh_layout,
+    replicate_indivisible,
+    sharding_boxes,
+    show_axes,
+    show_spec,
+    spec_box,
+    spec_boxes,
+    spec_of,
+    spec_problem,
+)
+from jaxckpt._format.records import LayoutRecord, Manifest, MeshRecord
+from jaxckpt._format.tree import closest, flatten, show
+from jaxckpt._runtime.errors import InputError, LayoutError, SpecError
+from jaxckpt._runtime.options import Options
+
+Specs = Any
+"""A PartitionSpec, a pytree prefix of them, or a function of (path, leaf)."""
+
+Placement = tuple[tuple[Any, int, Box], ...]
+"""(device, its process, the box it wants) for every device of a sharding."""
+
+
+class ShapedLeaf(Protocol):
+    """What a `specs` function is given as its leaf: anything with a shape and a dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+# Specs ----------------------------------------------------------------------------------------------------
+
+
+def require_mesh(mesh: object) -> None:
+    """Raise InputError unless arrays can be put on it, or it is None."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise InputError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found {reprlib.repr(mesh)}")
+
+
+def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dict[str, Spec]:
+    """The spec of each leaf that `specs` says one for. Raises SpecError, naming leaves or misplaced prefixes."""
+    if specs is None:
+        return {}
+    if callable(specs) and not isinstance(specs, PartitionSpec):
+        return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}
+    found, _ = flatten(specs)
+    by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in found}
+    chosen = {path: head for path, _ in leaves if (head := longest_head(path, by_prefix)) is not None}
+    used = set(chosen.values())
+    unused = [prefix for prefix in by_prefix if prefix not in used]
+    if unused and leaves:
+        hint = closest(unused[0], (path for path, _ in leaves))
+        raise SpecError(f"specs has {show(unused[0])}, but no array leaf is there or below{hint}")
+    return {path: by_prefix[head] for path, head in chosen.items()}
+
+
+def longest_head(path: str, prefixes: Mapping[str, Any]) -> str | None:
+    """The longest of `prefixes` that is `path` or a container above it."""
+    head = path
+    while head not in prefixes:
+        if not head:
+            return None
+        head = head.rpartition("/")[0]
+    return head
+
+
+def _checked(spec: Any, path: str) -> Spec:
+    if not isinstance(spec, PartitionSpec):
+        raise SpecError(f"specs gives {spec!r} for leaf {show(path)}; expected a jax.sharding.PartitionSpec")
+    try:
+        return spec_of(spec)
+    except SpecError as error:
+        raise SpecError(f"leaf {show(path)}: {error}") from None
+
+
+def mesh_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> dict[str, int]:
+    """Axis sizes of a mesh, or of a mesh that is given just by them."""
+    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    if not all(isinstance(name, str) and isinstance(size, int) and size > 0 for name, size in axes.items()):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"a mesh needs axis names with sizes above zero, found {axes}")
+    return axes
+
+
+def fit_spec(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], options: Options) -> tuple[Spec, str | None]:
+    """The spec as it will be used on a mesh of these axes, and why it cannot be, if it cannot."""
+    problem = spec_problem(axes, spec, shape)
+    if problem and options.indivisible == "replicate":
+        named = all(axis in axes for entry in spec for axis in entry)
+        if len(spec) <= len(shape) and named and indivisible_dim(axes, spec, shape) is not None:
+            spec = replicate_indivisible(axes, spec, shape)
+            problem = spec_problem(axes, spec, shape)
+    if problem and "does not divide" in problem:
+        problem += '; give the leaf another spec, or pass Options(indivisible="replicate") to keep it whole'
+    return spec, problem
+
+
+def by_axis_name(spec: Spec, axes: Mapping[str, int]) -> Spec:
+    """A saved spec on another mesh: split by the axes it has too, replicated over the others."""
+    return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec))
+
+
+def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
+    """A spec on a mesh, in a kind of memory that is not the default one. Raises LayoutError if the devices lack it."""
+    try:
+        return NamedSharding(mesh, partition_spec(spec), memory_kind=memory)
+    except ValueError as error:
+        raise LayoutError(f"it is in memory of kind {memory!r}, which the devices of the mesh lack: {error}") from error
+
+
+# Placements -----------------------------------------------------------------------------------------------
+
+
+def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
+    """Every device of a sharding with its process and box."""
+    return tuple((device, device.process_index, box) for device, box in sharding_boxes(sharding, shape))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def process_layout(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
+    """The cells that a sharding cuts an array into, and the processes that hold each."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return layout_of(((box, process) for _, process, box in placement(sharding, shape)), shape)
+    sharding.shard_shape(shape)  # raises where the spec does not fit
+    # Of no element there is no cell to speak of: all hold it.
+    return _mesh_layout(sharding.mesh, () if 0 in shape else spec_of(sharding.spec), len(shape))
+
+
+# A job has few meshes and specs for its thousands of leaves, and each takes a walk over all devices.
+@functools.lru_cache(maxsize=256)
+def _mesh_layout(mesh: Mesh, spec: Spec, rank: int) -> Layout:
+    return mesh_layout(_processes(mesh), mesh.axis_names, spec, rank)
+
+
+@functools.lru_cache(maxsize=16)
+def _processes(mesh: Mesh) -> Numbers:
+    """The process of each place in a mesh."""
+    return np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(mesh.devices.shape)
+
+
+def addressable_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
+    """(device, box) of this process's devices, in the order in which `jax.Array.addressable_data` numbers them."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        sharding.shard_shape(shape)  # raises where the spec does not fit
+        axes, spec = dict(sharding.mesh.shape), spec_of(sharding.spec)
+        return [(device, spec_box(axes, spec, shape, position)) for device, position in _local_places(sharding.mesh)]
+    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
+    return [
+        (device, tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True)))
+        for device, index in indices.items()
+    ]
+
+
+@functools.lru_cache(maxsize=16)
+def _local_places(mesh: Mesh) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+    """(device, its position in the mesh) of this process's devices: JAX would work out the boxes of all others too."""
+    local = set(mesh.local_devices)
+    return tuple((device, position) for position, device in np.ndenumerate(mesh.devices) if device in local)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSharding:
+    """A layout on a mesh that need not exist on this machine: axis sizes, a spec, and devices in each process."""
+
+    axes: tuple[tuple[str, int], ...]
+    spec: Spec
+    devices_per_process: int
+
+    def placement(self, shape: tuple[int, ...]) -> Placement:
+        """As `placement` gives it for a real sharding, devices numbered in row-major order of the mesh."""
+        boxes = spec_boxes(dict(self.axes), self.spec, shape)
+        return tuple((device, device // self.devices_per_process, box) for device, box in enumerate(boxes))
+
+    def layout(self, shape: tuple[int, ...]) -> Layout:
+        """As `process_layout` gives it for a real sharding."""
+        sizes = tuple(size for _, size in self.axes)
+        processes = np.arange(math.prod(sizes)).reshape(sizes) // self.devices_per_process
+        return mesh_layout(processes, [axis for axis, _ in self.axes], () if 0 in shape else self.spec, len(shape))
+
+
+# Recording and bringing back ------------------------------------------------------------------------------
+
+
+class LayoutTable:
+    """Collects the layouts and meshes of a tree's leaves, each once."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[Mesh, int] = {}
+        self._numbers: dict[tuple[Sharding, bool], int] = {}
+        self.meshes: list[MeshRecord] = []
+        self.layouts: list[LayoutRecord] = []
+
+    def number(self, sharding: Sharding, *, committed: bool) -> int:
+        """The number of the layout record of a sharding, and of whether the array was committed to it."""
+        key = (sharding, committed)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.layouts)
+            self.layouts.append(self._record(sharding) if committed else LayoutRecord())
+        return self._numbers[key]
+
+    def _record(self, sharding: Sharding) -> LayoutRecord:
+        memory = memory_kind(sharding)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            mesh = sharding.mesh
+            if not all(isinstance(axis, str) for axis in mesh.axis_names):
+                raise SpecError(f"its mesh has axes {mesh.axis_names}: only names that are str can be recorded")
+            if mesh not in self._meshes:
+                self._meshes[mesh] = len(self.meshes)
+                ids = [device.id for device in mesh.devices.flat]
+                types = [getattr(kind, "name", "Auto") for kind in mesh.axis_types]
+                self.meshes.append(MeshRecord(dict(mesh.shape), ids, types))
+            spec = [list(entry) for entry in spec_of(sharding.spec)]
+            return LayoutRecord(mesh=self._meshes[mesh], spec=spec, memory=memory)
+        if len(sharding.device_set) == 1:
+            return LayoutRecord(device=next(iter(sharding.device_set)).id, memory=memory)
+        return LayoutRecord(memory=memory, opaque=True)
+
+
+def memory_kind(sharding: Sharding) -> str | None:
+    """The kind of memory that a sharding puts arrays in; None where it is its devices' own."""
+    kind = sharding.memory_kind
+    default = next(iter(sharding.device_set)).default_memory().kind
+    return None if kind == default else kind
+
+
+def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
+    """The sharding of a layout record on this machine's devices, None for uncommitted. Raises LayoutError."""
+    record = manifest.layouts[layout]
+    if record.opaque:
+        raise LayoutError("a sharding over several devices that is no NamedSharding")
+    devices = {device.id: device for device in jax.devices()}
+    if record.mesh is not None:
+        saved = manifest.meshes[record.mesh]
+        if not all(number in devices for number in saved.devices):
+            raise LayoutError(f"a mesh {saved.axes} of {len(saved.devices)} devices; here are {len(devices)}")
+        grid = np.array([devices[number] for number in saved.devices]).reshape(tuple(saved.axes.values()))
+        types = tuple(getattr(jax.sharding.AxisType, name) for name in saved.types)
+        mesh = Mesh(grid, tuple(saved.axes), axis_types=types)
+        spec = partition_spec(tuple(tuple(entry) for entry in record.spec))
+        sharding: Sharding = NamedSharding(mesh, spec)
+    elif record.device is not None:
+        if record.device not in devices:
+            raise LayoutError(f"device {record.device}; here are {sorted(devices)}")
+        sharding = SingleDeviceSharding(devices[record.device])
+    else:
+        return None
+    if record.memory is None:
+        return sharding
+    try:
+        return sharding.with_memory_kind(record.memory)
+    except ValueError as error:
+        raise LayoutError(f"memory of kind {record.memory!r}: {error}") from error
+
+
+def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:
+    """A saved layout in a few words."""
+    if mesh is not None:
+        return f"{show_spec(spec)} on {show_axes(mesh.axes)}"
+    if record.device is not None:
+        return f"device {record.device}"
+    return "unrecorded" if record.opaque else "default device"
+
+
+def distinct(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """Each box once, in order."""
+    return tuple(dict.fromkeys(boxes))

@@ -1,0 +1,236 @@
+"""manifest.json: what a checkpoint holds, published last. docs/format.md is its specification.
+
+Decoding checks everything that can be checked without opening another file, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxckpt._format.checks import MAX_INDEX_BYTES, SHOWN, VERSION, problems
+from jaxckpt._format.names import MANIFEST, SEAL, is_sealed
+from jaxckpt._format.records import Manifest, StepRecord
+from jaxckpt._format.tree import (
+    is_utf8,
+    prune,
+    selector,
+)
+from jaxckpt._runtime.errors import InputError, ManifestError, listing
+
+LARGEST_BYTES = 64 << 20
+"""Of a manifest that is written or read. 16,000 leaves in 500,000 objects (32 TB at 64 MiB each) make 16 MB; decoding
+takes up to 25 bytes of memory for each."""
+
+MAX_NESTING = 500
+"""Arrays and objects of a manifest may nest this deep: a tree of 200 containers takes 402. JSON parsers recurse."""
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, its last member the SHA-256 of all the bytes before that member.
+
+    Raises InputError if `decode` would refuse it: it is decoded here, before it takes the place of an older one. That
+    takes 5 ms for 2,000 leaves, 60 ms for 20,000 leaves in 10,000 containers.
+    """
+    try:
+        body = msgspec.json.encode(manifest, enc_hook=_plain)[:-1]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the checkpoint cannot be described as JSON: {str(error)[:SHOWN]}") from error
+    for stack in manifest.arrays:
+        if stack.index_bytes > MAX_INDEX_BYTES:
+            raise InputError(
+                f"an object of stack {stack.name} would have {stack.chunks_per_object} chunks: give larger"
+                " Options.chunk_bytes or smaller object_bytes"
+            )
+    problem = _too_long(body)
+    if problem:
+        raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")
+    content = body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
+    try:
+        decode(content, manifest.data)
+    except ManifestError as error:
+        raise InputError(f"no reader would take this checkpoint, so it is not published: {error}") from error
+    return content
+
+
+def _plain(value: object) -> object:
+    """A value of a class derived from float, int or str, such as np.float64, as msgspec takes it."""
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"a {type(value).__name__} is no JSON")
+
+
+def decode(content: bytes, where: str) -> Manifest:
+    """The manifest, checked. Raises ManifestError."""
+    problem = _too_long(content)
+    if problem:
+        raise ManifestError(f"{where}/{MANIFEST} {problem}")
+    if nesting(content) > MAX_NESTING:
+        raise ManifestError(f"{where}/{MANIFEST} is nested deeper than {MAX_NESTING}")
+    if not is_sealed(content):
+        raise _refusal(content, where, "is damaged or was edited: it does not match the SHA-256 at its own end")
+    body = content.rpartition(SEAL)[0] + b"}"
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+        # What encodes to the same bytes repeats no member; msgspec would have kept the last of them without a word.
+        if msgspec.json.encode(manifest) != body:
+            json.loads(body, object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(content, where, f"is malformed: {str(error)[:SHOWN]}") from error
+    found = problems(manifest)
+    if found:
+        raise _refusal(content, where, f"contradicts itself:\n{listing(found)}")
+    return manifest
+
+
+def _refusal(content: bytes, where: str, reason: str) -> ManifestError:
+    """Why a manifest cannot be read; first of all its version, since a newer one may be sealed and made otherwise."""
+    version = _version_of(content)
+    if version is not None and version > VERSION:
+        reason = f"is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
+    return ManifestError(f"{where}/{MANIFEST} {reason}")
+
+
+def state_name(process: int) -> str:
+    """Name of the file, in the data folder, of what one process alone knew."""
+    return f"process-{process}.json"
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """A process's own state as the file it is stored in. Raises InputError unless it comes back as it is."""
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"process_state must be a mapping of names to bytes or JSON, found {type(state).__name__}")
+    items: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(name, str) or not is_utf8(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"the names in process_state must be str (UTF-8), found {ascii(name)[:80]}")
+        if isinstance(value, bytes):
+            items[name] = {"base64": base64.b64encode(value).decode()}
+        else:
+            items[name] = {"json": _through_json(value, f"process_state[{name!r}]")}
+    return json.dumps(items, ensure_ascii=False).encode()
+
+
+def decode_state(content: bytes) -> dict[str, Any]:
+    """What `encode_state` was given. Raises ValueError where it is something else."""
+    if nesting(content) > MAX_NESTING:
+        raise ValueError(f"nested deeper than {MAX_NESTING}")
+    state: dict[str, Any] = {}
+    for name, item in msgspec.convert(
+        json.loads(content, object_pairs_hook=_distinct), dict[str, dict[str, Any]]
+    ).items():
+        match item:
+            case {"base64": str(text), **rest} if not rest:
+                state[name] = base64.b64decode(text, validate=True)
+            case {"json": value, **rest} if not rest:
+                state[name] = value
+            case _:
+                raise ValueError(f"{name[:40]!r} is neither json nor base64")
+    return state
+
+
+def require_json(value: Any, what: str) -> None:
+    """Raise InputError unless a user's value comes back equal from the JSON of a manifest."""
+    plain = _through_json(value, what)
+    try:
+        same = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)) == plain
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} must be plain JSON: {error}") from error
+    if not same:
+        raise InputError(f"{what} must be plain JSON: it would not come back equal")
+
+
+def _through_json(value: Any, what: str) -> Any:
+    """A user's value as it comes back from JSON. Raises InputError unless that is equal."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        if nesting(text) > MAX_NESTING - 2:  # where it lies two deep, in a file of its own or in the manifest
+            raise ValueError(f"nested deeper than {MAX_NESTING - 2}")
+        plain = json.loads(text)
+        same = bool(plain == value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} must be plain JSON: {error}") from error
+    if not same:
+        raise InputError(f"{what} must be plain JSON (str keys, lists for tuples): it would not come back equal")
+    return plain
+
+
+def without(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
+    """The manifest without the subtrees at `paths`; None where they share a stack with other leaves, or are not there.
+
+    What it names no more can be deleted once it is published.
+    """
+    dropped = selector(paths)
+    kept = [number for number, leaf in enumerate(manifest.leaves) if not dropped(leaf.path)]
+    mixed = {manifest.leaves[number].stack for number in kept}
+    gone = set(range(len(manifest.leaves))).difference(kept)
+    if not gone or any(manifest.leaves[number].stack in mixed - {None} for number in gone):
+        return None
+    stacks = [number for number in range(len(manifest.stacks)) if number in mixed]
+    numbers = {old: new for new, old in enumerate(stacks)}
+    leaves = [
+        leaf if leaf.stack is None else msgspec.structs.replace(leaf, stack=numbers[leaf.stack])
+        for leaf in map(manifest.leaves.__getitem__, kept)
+    ]
+    step = manifest.step or StepRecord(0)
+    return msgspec.structs.replace(
+        manifest,
+        tree=prune(manifest.tree, {old: new for new, old in enumerate(kept)}),
+        leaves=leaves,
+        stacks=[manifest.stacks[number] for number in stacks],
+        step=msgspec.structs.replace(step, dropped=sorted({*step.dropped, *paths})),
+    )
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: int
+
+
+def _version_of(content: bytes) -> int | None:
+    try:
+        return msgspec.json.decode(content, type=_Head).version
+    except (ValueError, RecursionError):  # a UnicodeDecodeError is no DecodeError of msgspec
+        return None
+
+
+def _too_long(content: bytes) -> str | None:
+    return f"is {len(content)} bytes long, over {LARGEST_BYTES}" if len(content) > LARGEST_BYTES else None
+
+
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_PLAIN = bytes(set(range(256)) - set(b'"[]{}'))
+
+
+def nesting(text: bytes) -> int:
+    """How deep the arrays and objects of JSON nest, told without recursion.
+
+    Up to the first error in the text, where every parser stops, it sees the strings as a parser does.
+    """
+    if b"\\" in text:  # pairs first: a quote after one more backslash ends no string
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Two quotes without a bracket between them are nothing.
+    found = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
+    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0
+    return int(np.cumsum(_STEPS[found[outside]], dtype=np.int32).max(initial=0))
+
+
+def _distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where a member repeats."""
+    found = dict(members)
+    if len(found) != len(members):
+        counted = collections.Counter(name for name, _ in members)
+        raise ValueError(f"the member {counted.most_common(1)[0][0][:80]!r} repeats")
+    return found

@@ -1,0 +1,39 @@
+"""Names and marks by which the files of a checkpoint are known, also if they are damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+MANIFEST = "manifest.json"
+
+SEAL = b',"sha256":"'
+
+WRITER = "writer.json"
+
+
+def is_data(name: str) -> bool:
+    """Whether a name is one that a save gives to its folder. A user's own "data-raw" is not ours to delete."""
+    return re.fullmatch("data-[0-9a-f]{32}", name) is not None
+
+
+def names_data(manifest: bytes | None, data: str) -> bool:
+    """Whether a manifest, which may be damaged, names a data folder."""
+    return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
+
+
+def may_name(manifest: bytes | None, data: str) -> bool:
+    """Whether a manifest names a data folder, or is damaged, perhaps only on its way here, and so could."""
+    return names_data(manifest, data) or not (manifest is None or is_sealed(manifest))
+
+
+def is_sealed(manifest: bytes) -> bool:
+    """Whether a manifest ends in the SHA-256 of the bytes before that."""
+    body, seal, digest = manifest.rpartition(SEAL)
+    return bool(seal) and digest == hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def data_of(content: bytes) -> str | None:
+    """The data folder that a manifest names, if that much can be told of one that may be damaged."""
+    found = re.search(rb'"save_id":"([0-9A-Za-z_-]{1,200})"', content)
+    return f"data-{found.group(1).decode()}" if found else None

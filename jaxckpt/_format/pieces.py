@@ -1,0 +1,83 @@
+"""The data of an object: pieces in host memory that together make it up, and blocks of it as they are stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._format.grid import Box, contains, extent, intersection, within
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def as_bits(array: Array) -> Array:
+    """The same memory as numbers that NumPy copies fast: it copies dtypes of ml_dtypes element by element."""
+    return array.view(_BITS[array.dtype.itemsize])
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Arrays that together hold a box of a stack."""
+
+    box: Box
+    """What they hold of the stack, rows first."""
+
+    dtype: np.dtype[Any]
+
+    group_rows: int
+
+    groups: Sequence[Sequence[tuple[Box, Array]]]
+    """For every `group_rows` rows, in order: (what it holds of the stack, the array) of each piece. Pieces may hold
+    more than the box."""
+
+    def array(self) -> Array:
+        """All of it as one array: in place where it is one piece, else copied together."""
+        pieces = [piece for group in self.groups for piece in group]
+        if len(pieces) == 1:
+            return pieces[0][1][within(self.box, pieces[0][0])]
+        out = np.empty(extent(self.box), self.dtype)
+        for held, array in pieces:
+            common = intersection(held, self.box)
+            if common is not None:
+                np.copyto(as_bits(out)[within(common, self.box)], as_bits(array)[within(common, held)])
+        return out
+
+    def in_place(self, box: Box) -> Bytes | None:
+        """The bytes of one box in C order, if they lie so in one piece."""
+        if not contains(self.box, box):
+            return None
+        found = self._touching(box)
+        if len(found) > 1:
+            found = [piece for piece in found if contains(piece[0], box)]
+        if len(found) != 1 or not contains(found[0][0], box):
+            return None
+        part = found[0][1][within(box, found[0][0])]
+        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
+    def gathered(self, box: Box, scratch: Bytes) -> Bytes:
+        """The bytes of one box in C order, copied into `scratch`; what lies outside of these pieces becomes zero."""
+        shape = extent(box)
+        flat = scratch[: math.prod(shape) * self.dtype.itemsize]
+        out = as_bits(flat.view(self.dtype)).reshape(shape)
+        wanted = box
+        if not contains(self.box, box):
+            flat[:] = 0
+            wanted = intersection(box, self.box) or box
+        for held, array in self._touching(box):
+            common = intersection(held, wanted)
+            if common is not None:
+                np.copyto(out[within(common, box)], as_bits(array)[within(common, held)])
+        return flat
+
+    def _touching(self, box: Box) -> list[tuple[Box, Array]]:
+        """The pieces that have some of its rows."""
+        (start, stop), (origin, _) = box[0], self.box[0]
+        groups = self.groups[(start - origin) // self.group_rows : -(-(stop - origin) // self.group_rows)]
+        return [piece for group in groups for piece in group]

@@ -1,0 +1,211 @@
+"""The records of manifest.json: what is known of a checkpoint without reading its arrays."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from typing import Annotated, Any
+
+import msgspec
+
+from jaxckpt._format import zarr
+from jaxckpt._format.grid import Spec
+from jaxckpt._format.stacks import Stack
+from jaxckpt._format.tree import (
+    DTYPES,
+    Structure,
+)
+
+LARGEST = 1 << 62
+"""Of any number, such as a step's and an array's bytes: beyond it offsets would overflow."""
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mesh that leaves were laid out on."""
+
+    axes: dict[str, Size]
+    """Size of each axis, in order."""
+
+    devices: list[Size]
+    """Ids of its devices, in row-major order of the axes."""
+
+    types: list[str]
+    """For each axis: "Auto", "Explicit" or "Manual"."""
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How leaves lay on devices when they were saved: on a mesh by a spec, or on one device they were committed to.
+
+    With neither they were uncommitted: JAX put them on its default device and may move them.
+    """
+
+    mesh: Size | None = None
+    """Number of the mesh."""
+
+    spec: list[list[str]] = []
+    """For each leading dimension, the mesh axes that split it."""
+
+    device: Size | None = None
+    """Id of the one device."""
+
+    memory: str | None = None
+    """Memory kind, where it was not the device's default."""
+
+    opaque: bool = False
+    """Whether it was a sharding of several devices that is no NamedSharding, and so cannot be written down."""
+
+
+class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A leaf: an array in a row of a stack, or a small value here."""
+
+    path: str
+
+    kind: str
+    """"jax", "numpy", "numpy_scalar", "key" (a typed PRNG key), "str", "bytes", "int", "float", "bool", "complex"."""
+
+    stack: Size | None = None
+    row: Size | None = None
+
+    layout: Size | None = None
+    """Number of the layout, for kinds "jax" and "key"."""
+
+    value: str | None = None
+    """The value itself as text, for a leaf that lies in no stack."""
+
+    impl: str | None = None
+    """PRNG implementation, for kind "key"; the array holds its raw data with trailing dimensions of its own."""
+
+    weak: bool = False
+    """Whether the type of a kind "jax" was weak, as that of jnp.asarray(0.5) is."""
+
+
+class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A Zarr array and its objects."""
+
+    name: str
+    dtype: str
+    shape: list[Size]
+    """Shape of one row."""
+
+    rows: Size
+    chunk: list[Size]
+    object: list[Size]
+    sha256: str
+    """Digest of its zarr.json."""
+
+    objects: dict[str, tuple[Size, str]]
+    """For each object, by its place in the grid ("0/1/0"): its length in bytes and its digest."""
+
+    compression: str | None = None
+
+    @classmethod
+    def of(cls, stack: Stack, objects: dict[str, tuple[int, str]]) -> StackRecord:
+        return cls(
+            stack.name,
+            stack.dtype,
+            list(stack.shape),
+            stack.rows,
+            list(stack.chunk),
+            list(stack.object),
+            hashlib.sha256(zarr.metadata(stack)).hexdigest(),
+            objects,
+            stack.compression,
+        )
+
+    def stored(self, index: tuple[int, ...]) -> tuple[int, str]:
+        """Length and digest of the object at a place in the grid."""
+        return self.objects["/".join(map(str, index))]
+
+    def stack(self) -> Stack:
+        return Stack(
+            self.name,
+            self.dtype,
+            tuple(self.shape),
+            self.rows,
+            tuple(self.chunk),
+            tuple(self.object),
+            self.compression,
+        )
+
+
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a Checkpointer notes of a training step."""
+
+    number: Size
+    metrics: dict[str, float | None] = {}
+    """None where the value was not finite."""
+
+    dropped: list[str] = []
+    """Paths of the subtrees that were dropped since it was saved."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """All that is known of a checkpoint without reading its arrays."""
+
+    format: str
+    version: int
+    save_id: str
+    created: str
+    """UTC, ISO 8601. For people; nothing depends on it."""
+
+    libraries: dict[str, str]
+    metadata: Any
+    """The user's own, any JSON."""
+
+    tree: Structure
+    leaves: list[LeafRecord]
+    meshes: list[MeshRecord]
+    layouts: list[LayoutRecord]
+    stacks: list[StackRecord]
+
+    process_states: list[tuple[Size, str]] = []
+    """For each process that saved, length and SHA-256 of the file of its own state; none where none was given."""
+
+    step: StepRecord | None = None
+    """Where a Checkpointer saved it."""
+
+    phase_seconds: dict[str, list[Seconds]] = {}
+    """For each phase of the save, the seconds that each process had spent in it when it had written its share. For
+    people; nothing depends on it."""
+
+    @property
+    def data(self) -> str:
+        """Name of the folder that holds the arrays."""
+        return f"data-{self.save_id}"
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Number of each leaf by its path."""
+        return dict(zip([leaf.path for leaf in self.leaves], range(len(self.leaves)), strict=True))
+
+    @functools.cached_property
+    def arrays(self) -> list[Stack]:
+        """The stacks as plans take them."""
+        return [record.stack() for record in self.stacks]
+
+    def place(self, leaf: LeafRecord) -> tuple[int, int]:
+        """(stack, row) of a leaf that lies in a stack."""
+        assert leaf.stack is not None, leaf
+        assert leaf.row is not None, leaf
+        return leaf.stack, leaf.row
+
+    def leaf_shape(self, leaf: LeafRecord) -> tuple[int, ...]:
+        """Shape of a leaf that lies in a stack, of the raw data where it is a PRNG key."""
+        return tuple(self.stacks[self.place(leaf)[0]].shape)
+
+    def leaf_bytes(self, leaf: LeafRecord) -> int:
+        """Bytes of the data of a leaf; 0 of one that lies in no stack."""
+        if leaf.stack is None:
+            return 0
+        return math.prod(self.leaf_shape(leaf)) * DTYPES[self.stacks[leaf.stack].dtype].itemsize
+
+    def leaf_layout(self, leaf: LeafRecord) -> tuple[MeshRecord | None, Spec, LayoutRecord]:
+        """(mesh, spec, record) of the layout a leaf was saved in."""
+        record = self.layouts[leaf.layout] if leaf.layout is not None else LayoutRecord()
+        mesh = None if record.mesh is None else self.meshes[record.mesh]
+        return mesh, tuple(tuple(axes) for axes in record.spec), record

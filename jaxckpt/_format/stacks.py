@@ -1,0 +1,147 @@
+"""Stacks: Zarr arrays whose rows are equal leaves, their chunks and their objects. Pure functions and frozen data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxckpt._format.grid import (
+    Box,
+    Layout,
+    cell_shape,
+    chunk_shape,
+    extent,
+    grid_cells,
+    intersection,
+    object_shape,
+    touched,
+)
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._runtime.options import Options
+
+PACK_BYTES = 4 << 20
+"""Pieces below this are packed, several rows to an object, through a host buffer; a larger one is an object of its
+own, written from where it lies. Measured on tmpfs with 8 MiB pieces: 2.1 GB/s in place, 1.2 GB/s packed."""
+
+PIECE_BYTES = 128 << 10
+"""Chunks lie within pieces that are no smaller, so that most are written from and read to where they lie in memory;
+smaller pieces are gathered: each chunk takes a system call of its own."""
+
+PACKED_BYTES = 16 << 20
+"""Objects of packed rows are no larger, so that one is copied together while another is written. Measured on 2,000
+leaves of 64 KiB (tmpfs, 2 cores): 0.17 s with 16 MiB or 8 MiB, 0.26 s with 64 MiB."""
+
+TINY_BYTES = 4 << 10
+"""Rows below this share chunks: a chunk costs 20 bytes of index and about 10 µs to decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A Zarr array whose rows are leaves of one shape and dtype."""
+
+    name: str
+    """Its folder's name."""
+
+    dtype: str
+    """Dtype of the leaves; `stored_dtype` tells what Zarr calls it."""
+
+    shape: tuple[int, ...]
+    """Shape of one leaf."""
+
+    rows: int
+    """How many leaves."""
+
+    chunk: tuple[int, ...]
+    """Sides of a chunk, rows first."""
+
+    object: tuple[int, ...]
+    """Sides of an object, rows first: each a multiple of the chunk's."""
+
+    compression: str | None = None
+    """Codec of the chunks."""
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def chunks_per_object(self) -> int:
+        return math.prod(o // c for o, c in zip(self.object, self.chunk, strict=True))
+
+    @property
+    def chunk_stored_bytes(self) -> int:
+        """Bytes of an uncompressed chunk with its checksum."""
+        return math.prod(self.chunk) * self.itemsize + 4
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of an object's index: offset and length of each chunk, and a checksum."""
+        return 16 * self.chunks_per_object + 4
+
+    def objects(self) -> Iterator[tuple[tuple[int, ...], Box]]:
+        """(grid index, box) of every object."""
+        return grid_cells(self.array_shape, self.object)
+
+
+def shape_stack(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    rows: int,
+    layout: Layout,
+    pieces: Layout,
+    object_bytes: int,
+    options: Options,
+) -> Stack:
+    """Choose the chunk and object shapes of a stack whose leaves are cut into objects as `layout` says, and lie in
+    memory as `pieces`, which is as fine or finer."""
+    itemsize = DTYPES[dtype].itemsize
+    cell = cell_shape(layout, shape)
+    free = [parts == 1 for parts in layout.grid]
+    cell_bytes = max(1, math.prod(cell) * itemsize)
+    finest, finest_free = cell_shape(pieces, shape), [parts == 1 for parts in pieces.grid]
+    if math.prod(finest) * itemsize < PIECE_BYTES:
+        finest, finest_free = cell, free
+    chunk = chunk_shape(finest, itemsize, min(options.chunk_bytes, object_bytes), finest_free)
+    if cell_bytes > object_bytes or cell_bytes >= PACK_BYTES:
+        return Stack(
+            name,
+            dtype,
+            shape,
+            rows,
+            (1, *chunk),
+            (1, *object_shape(cell, chunk, itemsize, object_bytes, free)),
+            options.compression,
+        )
+    # Whole cells, so that rows can be packed; a free side sticks out to the chunk's next multiple.
+    sides = tuple(-(-max(1, n) // c) * c for n, c in zip(cell, chunk, strict=True))
+    chunk_rows = 1 if cell_bytes >= TINY_BYTES else min(rows, max(1, 4 * TINY_BYTES // cell_bytes))
+    most_rows = max(1, min(object_bytes, PACKED_BYTES) // cell_bytes)
+    packed = -(-rows // -(-rows // most_rows))  # objects of about one size
+    packed = min(-(-packed // chunk_rows), -(-rows // chunk_rows)) * chunk_rows
+    return Stack(name, dtype, shape, rows, (chunk_rows, *chunk), (packed, *sides), options.compression)
+
+
+def objects_of(stack: Stack, box: Box) -> Iterator[tuple[Box, Box]]:
+    """(the part of `box` in it, its own box) of each object that `box` touches."""
+    for _, part, obj in indexed_objects_of(stack, box):
+        yield part, obj
+
+
+def indexed_objects_of(stack: Stack, box: Box) -> Iterator[tuple[tuple[int, ...], Box, Box]]:
+    """(grid index, the part of `box` in it, its own box) of each object that `box` touches."""
+    ranges = touched(box, stack.object)
+    shifted = tuple(
+        (start * side, min(stop * side, n))
+        for (start, stop), side, n in zip(ranges, stack.object, stack.array_shape, strict=True)
+    )
+    for offset, cell in grid_cells(extent(shifted), stack.object):
+        obj = tuple((a + s, b + s) for (a, b), (s, _) in zip(cell, shifted, strict=True))
+        part = intersection(box, obj)
+        if part is not None:
+            yield tuple(o + start for o, (start, _) in zip(offset, ranges, strict=True)), part, obj

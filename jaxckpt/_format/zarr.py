@@ -1,0 +1,222 @@
+"""The bytes of a stack as Zarr v3 has them: its metadata, and what lies where in one of its objects."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+import numpy as np
+
+from jaxckpt._format.grid import Box, touched
+from jaxckpt._format.stacks import Stack
+from jaxckpt._format.tree import DTYPES, stored_dtype
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+ReadRange = Callable[[int, int], Bytes]
+"""(start, stop) → these bytes of an object, valid until the next call."""
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of chunks that are gathered, checksummed and written, or read, together: they stay in a core's cache."""
+
+WINDOW_BYTES = 4 << 20
+"""Bytes of an object that are looked at together."""
+
+ABSENT = 0xFFFFFFFFFFFFFFFF  # the offset and length of a chunk that is not stored
+
+
+def metadata(stack: Stack) -> bytes:
+    """The stack's zarr.json: a function of the stack alone, so readers need not trust the stored copy."""
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    data_type = stored_dtype(stack.dtype)
+    plain = {"name": "bytes"} if DTYPES[stack.dtype].itemsize == 1 else little
+    codecs: list[dict[str, Any]] = [plain]
+    if stack.compression == "zstd":
+        codecs.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
+    codecs.append({"name": "crc32c"})
+    complex_dtype = data_type.startswith("complex")
+    fill: Any = [0.0, 0.0] if complex_dtype else 0.0 if data_type.startswith("float") else 0
+    return json.dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": stack.array_shape,
+            "data_type": data_type,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stack.object}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": False if data_type == "bool" else fill,
+            "codecs": [
+                {
+                    "name": "sharding_indexed",
+                    "configuration": {
+                        "chunk_shape": stack.chunk,
+                        "codecs": codecs,
+                        "index_codecs": [little, {"name": "crc32c"}],
+                        "index_location": "end",
+                    },
+                }
+            ],
+            "attributes": {"jaxckpt": {"dtype": stack.dtype}},
+        }
+    ).encode()
+
+
+def object_key(stack: Stack, index: tuple[int, ...]) -> str:
+    """Where an object lies, below the data folder."""
+    return f"{stack.name}/c/{'/'.join(map(str, index))}"
+
+
+def digest(read: ReadRange, stack: Stack, length: int) -> str:
+    """Digest of an object of `length` bytes; "" where its index points outside of it.
+
+    It is the crc32c of the checksums that end the object's chunks, in the order of its index: it tells one object's
+    content from another's at the cost of reading 4 bytes a chunk.
+    """
+    data_bytes = length - stack.index_bytes
+    if data_bytes < 0:
+        return ""
+    entries = read(data_bytes, length)[:-4].view("<u8").reshape(-1, 2).astype("<u8")
+    present = entries[entries[:, 0] != ABSENT]
+    if not inside(present, data_bytes):
+        return ""
+    ends = present.sum(axis=1).astype(np.int64).tolist()
+    return digest_of(np.frombuffer(b"".join(read(end - 4, end).tobytes() for end in ends), "<u4"))
+
+
+def digest_of(sums: np.ndarray[Any, Any]) -> str:
+    """Digest of an object whose chunks have these checksums."""
+    return f"{crc32c.crc32c(sums.tobytes()):08x}"
+
+
+def inside(present: np.ndarray[Any, np.dtype[np.uint64]], data_bytes: int) -> bool:
+    """Whether the entries of an index point to chunks within so many bytes."""
+    starts, lengths = present[:, 0], present[:, 1]
+    return not len(present) or bool(
+        lengths.min() >= 4
+        and lengths.max() <= data_bytes
+        and starts.max() <= data_bytes - lengths.min()
+        and (starts + lengths).max() <= data_bytes
+    )
+
+
+def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
+    """What a chunk holds of the stack, by its number in an object; None where it lies outside of the array."""
+    grid = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    place = np.unravel_index(number, grid)
+    sides = zip(index, place, stack.object, stack.chunk, stack.array_shape, strict=True)
+    box = tuple((i * o + int(p) * c, min(i * o + (int(p) + 1) * c, n)) for i, p, o, c, n in sides)
+    return box if all(start < stop for start, stop in box) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Chunks that follow each other in an object, and in C order make up one box."""
+
+    first: int
+    """Number of the first of them in the object."""
+
+    chunks: int
+
+    box: Box
+    """What they hold of the stack, were it not to end before."""
+
+
+def blocks(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Block]:
+    """The chunks of an object that `part`, a box of the stack in it, touches, in order; no block is much larger than
+    `BLOCK_BYTES` unless a chunk is."""
+    counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
+    # Chunks are neighbours along one dimension: those after it have one chunk, in those before it a chunk is 1 long.
+    along = max((dim for dim, count in enumerate(counts) if count > 1), default=0)
+    most = max(1, BLOCK_BYTES // stack.chunk_stored_bytes) if all(c == 1 for c in stack.chunk[:along]) else 1
+    strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
+    for lead in itertools.product(*(range(*bounds) for bounds in ranges[:along])):
+        begun, end = ranges[along]
+        for at in range(begun, end, most):
+            places = (*((i, i + 1) for i in lead), (at, min(at + most, end)), *((0, 1) for _ in counts[along + 1 :]))
+            box = tuple(
+                ((f + a) * c, (f + b) * c) for (a, b), f, c in zip(places, first_chunks, stack.chunk, strict=True)
+            )
+            first = sum(a * stride for (a, _), stride in zip(places, strides, strict=True))
+            yield Block(first, min(at + most, end) - at, box)
+
+
+def problems(
+    read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, wanted: str
+) -> Iterator[tuple[Box | None, str]]:
+    """What is wrong with an object of `length` bytes and the digest `wanted`; `read(start, stop)` gives a range of it.
+
+    Every chunk is read, once, and its checksum computed. Yields (box of the stack, or None for the whole object,
+    reason).
+    """
+    data_bytes = length - stack.index_bytes
+    if data_bytes < 0:
+        yield None, f"is {length} bytes long, shorter than its index"
+        return
+    tail = read(data_bytes, length)
+    if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
+        yield None, "has a damaged index: its crc32c does not match"
+        return
+    entries = tail[:-4].view("<u8").reshape(-1, 2)
+    present = np.flatnonzero(entries[:, 0] != ABSENT)
+    if not inside(entries[present], data_bytes):
+        yield None, "has an index that points outside of it"
+        return
+    whole = True
+    for number in set(range(len(entries))).difference(present.tolist()):
+        box = chunk_box(stack, index, number)
+        if box is not None:
+            whole = False
+            yield box, "lacks a chunk"
+    sums = dict[int, bytes]()
+    places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
+    for together in _windows(sorted(places)):
+        for (_, size, number), computed, stored in _checksums(read, together):
+            sums[number] = stored
+            reason = None
+            if stack.compression is None and size != stack.chunk_stored_bytes:
+                reason = f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}"
+            elif computed != int.from_bytes(stored, "little"):
+                reason = "has a damaged chunk: its crc32c does not match"
+            if reason:
+                whole = False
+                yield chunk_box(stack, index, number), reason
+    # Of a damaged object the digest says nothing more.
+    if whole and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
+        yield None, "holds other data than was saved there"
+
+
+_Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and its number
+
+
+def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
+    """(chunk, its crc32c, the one that is stored with it) of neighbouring chunks, or of one that is larger."""
+    begun, stop = together[0][0], max(start + size for start, size, _ in together)
+    if stop - begun > WINDOW_BYTES and len(together) == 1:
+        computed = 0
+        for start in range(begun, stop - 4, WINDOW_BYTES):
+            computed = crc32c.crc32c(read(start, min(start + WINDOW_BYTES, stop - 4)).tobytes(), computed)
+        yield together[0], computed, read(stop - 4, stop).tobytes()
+        return
+    content = read(begun, stop)
+    for start, size, number in together:
+        chunk = content[start - begun : start - begun + size]
+        yield (start, size, number), crc32c.crc32c(chunk[:-4].data), chunk[-4:].tobytes()
+
+
+def _windows(entries: list[_Entry]) -> Iterator[list[_Entry]]:
+    """Neighbouring chunks, of at most `WINDOW_BYTES` together but for one that is larger."""
+    group: list[_Entry] = []
+    for entry in entries:
+        if group and entry[0] + entry[1] - group[0][0] > WINDOW_BYTES:
+            yield group
+            group = []
+        group.append(entry)
+    if group:
+        yield group

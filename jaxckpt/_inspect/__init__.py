@@ -1,0 +1,1 @@
+"""For people: opening a checkpoint, the plan of a restore, verifying, comparing, reports."""

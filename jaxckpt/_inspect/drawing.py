@@ -1,0 +1,441 @@
+"""Drawings of layouts and sizes as inline SVG without scripts or styles, for notebooks and for reports.
+
+Names of leaves, axes and processes are anybody's text: all that is not `Markup` is escaped where elements are made.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxckpt._format.grid import Spec, show_axes, show_spec
+from jaxckpt._format.records import MeshRecord
+from jaxckpt._runtime.progress import show_bytes
+
+COLOURS: tuple[str, ...] = (
+    "#77aadd",
+    "#ee8866",
+    "#44bb99",
+    "#eedd88",
+    "#99ddff",
+    "#ffaabb",
+    "#bbcc33",
+    "#aaaa00",
+)
+"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): told apart by colour-blind people, and black
+text on it can be read. A page may restyle them by the classes k0 to k7."""
+
+_GREY = "#cccccc"
+_INK = "#111111"
+_FONT = "ui-sans-serif, system-ui, sans-serif"
+
+
+_NOTEBOOK = """
+.jaxckpt .figures { display: flex; flex-wrap: wrap; gap: 4px 28px; margin: 4px 0 10px; }
+.jaxckpt dt { font-size: 12px; font-weight: 400; opacity: 0.7; }
+.jaxckpt dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
+.jaxckpt th, .jaxckpt td { padding: 1px 20px 1px 0; text-align: right; }
+.jaxckpt .words { text-align: left; }
+"""
+
+
+class Markup(str):
+    """Text that is HTML or SVG already."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: str | float) -> Markup:
+    """An element of HTML or SVG; children and attributes are escaped but for `Markup`.
+
+    Attributes are written with `_` for `-`; `class_` is class.
+    """
+    told = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for name, value in attributes.items()
+    )
+    inside = "".join(child if isinstance(child, Markup) else html.escape(child) for child in children)
+    return Markup(f"<{tag}{told}>{inside}</{tag}>")
+
+
+def joined(parts: Iterable[Markup]) -> Markup:
+    return Markup("".join(parts))
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _svg(width: str, height: float, told: str, *children: Markup) -> Markup:
+    return element(
+        "svg",
+        *children,
+        role="img",
+        aria_label=told,
+        width=width,
+        height=_number(height),
+        font_family=_FONT,
+        font_size=11,
+        fill="currentColor",
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: int | None, title: str, **more: str) -> Markup:
+    """A coloured rectangle that says what it is when pointed at; grey without a colour."""
+    return element(
+        "rect",
+        element("title", title),
+        x=_number(x),
+        y=_number(y),
+        width=_number(max(0.0, width)),
+        height=_number(max(0.0, height)),
+        rx=2,
+        **_filled(colour),
+        **more,
+    )
+
+
+def _filled(colour: int | None) -> dict[str, str]:
+    if colour is None:
+        return {"class_": "kx", "fill": _GREY}
+    return {"class_": f"k{colour % len(COLOURS)}", "fill": COLOURS[colour % len(COLOURS)]}
+
+
+def _text(x: float | str, y: float, text: str, **more: str | float) -> Markup:
+    return element("text", text, x=x if isinstance(x, str) else _number(x), y=_number(y), **more)
+
+
+def definitions(figures: Mapping[str, str]) -> Markup:
+    """Figures with their names."""
+    pairs = [element("div", element("dt", name), element("dd", told)) for name, told in figures.items()]
+    return element("dl", *pairs, class_="figures")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> Markup:
+    """The first columns hold words, the others figures."""
+    classes = [{"class_": "words"} if column < words else {} for column in range(len(heads))]
+    lines = [
+        element("tr", *(element("th", head, scope="col", **more) for head, more in zip(heads, classes, strict=True)))
+    ]
+    lines += [
+        element("tr", *(element("td", cell, **more) for cell, more in zip(row, classes, strict=True))) for row in rows
+    ]
+    return element("div", element("table", *lines), class_="wide")
+
+
+def notebook(*parts: Markup) -> Markup:
+    """Drawings as a notebook shows them."""
+    return element("div", element("style", Markup(_NOTEBOOK)), *parts, class_="jaxckpt")
+
+
+def clipped(text: str, most: int) -> str:
+    """A name that is no longer than there is room for."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+# Layouts --------------------------------------------------------------------------------------------------
+
+
+LAYOUT_WIDTH = 320
+_MOST_CELLS = 8  # along a side; of more, the first five and the last two are drawn
+
+
+def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -> Markup:
+    """The boxes that a layout cuts a leaf of `rank` dimensions into, each with the devices that hold it.
+
+    Of three or more dimensions that are split, all but the last run down the side. `where` is what is said of a leaf
+    that lies on no mesh. Each box has its index along each dimension in `data-box`, for pages that know its shape.
+    """
+    axes = mesh.axes if mesh is not None else {}
+    parts = [math.prod(axes[axis] for axis in (spec[dim] if dim < len(spec) else ())) for dim in range(rank)]
+    cut = [dim for dim, count in enumerate(parts) if count > 1]
+    across = cut[-1:] if len(cut) > 1 or cut == [rank - 1] else []
+    down = [dim for dim in cut if dim not in across]
+    columns, rows = (math.prod(parts[dim] for dim in dims) for dims in (across, down))
+    left, top = (16 if down else 0), (16 if across else 0)
+    x_at, x_gap = _places(columns, LAYOUT_WIDTH - left)
+    height = 34 if rows <= 4 else 30
+    y_at, y_gap = _places(rows, min(rows, _MOST_CELLS) * height if rows > 1 else 56)
+    holders = _Holders(mesh, spec, rank)
+    drawn: list[Markup] = []
+    for row, (y, tall) in y_at.items():
+        for column, (x, wide) in x_at.items():
+            index = _unravelled(row, [parts[dim] for dim in down]) + _unravelled(column, [parts[dim] for dim in across])
+            box = dict(zip([*down, *across], index, strict=True))
+            held = holders(box)
+            number = row * columns + column
+            # Neighbours differ, whatever the number of columns.
+            colour = None if mesh is None else number if rows * columns <= len(COLOURS) else 3 * row + column
+            drawn.append(
+                _box(left + x, top + y, wide, tall, colour, held, where, [box.get(dim, 0) for dim in range(rank)])
+            )
+    drawn.extend(
+        _text(left + x, top + y_at[0][0] + y_at[0][1] / 2 + 4, "⋯", text_anchor="middle")
+        for x in ([x_gap] if x_gap else [])
+    )
+    drawn.extend(
+        _text(left + x_at[0][0] + x_at[0][1] / 2, top + y + 4, "⋮", text_anchor="middle")
+        for y in ([y_gap] if y_gap else [])
+    )
+    if across:
+        drawn.append(_text(left, 11, _cut_by(across, parts, spec, 44), class_="dim"))
+    last = max(y + tall for y, tall in y_at.values())
+    if down:
+        told = _cut_by(down, parts, spec, max(6, int(last / 6)))
+        drawn.append(_text(-(top + last), 11, told, transform="rotate(-90)", class_="dim"))
+    said = f"{show_spec(spec)} on {show_axes(axes)}" if mesh is not None else where
+    return _svg(str(LAYOUT_WIDTH), top + last, clipped(f"layout: {said}", 200), *drawn)
+
+
+def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], float | None]:
+    """(start, length) of each cell that is drawn along a side, and the middle of the gap where some are left out."""
+    if count <= _MOST_CELLS:
+        each = room / max(1, count)
+        return {cell: (cell * each + 1, each - 2) for cell in range(count)}, None
+    gap = 16.0
+    each = (room - gap) / 7
+    first = {cell: (cell * each + 1, each - 2) for cell in range(5)}
+    last = {count - 2 + cell: (5 * each + gap + cell * each + 1, each - 2) for cell in range(2)}
+    return first | last, 5 * each + gap / 2
+
+
+def _cut_by(dims: Sequence[int], parts: Sequence[int], spec: Spec, most: int) -> str:
+    told = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({parts[dim]})" for dim in dims)
+    return clipped(told, most)
+
+
+def _unravelled(number: int, counts: Sequence[int]) -> list[int]:
+    """The index in an array of these sides, of its element of this number."""
+    index: list[int] = []
+    for count in reversed(counts):
+        number, at = divmod(number, count)
+        index.append(at)
+    return index[::-1]
+
+
+class _Holders:
+    """Ids of the devices that hold a box, given by its index along the dimensions that are split."""
+
+    def __init__(self, mesh: MeshRecord | None, spec: Spec, rank: int) -> None:
+        # Axes of size 1 say nothing, and NumPy takes no more than 32 or 64 axes.
+        self._axes = {} if mesh is None else {name: size for name, size in mesh.axes.items() if size > 1}
+        self._grid = np.array(() if mesh is None else mesh.devices, np.int64)
+        if mesh is not None:
+            self._grid = self._grid.reshape(tuple(self._axes.values()))
+        self._spec = [[axis for axis in entry if axis in self._axes] for entry in spec[:rank]]
+
+    def __call__(self, box: Mapping[int, int]) -> list[int]:
+        at: dict[str, int] = {}
+        for dim, number in box.items():
+            names = self._spec[dim]
+            at.update(zip(names, _unravelled(number, [self._axes[name] for name in names]), strict=True))
+        return self._grid[tuple(at.get(name, slice(None)) for name in self._axes)].reshape(-1).tolist()
+
+
+def _box(
+    x: float,
+    y: float,
+    wide: float,
+    tall: float,
+    colour: int | None,
+    held: Sequence[int],
+    where: str,
+    index: Sequence[int],
+) -> Markup:
+    """One box with its devices written into it, as many of them as there is room for."""
+    told = show_ids(held)
+    lines = [where]
+    if held:
+        copies = f"×{len(held)}" if len(held) > 1 else ""
+        room = int((wide - 4) / 6.2)
+        if len(held) > 1 and len(told) + len(copies) + 1 <= room and tall < 40:
+            lines = [f"{told} {copies}"]
+        elif len(held) > 1:
+            lines = [told if len(told) <= room else f"{held[0]}…", copies]
+        else:
+            lines = [told]
+    middle = y + tall / 2 + 4 - 6.5 * (len(lines) - 1)
+    texts = [
+        _text(x + wide / 2, middle + 13 * number, line, fill=_INK, text_anchor="middle", class_="ink")
+        for number, line in enumerate(lines)
+    ]
+    many = f"{len(held)} replicas on devices" if len(held) > 1 else "device"
+    title = f"{many} {show_ids(held, most=64)}" if held else where
+    return element(
+        "g",
+        _rect(x, y, wide, tall, colour, title),
+        *texts,
+        class_="box",
+        pointer_events="all",
+        data_box=" ".join(map(str, index)),
+        data_devices=title,
+    )
+
+
+def show_ids(ids: Sequence[int], most: int = 4) -> str:
+    """Numbers of devices or processes in a few characters: "0–3", "0, 4", "0, 8, …, 56"."""
+    if len(ids) > 2 and all(after - before == 1 for before, after in itertools.pairwise(ids)):
+        return f"{ids[0]}–{ids[-1]}"
+    if len(ids) <= most:
+        return ", ".join(map(str, ids))
+    shown = ids[: max(2, most - 2)]
+    return f"{', '.join(map(str, shown))}, …, {ids[-1]}"
+
+
+def show_cuts(shape: Sequence[int], spec: Spec, axes: Mapping[str, int]) -> list[str]:
+    """What becomes of each dimension: "dim 0: 4096 = 2 × 2048 by data"."""
+    cuts: list[str] = []
+    for dim, length in enumerate(shape):
+        names = spec[dim] if dim < len(spec) else ()
+        count = math.prod(axes[name] for name in names)
+        cut = f" = {count} × {length // count} by {', '.join(names)}" if count > 1 else ", whole"
+        cuts.append(f"dim {dim}: {length}{cut}")
+    return cuts
+
+
+# Bars -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A line of a bar chart."""
+
+    label: str
+    figure: str
+    parts: tuple[tuple[int | None, float, str], ...]
+    """(colour, fraction of the whole width, what it is) from left to right."""
+
+
+def bars(told: str, lines: Sequence[Bar], legend: Sequence[str]) -> Markup:
+    """Horizontal bars as wide as there is room for, their text of one size on every screen."""
+    drawn: list[Markup] = []
+    for colour, name in enumerate(legend):  # three in a line
+        x, y = f"{colour % 3 / 3:.3%}", 18.0 * (colour // 3)
+        drawn.append(element("rect", x=x, y=_number(y + 1), width=11, height=11, rx=2, **_filled(colour)))
+        drawn.append(element("svg", _text(17, y + 11, name), x=x, overflow="visible"))
+    top = 18.0 * -(-len(legend) // 3) + 6
+    for number, bar in enumerate(lines):
+        y = top + 36 * number
+        drawn.append(_text(0, y + 12, bar.label))
+        drawn.append(_text("100%", y + 12, bar.figure, text_anchor="end"))
+        at = 0.0
+        for colour, fraction, title in bar.parts:
+            place = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
+            drawn.append(element("rect", element("title", title), **place, **_filled(colour)))
+            at += fraction
+    return _svg("100%", top + 36 * len(lines), told, *drawn)
+
+
+# Treemaps -------------------------------------------------------------------------------------------------
+
+Rectangle = tuple[float, float, float, float]
+"""x, y, width, height."""
+
+
+def squarified(sizes: Sequence[float], x: float, y: float, width: float, height: float) -> list[Rectangle]:
+    """A rectangle for each size, largest first, their areas in proportion and their sides alike.
+
+    Bruls, Huizing and van Wijk, "Squarified treemaps", 2000. The report's page has the same in JavaScript.
+    """
+    total = sum(sizes)
+    if not total:
+        return [(x, y, 0.0, 0.0)] * len(sizes)
+    areas = [size * width * height / total for size in sizes]
+    found: list[Rectangle] = []
+    while len(found) < len(areas):
+        side = min(width, height)
+        begin, row, worst = len(found), 0.0, math.inf
+        stop = begin
+        while stop < len(areas):
+            extended = row + areas[stop]
+            depth = extended / side if side else 0.0
+            sides = areas[begin], areas[stop]
+            ratio = max((max(area / depth / depth, depth * depth / area) if area and depth else 1.0) for area in sides)
+            if stop > begin and ratio > worst:
+                break
+            row, worst, stop = extended, ratio, stop + 1
+        depth = row / side if side else 0.0
+        at = y if width >= height else x
+        for area in areas[begin:stop]:
+            length = area / depth if depth else 0.0
+            found.append((x, at, depth, length) if width >= height else (at, y, length, depth))
+            at += length
+        if width >= height:
+            x, width = x + depth, max(0.0, width - depth)
+        else:
+            y, height = y + depth, max(0.0, height - depth)
+    return found
+
+
+def treemap(sizes: Mapping[str, int], *, width: float = 640, height: float = 240, most: int = 40) -> Markup:
+    """Bytes of leaves by path: the containers at the top, and in each what lies directly below it.
+
+    Coloured by the containers, or where one or two of them fill it by what lies in them.
+    """
+    top = _grouped(sizes, 0)
+    drawn: list[Markup] = []
+    colours = itertools.count()
+    heads = _largest({head: sum(below.values()) for head, below in top.items()}, most)
+    total = sum(sizes.values())
+    by_heads = spread(heads.values()) >= 2.2
+    for head, (x, y, wide, tall) in zip(heads, squarified(list(heads.values()), 0, 0, width, height), strict=True):
+        told = f"{head}: {show_bytes(heads[head])}, {heads[head] / max(1, total):.1%}"
+        inner = _grouped(top[head], 1) if head in top else {}
+        colour = next(colours) if by_heads or len(inner) < 2 else None
+        drawn.append(_rect(x + 1, y + 1, wide - 2, tall - 2, colour, told))
+        if len(inner) > 1 and wide > 60 and tall > 50:
+            below = _largest({name: sum(found.values()) for name, found in inner.items()}, most)
+            for name, (a, b, c, d) in zip(
+                below, squarified(list(below.values()), x + 4, y + 20, wide - 8, tall - 24), strict=True
+            ):
+                drawn.append(
+                    _rect(
+                        a + 1,
+                        b + 1,
+                        c - 2,
+                        d - 2,
+                        next(colours) if colour is None else colour,
+                        f"{head}/{name}: {show_bytes(below[name])}",
+                        stroke=_INK,
+                        stroke_opacity="0.35",
+                    )
+                )
+                drawn.append(_label(a, b, c, d, name))
+        drawn.append(_label(x, y, wide, min(tall, 20) if len(inner) > 1 else tall, head))
+    return _svg(_number(width), height, f"{show_bytes(total)} by subtree", *drawn)
+
+
+def spread(sizes: Iterable[int]) -> float:
+    """How many equal sizes would be as diverse: the inverse of Simpson's index ("Measurement of diversity", 1949)."""
+    found = list(sizes)
+    return sum(found) ** 2 / max(1, sum(size * size for size in found))
+
+
+def _grouped(sizes: Mapping[str, int], depth: int) -> dict[str, dict[str, int]]:
+    """Leaves by the key that their path has at this depth."""
+    found: dict[str, dict[str, int]] = {}
+    for path, size in sizes.items():
+        keys = path.split("/")
+        found.setdefault(keys[min(depth, len(keys) - 1)], {})[path] = size
+    return found
+
+
+def _largest(sizes: Mapping[str, int], most: int) -> dict[str, int]:
+    """Those that have bytes, largest first; the smallest of many as one."""
+    ordered = {name: size for name, size in sorted(sizes.items(), key=lambda item: -item[1]) if size}
+    if len(ordered) <= most:
+        return ordered
+    kept = dict(list(ordered.items())[:most])
+    kept[f"… {len(ordered) - most} more"] = sum(ordered.values()) - sum(kept.values())
+    return kept
+
+
+def _label(x: float, y: float, wide: float, tall: float, text: str) -> Markup:
+    room = int((wide - 8) / 6.4)
+    if room < 2 or tall < 13:
+        return Markup()
+    return _text(x + 5, y + 14, clipped(text, room), fill=_INK, class_="ink", pointer_events="none")

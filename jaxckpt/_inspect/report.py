@@ -1,0 +1,443 @@
+"""A checkpoint as one HTML page: its bytes, layouts and values, how its save went and what a restore would read.
+
+manifest ─▶ leaves, and for leaves alike one form ─▶ JSON in the page ─▶ treemap, table, details: report.html
+         ─▶ drawings and tables that need no script ─▶ HTML
+
+Whatever a checkpoint says is text: `_drawing.element` escapes it, or it goes into the JSON, of which the page's script
+only ever makes text nodes. Should some slip through all the same, the page's policy runs no script but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import hashlib
+import html
+import importlib.resources
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxckpt._format.grid import show_axes
+from jaxckpt._format.layouts import Specs
+from jaxckpt._format.records import LeafRecord, Manifest
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._inspect.checkpoint import Checkpoint, RestorePlan, Where, draw_plan, saved_where
+from jaxckpt._inspect.drawing import (
+    Bar,
+    Markup,
+    bars,
+    clipped,
+    definitions,
+    element,
+    joined,
+    layout_drawing,
+    show_cuts,
+    show_ids,
+    table,
+)
+from jaxckpt._restore.reading import Stored
+from jaxckpt._restore.source import Location, Source, source_at
+from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.progress import reporting, show_bytes
+
+MOST_DRAWINGS = 400
+"""Layouts that are drawn; models have a dozen. The others are told in words."""
+
+MOST_BARS = 64
+"""Processes that have a bar of their own."""
+
+_CLIPPED = 20_000  # characters of the user's metadata that are shown
+_BINS = 64  # of a histogram; while values are counted there are more, so that coarser ones can be made of them
+_FINE_BINS = 1024
+_SCALE = 1 / 16  # so that the range of the bins does not overflow
+_BLOCK = 1 << 19  # values that are counted at once
+
+
+def report(
+    path: Location,
+    *,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    specs: Specs = None,
+    histograms: bool = False,
+    options: Options | None = None,
+) -> str:
+    """A page that shows a checkpoint: one HTML document, which needs no network and no other file.
+
+    It has a treemap of bytes by subtree, a table of the leaves to search and sort, the layout of each leaf on its mesh,
+    and how long each process took over each phase of the save.
+
+    Args:
+        path: Where `save` wrote, or another checkpoint that `restore` takes.
+        mesh: Also show what a restore onto this mesh would read, as `Checkpoint.plan` takes it: a mesh that this
+            machine does not have will do, such as {"data": 64, "model": 8}.
+        specs: With `mesh`, as for `restore`.
+        histograms: Also read every leaf of floating-point numbers, in memory bounded by `options.host_bytes`, and show
+            how its values are distributed. Without it only the manifest is read.
+        options: See `Options`.
+
+    Returns:
+        The document. Any process may call this alone; write it to a file of UTF-8 and open that in a browser.
+
+    Raises:
+        NotACheckpointError, ManifestError: As `open`.
+        MismatchError, SpecError, LayoutError: As `restore` onto `mesh` would.
+        DataError, StorageError: A leaf cannot be read; with `histograms` only.
+
+    Example:
+        >>> import jaxckpt, numpy as np
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/report", {"w": np.ones((8, 4))}, overwrite=True)
+        >>> page = jaxckpt.report("/tmp/jaxckpt-doc/report", mesh={"data": 2})
+        >>> page.startswith("<!doctype html>")
+        True
+    """
+    options = given(options)
+    source, _ = source_at(path, options)
+    checkpoint = Checkpoint(source, options)
+    plan = None if mesh is None and specs is None else checkpoint.plan(mesh=mesh, specs=specs)
+    drawings = _Drawings()
+    data = _data(source.manifest, plan, drawings)
+    data["total"] = checkpoint.nbytes
+    data["histograms"] = _histograms(source, options) if histograms else {}
+    sections = [_save_section(source.manifest), _restore_section(plan), _about_section(checkpoint, source.manifest)]
+    return _page(
+        title=f"{checkpoint.path} · jaxckpt",
+        header=_header(checkpoint, source.manifest),
+        sections=joined(sections),
+        drawings=joined(drawings.templates),
+        data=data,
+    )
+
+
+def _page(*, title: str, header: Markup, sections: Markup, drawings: Markup, data: Mapping[str, Any]) -> str:
+    page = importlib.resources.files("jaxckpt._inspect").joinpath("report.html").read_text(encoding="utf-8")
+    own = [re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script")]
+    style, script = (_digest(found[1]) for found in own if found is not None)
+    parts = {
+        "policy": f"default-src 'none'; style-src {style}; script-src {script}; base-uri 'none'; form-action 'none'",
+        "title": html.escape(title),
+        "header": header,
+        "sections": sections,
+        "drawings": drawings,
+        # A script element ends where its text says so, whatever its type.
+        "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# The leaves -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A layout as the page's script takes it."""
+
+    spec: str
+    on: str
+    cuts: list[str]
+    parts: list[int]
+    """For each dimension, into how many boxes it is cut."""
+
+    drawing: int | None
+    """Number of its drawing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What leaves that are alike have in common."""
+
+    kind: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    stored: str
+    saved: _Layout | None
+    wanted: _Layout | None
+
+
+class _Drawings:
+    """The layouts that are drawn, each once: leaves of any shape share the drawing of a spec on a mesh."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self.templates: list[Markup] = []
+
+    def layout(self, where: Where, shape: Sequence[int]) -> _Layout:
+        axes = {} if where.mesh is None else where.mesh.axes
+        parts = [
+            math.prod(axes[name] for name in (where.split[dim] if dim < len(where.split) else ()))
+            for dim in range(len(shape))
+        ]
+        cuts = show_cuts(shape, where.split, axes) if where.mesh is not None else []
+        return _Layout(where.spec, where.on, cuts, parts, self._number(where, len(shape)))
+
+    def _number(self, where: Where, rank: int) -> int | None:
+        key = (id(where.mesh), where.split, where.on, rank)  # meshes outlive this
+        if key not in self._numbers:
+            if len(self.templates) >= MOST_DRAWINGS:
+                return None
+            drawn = layout_drawing(where.mesh, where.split, rank, where.on)
+            self._numbers[key] = len(self.templates)
+            self.templates.append(element("template", drawn, id=f"drawing-{len(self.templates)}"))
+        return self._numbers[key]
+
+
+def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> dict[str, Any]:
+    """The leaves and their forms."""
+    wanted = {} if plan is None else {leaf.path: leaf.wanted for leaf in plan.leaves}
+    numbers: dict[Any, int] = {}
+    forms: list[dict[str, Any]] = []
+    leaves: list[list[Any]] = []
+    for leaf in manifest.leaves:
+        goal = wanted.get(leaf.path)
+        alike = (leaf.kind, leaf.stack, leaf.layout, leaf.impl, goal and (id(goal.mesh), goal.split, goal.on))
+        if alike not in numbers:
+            numbers[alike] = len(forms)
+            forms.append(asdict(_form(manifest, leaf, goal, drawings)))
+        told = [] if leaf.value is None else [clipped(leaf.value, 200)]
+        leaves.append([leaf.path, numbers[alike], *told])
+    return {"leaves": leaves, "forms": forms}
+
+
+def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _Drawings) -> _Form:
+    if leaf.stack is None:
+        return _Form(leaf.kind, leaf.kind, [], 0, "", None, None)
+    stack = manifest.stacks[leaf.stack]
+    chunk, sides = ("×".join(map(str, found)) for found in (stack.chunk, stack.object))
+    rows = f"a row among {stack.rows}" if stack.rows > 1 else "alone"
+    return _Form(
+        kind=leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
+        dtype=stack.dtype,
+        shape=list(stack.shape),
+        bytes=manifest.leaf_bytes(leaf),
+        stored=f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}{', zstd' if stack.compression else ''}",
+        saved=drawings.layout(saved_where(manifest, leaf), stack.shape),
+        wanted=None if goal is None else drawings.layout(goal, stack.shape),
+    )
+
+
+# Values ---------------------------------------------------------------------------------------------------
+
+
+def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
+    """How the values of each leaf of floating-point numbers are distributed, by the leaf's number."""
+    found: dict[int, dict[str, Any]] = {}
+    # What is read, and as much again in copies of other widths.
+    options = replace(options, host_bytes=max(1, options.host_bytes // 2))
+    leaves = [
+        (number, leaf)
+        for number, leaf in enumerate(source.manifest.leaves)
+        if leaf.stack is not None and leaf.kind not in ("key", "str", "bytes")
+        if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating)
+    ]
+    n_bytes = sum(source.manifest.leaf_bytes(leaf) for _, leaf in leaves)
+    with reporting("report", n_bytes, options.progress) as tell:
+        for number, _ in leaves:
+            values = _Values()
+            for slab in Stored(source, number, options, tell).slabs():
+                values.add(slab)
+            found[number] = values.told()
+    return found
+
+
+class _Values:
+    """Counts of values, taken in one pass: the range of the bins grows as values come that lie outside of it."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(_FINE_BINS, np.int64)
+        self._low = self._high = 0.0  # edges, of values times _SCALE
+        self._least, self._most = math.inf, -math.inf
+        self._finite = self._nan = self._inf = self._zero = 0
+        self._mean = self._squares = 0.0
+
+    def add(self, slab: np.ndarray[Any, Any]) -> None:
+        flat = slab.reshape(-1)
+        for begin in range(0, flat.size, _BLOCK):
+            self._add(flat[begin : begin + _BLOCK].astype(np.float64))
+
+    def _add(self, block: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        values = block[np.isfinite(block)]
+        nan = int(np.isnan(block).sum())
+        self._nan += nan
+        self._inf += block.size - values.size - nan
+        self._zero += block.size - int(np.count_nonzero(block))
+        if not values.size:
+            return
+        self._least, self._most = min(self._least, values.min()), max(self._most, values.max())
+        with np.errstate(over="ignore", invalid="ignore"):
+            # Chan, Golub and LeVeque, "Updating formulae for computing sample variances", 1979.
+            mean, count = float(values.mean()), self._finite + values.size
+            apart = mean - self._mean
+            self._squares += float(np.square(values - mean).sum())
+            self._squares += apart * apart * self._finite * values.size / count
+            self._mean += apart * values.size / count
+        scaled = values * _SCALE
+        self._widen(float(scaled.min()), float(scaled.max()))
+        self._counts += np.histogram(scaled, _FINE_BINS, (self._low, self._high))[0]
+        self._finite = count
+
+    def _widen(self, least: float, most: float) -> None:
+        """Let the bins reach from `least` to `most`, by halving their number as often as it takes."""
+        if not self._finite:
+            spare = max(abs(least) * 1e-3, 1e-300) if least == most else 0.0
+            self._low, self._high = least - spare, most + spare
+        while self._high < most:
+            self._high += self._high - self._low
+            self._counts = np.concatenate([self._paired(), np.zeros(_FINE_BINS // 2, np.int64)])
+        while self._low > least:
+            self._low -= self._high - self._low
+            self._counts = np.concatenate([np.zeros(_FINE_BINS // 2, np.int64), self._paired()])
+
+    def _paired(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return self._counts.reshape(-1, 2).sum(1)
+
+    def told(self) -> dict[str, Any]:
+        """For the page's script: at most `_BINS` bins over the values that there are, and figures in words."""
+        facts = {"NaN": f"{self._nan:,}", "infinite": f"{self._inf:,}", "zero": f"{self._zero:,}"}
+        if not self._finite:
+            return {"low": 0.0, "high": 0.0, "counts": [], "facts": facts}
+        (filled,) = np.nonzero(self._counts)
+        each = -(-(int(filled[-1]) + 1 - int(filled[0])) // _BINS)
+        counts = self._counts[filled[0] : filled[-1] + 1]
+        counts = np.pad(counts, (0, -counts.size % each)).reshape(-1, each).sum(1)
+        width = (self._high - self._low) / _FINE_BINS
+        low = self._low + float(filled[0]) * width
+        high = low + width * each * counts.size
+        return {
+            "low": min(max(low / _SCALE, -sys.float_info.max), sys.float_info.max),
+            "high": min(max(high / _SCALE, -sys.float_info.max), sys.float_info.max),
+            "counts": counts.tolist(),
+            "facts": {
+                "min": f"{self._least:.6g}",
+                "max": f"{self._most:.6g}",
+                "mean": f"{self._mean:.6g}",
+                "std": f"{math.sqrt(self._squares / self._finite):.6g}",
+                **facts,
+            },
+        }
+
+
+# What needs no script -------------------------------------------------------------------------------------
+
+
+def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
+    arrays = [leaf for leaf in manifest.leaves if leaf.stack is not None]
+    dtypes = collections.Counter[str]()
+    for stack, nbytes in zip(manifest.stacks, _stack_bytes(manifest), strict=True):
+        dtypes[stack.dtype] += nbytes
+    figures = {
+        "bytes": show_bytes(checkpoint.nbytes),
+        "leaves": f"{len(manifest.leaves):,}",
+        "arrays": f"{len(arrays):,}",
+        "objects": f"{sum(len(stack.objects) for stack in manifest.stacks):,}",
+        "dtypes": ", ".join(name for name, _ in dtypes.most_common(3)) + (" …" if len(dtypes) > 3 else ""),
+        "saved from": ", ".join(clipped(show_axes(mesh.axes), 60) for mesh in manifest.meshes[:2])
+        + (" …" if len(manifest.meshes) > 2 else ""),
+    }
+    if manifest.step is not None:
+        figures = {"step": f"{manifest.step.number:,}"} | figures
+    return joined(
+        [
+            element("h1", clipped(checkpoint.path, 400)),
+            element("p", ", ".join(filter(None, [f"{manifest.format} checkpoint", manifest.created])), class_="soft"),
+            definitions({name: figure for name, figure in figures.items() if figure}),
+        ]
+    )
+
+
+def _stack_bytes(manifest: Manifest) -> list[int]:
+    return [stack.rows * math.prod(stack.shape) * DTYPES[stack.dtype].itemsize for stack in manifest.stacks]
+
+
+def _save_section(manifest: Manifest) -> Markup:
+    """How long each process took over each phase, the slowest first; nothing where it was not recorded."""
+    phases = manifest.phase_seconds
+    totals = [sum(seconds) for seconds in zip(*phases.values(), strict=True)]
+    longest = max(totals, default=0.0)
+    if not longest:
+        return Markup()
+    slowest = sorted(range(len(totals)), key=lambda process: -totals[process])[:MOST_BARS]
+    lines = [
+        Bar(
+            f"process {process}",
+            show_seconds(totals[process]),
+            tuple(
+                (number, seconds[process] / longest, f"{_phase(name)}: {show_seconds(seconds[process])}")
+                for number, (name, seconds) in enumerate(phases.items())
+            ),
+        )
+        for process in sorted(slowest)
+    ]
+    told = (
+        "Seconds of each process until it had written its share; then process 0 published the checkpoint."
+        " Phases alternate while a process works; each is drawn in one piece."
+    )
+    if len(totals) > MOST_BARS:
+        told += f" The slowest {MOST_BARS} of {len(totals)} processes are shown."
+    names = [_phase(name) for name in phases]
+    rows = [
+        [f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in sorted(slowest)
+    ]
+    return _section(
+        "The save, by process and phase",
+        element("p", told, class_="soft"),
+        bars("Seconds by process and phase", lines, names),
+        element("details", element("summary", "As a table"), table(["", *names], rows)),
+    )
+
+
+def _phase(name: str) -> str:
+    return clipped(name.replace("_", " "), 30)
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _restore_section(plan: RestorePlan | None) -> Markup:
+    if plan is None:
+        return Markup()
+    return _section("What this restore would read", draw_plan(plan, MOST_BARS))
+
+
+def _about_section(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
+    facts = {
+        "saved": manifest.created,
+        "save id": manifest.save_id,
+        "libraries": ", ".join(f"{name} {version}" for name, version in manifest.libraries.items()),
+        "meshes": "; ".join(
+            f"{show_axes(mesh.axes)} on devices {show_ids(mesh.devices)}" for mesh in manifest.meshes[:8]
+        ),
+    }
+    if manifest.step is not None and manifest.step.metrics:
+        facts["metrics"] = ", ".join(
+            f"{name} {value:.6g}" if value is not None else f"{name} not finite"
+            for name, value in manifest.step.metrics.items()
+        )
+    told = [
+        part
+        for name, text in facts.items()
+        if text
+        for part in (element("dt", name), element("dd", clipped(text, 2000), class_="mono"))
+    ]
+    parts = [element("dl", *told, class_="facts")]
+    if manifest.metadata is not None:
+        text = json.dumps(manifest.metadata, ensure_ascii=False, indent=2)
+        parts += [element("h3", "metadata"), element("pre", clipped(text, _CLIPPED))]
+    return _section("About", *parts)
+
+
+def _section(title: str, *parts: Markup) -> Markup:
+    return element("section", element("h2", title), *parts)

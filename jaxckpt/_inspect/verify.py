@@ -1,0 +1,269 @@
+"""Checking a checkpoint: every file that the manifest names is there and is as it was saved."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from jaxckpt._format import manifest as manifests
+from jaxckpt._format import zarr
+from jaxckpt._format.grid import Box, cut_down, volume, whole
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.records import Manifest
+from jaxckpt._format.stacks import Stack
+from jaxckpt._format.tree import show
+from jaxckpt._restore.reading import read_box
+from jaxckpt._restore.source import Foreign, Location, Native, source_at
+from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing
+from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.progress import reporting, show_bytes
+from jaxckpt._storage.store import Store
+
+_THREADS = 8
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is not as it was saved."""
+
+    leaf: str | None
+    """Path of the leaf that is hit; None for a file that holds no leaf's data."""
+
+    box: Box | None
+    """(start, stop) along each dimension of the leaf that is hit; of a PRNG key's raw data; () of a 0-d leaf. None
+    where `leaf` is."""
+
+    object: str
+    """The file, below the checkpoint's path."""
+
+    reason: str
+    """What is wrong with the file, in words that follow its name."""
+
+    @property
+    def sides(self) -> str:
+        """The box as people write it: "[0:4, 8:16]"; empty where there is none."""
+        return "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
+
+    def __str__(self) -> str:
+        where = "" if self.leaf is None else f"{show(self.leaf)}{self.sides}: "
+        return f"{where}{self.object} {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found."""
+
+    path: str
+
+    quick: bool
+    """Whether objects were not read, only looked for and measured. Small files are read all the same."""
+
+    problems: tuple[Problem, ...]
+    """One for each leaf and box that is hit, in order of the leaves."""
+
+    leaves: int
+    """Leaves of the checkpoint."""
+
+    objects: int
+    """Objects that it should have."""
+
+    checked_bytes: int
+    """Bytes of the objects that were read and checked; 0 if quick."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is as it was saved."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        extent = "existence and lengths only" if self.quick else f"{show_bytes(self.checked_bytes)} read"
+        head = f"{self.path}: {counted(self.leaves, 'leaf')} in {counted(self.objects, 'object')}, {extent}"
+        if self.ok:
+            return f"{head}: ok"
+        # One line for each file and reason: a damaged object may hold thousands of leaves.
+        files: dict[tuple[str, str], list[Problem]] = {}
+        for problem in self.problems:
+            files.setdefault((problem.object, problem.reason), []).append(problem)
+        lines = [f"{file} {reason}{_hit(found)}" for (file, reason), found in files.items()]
+        return f"{head}; problems: {len(self.problems)}\n{listing(lines)}"
+
+
+def _hit(problems: list[Problem]) -> str:
+    """The leaves that problems of one file hit, for a line about it."""
+    hit = [f"{show(problem.leaf)}{problem.sides}" for problem in problems if problem.leaf is not None]
+    if not hit:
+        return ""
+    return f": {', '.join(hit[:3])}" + (f" and {len(hit) - 3} more" if len(hit) > 3 else "")
+
+
+def verify(path: Location, *, quick: bool = False, options: Options | None = None) -> VerifyReport:
+    """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
+
+    Any process may call it alone; no JAX backend is started. Objects are read in parallel, some MiB of each at a time.
+
+    Args:
+        path: Where `save` wrote. Of another checkpoint that `restore` takes, every byte is read and decoded: what its
+            format can tell is told, coverage and lengths at least, and checksums where it has some.
+        quick: Only whether every object is there and of its length, and the small files as they were: one look at
+            each file, or on an object store one request for each object's last byte.
+        options: `progress`, `manifest_sha256` and those of the storage; see `Options`.
+
+    Returns:
+        A report, which is true if all is well: `report.ok`, and `report.problems`, each with leaf, box, object and
+        reason. What cannot be read is a problem. So is a damaged manifest, and then the only one: nothing else can be
+        trusted. `quick` sees neither flipped bits nor swapped objects of one length.
+
+    Raises:
+        NotACheckpointError: No manifest at `path`, or it was deleted or replaced meanwhile.
+        StorageError: The manifest cannot be read, or the object store does not answer.
+
+    Examples:
+        >>> import numpy as np, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/verify", {"w": np.arange(100)}, overwrite=True)
+        >>> jaxckpt.verify("/tmp/jaxckpt-doc/verify").ok
+        True
+    """
+    options = given(options)
+    try:
+        source, _ = source_at(path, options)
+    except CorruptError as error:
+        # Of a foreign checkpoint, whatever file it was is named in the error.
+        problem = Problem(None, None, MANIFEST, f"cannot be used: {error}")
+        return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
+    if not isinstance(source, Native):
+        return _verify_foreign(source, quick, options)
+    store, manifest = source.store, source.manifest
+    files = list(_files(manifest))
+    misfits = store.misfits({file.key: file.length for file in files})
+    found = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
+    for _, problems in _checked(functools.partial(_check_small, store), _small_files(manifest)):
+        found.extend(problems)
+    rest = [] if quick else [file for file in files if file.key not in misfits]
+    total = sum(file.length for file in rest)
+    with reporting("verify", total, options.progress) as report:
+        for file, problems in _checked(functools.partial(_check, store), rest):
+            found.extend(problems)
+            report(file.length)
+    became = source.fate() if found else None
+    if became:
+        raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
+    places = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+    found.sort(
+        key=lambda problem: (-1 if problem.leaf is None else places[problem.leaf], problem.box or (), problem.object)
+    )
+    return VerifyReport(store.url, quick, tuple(found), len(manifest.leaves), len(files), total)
+
+
+def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
+    """Read all of it, box by box, and compare the checksums that its format keeps; what can be told without that was
+    told when it was opened."""
+    manifest, found, total = source.manifest, list[Problem](), 0
+    arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
+    sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
+    with reporting("verify", sum(sizes.values()), options.progress) as report:
+        for number in arrays:
+            leaf = manifest.leaves[number]
+            place, row = manifest.place(leaf)
+            stack = manifest.arrays[place]
+            fits = max(1, options.host_bytes // 4 // stack.itemsize)
+            for box in cut_down(whole(stack.shape), (stack.chunk[1:],), lambda box, fits=fits: volume(box) <= fits):
+                try:
+                    read_box(source, number, box, options)
+                except (DataError, StorageError) as error:
+                    found.append(Problem(leaf.path, box, source.url, f"cannot be read: {error}"))
+                report(volume(box) * stack.itemsize)
+            try:
+                source.blocks[place][row].check()
+            except (DataError, StorageError) as error:
+                if not (found and found[-1].leaf == leaf.path):
+                    found.append(Problem(leaf.path, None, source.url, str(error)))
+            total += sizes[number]
+    return VerifyReport(source.url, quick, tuple(found), len(manifest.leaves), len(arrays), total)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An object that should be there."""
+
+    key: str
+    stack: Stack
+    index: tuple[int, ...]
+    box: Box
+    length: int
+    digest: str
+
+    leaves: Mapping[int, str]
+    """Path of the leaf in each row of the stack."""
+
+    def problems(self, box: Box | None, reason: str) -> Iterator[Problem]:
+        """A problem of a box of the stack, or of all that the object holds, for each leaf that it hits."""
+        (first, last), *sides = box or self.box
+        for row in range(first, last):
+            if row in self.leaves:
+                yield Problem(self.leaves[row], tuple(sides), self.key, reason)
+
+
+def _files(manifest: Manifest) -> Iterator[_File]:
+    rows: dict[int, dict[int, str]] = {}
+    for leaf in manifest.leaves:
+        if leaf.stack is not None and leaf.row is not None:
+            rows.setdefault(leaf.stack, {})[leaf.row] = leaf.path
+    for number, record in enumerate(manifest.stacks):
+        stack = record.stack()
+        for index, box in stack.objects():
+            length, digest = record.stored(index)
+            key = f"{manifest.data}/{zarr.object_key(stack, index)}"
+            yield _File(key, stack, index, box, length, digest, rows.get(number, {}))
+
+
+def _check(store: Store, file: _File) -> list[Problem]:
+    found: list[Problem] = []
+    try:
+        with store.ranges(file.key) as read:
+            for box, reason in zarr.problems(read, file.stack, file.index, file.length, file.digest):
+                found.extend(file.problems(box, reason))
+    except (DataError, StorageError) as error:
+        found.extend(file.problems(None, f"cannot be read: {error}"))
+    return found
+
+
+def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """(key, SHA-256) of each zarr.json, and of what single processes knew."""
+    for record in manifest.stacks:
+        yield f"{manifest.data}/{record.name}/zarr.json", record.sha256
+    for process, (_, sha256) in enumerate(manifest.process_states):
+        yield f"{manifest.data}/{manifests.state_name(process)}", sha256
+
+
+def _check_small(store: Store, file: tuple[str, str]) -> list[Problem]:
+    key, sha256 = file
+    try:
+        content = store.read(key)
+    except (DataError, StorageError) as error:
+        return [Problem(None, None, key, f"cannot be read: {error}")]
+    if content is None:
+        return [Problem(None, None, key, "is missing")]
+    same = hashlib.sha256(content).hexdigest() == sha256
+    return [] if same else [Problem(None, None, key, "is not the one that was saved")]
+
+
+def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:
+    """The files in order, each with its problems: some are checked at once, a few wait for their turn."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
+        begun: deque[tuple[T, Future[list[Problem]]]] = deque()
+        for file in files:
+            if len(begun) == 4 * _THREADS:  # there may be 500,000, and who interrupts waits for those that are begun
+                first, problems = begun.popleft()
+                yield first, problems.result()
+            begun.append((file, threads.submit(check, file)))
+        for file, problems in begun:
+            yield file, problems.result()

@@ -1,0 +1,1 @@
+"""Restoring: manifest, target, layout, plan, reading, placing."""

@@ -1,0 +1,332 @@
+"""The plan of a restore: which boxes of which stacks are read together, and into which buffers. Pure data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._format.grid import (
+    Box,
+    cut_at_chunks,
+    cut_down,
+    hull,
+    intersection,
+    touched,
+    volume,
+)
+from jaxckpt._format.stacks import Stack, objects_of
+
+STEP_BYTES = 64 << 20
+"""Bytes of the buffers that are filled together, and stay in memory until the last array cut from them is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """The boxes that this process wants of each of some consecutive rows, once however many devices want them."""
+
+    stack: int
+    rows: tuple[int, int]
+    boxes: tuple[Box, ...]
+
+    dtype: np.dtype[Any] | None = None
+    """What the leaves become, where it is another dtype than the stored one."""
+
+    kept: bool = True
+    """Whether the buffers that are filled become the arrays; otherwise they are copied to devices and let go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive rows of a stack of which the same is wanted; each box has one buffer for all the rows."""
+
+    rows: tuple[int, int]
+    boxes: tuple[Box, ...]
+    dtype: np.dtype[Any] | None
+    kept: bool
+
+    streamed: bool = False
+    """Whether the boxes are too large for buffers of the host: what is read goes on to the devices part by part."""
+
+    @property
+    def like(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
+        """What is wanted of each row."""
+        return self.boxes, self.dtype, self.kept
+
+    @property
+    def passing(self) -> bool:
+        """Whether its buffers are let go once what is in them is on the devices."""
+        return not (self.kept or self.streamed)
+
+    def held(self, box: int) -> Box:
+        """The part of the stack that the buffer of a box holds."""
+        return (self.rows, *self.boxes[box])
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What is read in one request of tensorstore, and the buffers (run, box) that it serves."""
+
+    box: Box
+    serves: tuple[tuple[int, int], ...]
+
+    staged: bool
+    """Whether it is read beside the buffers first: it serves several of them, or none there is, or is cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Regions that are read together: the unit that is in flight."""
+
+    regions: tuple[Region, ...]
+
+    n_bytes: int
+    """Bytes of what is wanted of them."""
+
+    held_bytes: int
+    """Bytes of host memory it takes beside the buffers: the chunks as they are stored, and what is staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """Buffers that are filled, delivered and forgotten together."""
+
+    stack: int
+    runs: tuple[Run, ...]
+    reads: tuple[Read, ...]
+
+    n_bytes: int
+    """Bytes of array data wanted, as it is stored."""
+
+    held_bytes: int
+    """Bytes of the buffers that do not become arrays."""
+
+    @property
+    def regions(self) -> Iterator[Region]:
+        return itertools.chain.from_iterable(read.regions for read in self.reads)
+
+
+def read_bytes(host_bytes: int) -> int:
+    """Most bytes of one read where so many may be in flight: one is read, one is decoded, two are on their way."""
+    return max(1, host_bytes // 4)
+
+
+def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int) -> list[ReadStep]:
+    """Steps that read every wanted box once, and no chunk twice, in reads small enough for memory of `host_bytes`."""
+    by_stack: dict[int, list[Want]] = {}
+    for want in wants:
+        if want.boxes and any(volume(box) for box in want.boxes):
+            by_stack.setdefault(want.stack, []).append(want)
+    most = read_bytes(host_bytes)
+    steps: list[ReadStep] = []
+    for number, found in sorted(by_stack.items()):
+        stack = stacks[number]
+        found.sort(key=lambda want: want.rows)
+        steps.extend(_step(number, stack, group, most) for group in _grouped(stack, found, min(STEP_BYTES, most)))
+    return steps
+
+
+def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[list[Want]]:
+    """Wants of at most `step_bytes` together, or of one row of chunks, which is never parted."""
+    group: list[Want] = []
+    held = 0
+    chunk_rows = stack.chunk[0]
+    for unit in _units(chunk_rows, wants):
+        size = sum((want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) for want in unit) * stack.itemsize
+        (row, end), chunks_bytes = unit[0].rows, size
+        if end - row > chunk_rows:  # many rows of chunks, of one want
+            chunks_bytes = size * chunk_rows // (end - row)
+        while size:
+            if group and held + chunks_bytes > step_bytes:
+                yield group
+                group, held = [], 0
+            taken = min(size, max(1, (step_bytes - held) // chunks_bytes) * chunks_bytes)
+            if taken < size:
+                stop = row + taken // chunks_bytes * chunk_rows
+                group.append(replace(unit[0], rows=(row, stop)))
+                row = stop
+            else:
+                group.extend([replace(unit[0], rows=(row, end)), *unit[1:]])
+            held, size = held + taken, size - taken
+    if group:
+        yield group
+
+
+def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
+    """Each row of chunks that a want touches in part, with all that is wanted of it; else whole rows of chunks."""
+    shared: list[Want] = []
+    for want in wants:
+        row, end = want.rows
+        while row < end:
+            border = (row // chunk_rows + 1) * chunk_rows
+            if shared and shared[0].rows[0] // chunk_rows != row // chunk_rows:
+                yield shared
+                shared = []
+            if row % chunk_rows or end < border:
+                stop = min(border, end)
+                shared.append(replace(want, rows=(row, stop)))
+            else:
+                stop = end // chunk_rows * chunk_rows
+                yield [replace(want, rows=(row, stop))]
+            row = stop
+    if shared:
+        yield shared
+
+
+def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> ReadStep:
+    runs: list[Run] = []
+    for want in wants:
+        begun, end = want.rows
+        if runs and runs[-1].rows[1] == begun and runs[-1].like == (want.boxes, want.dtype, want.kept):
+            begun = runs.pop().rows[0]
+        streamed = not want.kept and _bytes(stack, want) > most_bytes
+        runs.append(Run((begun, end), want.boxes, want.dtype, want.kept, streamed))
+    regions: list[Region] = []
+    for together in _sharing_chunks(runs, stack.chunk[0]):
+        targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
+        boxes = [runs[run].held(box) for run, box in targets]
+        for box, served in cut_at_chunks(boxes, stack.chunk):
+            regions.append(_region(runs, box, [targets[i] for i in served]))
+    n_bytes = sum(volume(run.held(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
+    held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.passing)
+    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, most_bytes)), n_bytes, held)
+
+
+def _itemsize(stack: Stack, wanted: Want | Run) -> int:
+    return stack.itemsize if wanted.dtype is None else wanted.dtype.itemsize
+
+
+def _bytes(stack: Stack, wanted: Want | Run) -> int:
+    """Bytes of the boxes of one row, as they are wanted."""
+    return sum(map(volume, wanted.boxes)) * _itemsize(stack, wanted)
+
+
+def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
+    staged = len(serves) > 1 or any(runs[run].dtype is not None or runs[run].streamed for run, _ in serves)
+    return Region(box, tuple(serves), staged)
+
+
+def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes: int) -> Iterator[Read]:
+    """The regions of a step: together where they are few bytes, otherwise cut at the borders of objects and chunks."""
+
+    def stored(box: Box) -> int:
+        chunks = math.prod(b - a for a, b in touched(box, stack.chunk))
+        return chunks * math.prod(stack.chunk) * stack.itemsize
+
+    def read(group: Sequence[Region]) -> Read:
+        wanted = sum(volume(_common(runs, region, at)) for region in group for at in region.serves)
+        held = sum(stored(region.box) + _staged_bytes(stack, runs, region) for region in group)
+        return Read(tuple(group), wanted * stack.itemsize, held)
+
+    if sum(stored(region.box) for region in regions) <= most_bytes:
+        yield read(regions)
+        return
+    # What lies in one object is read together, as far as it fits: tensorstore merges it into few requests.
+    by_object: dict[tuple[int, ...], list[Region]] = {}
+    for region in regions:
+        for box in cut_down(region.box, (stack.object, stack.chunk), lambda box: stored(box) <= most_bytes):
+            part = _clipped(runs, region, box)
+            if part is not None:
+                index = tuple(start // side for (start, _), side in zip(part.box, stack.object, strict=True))
+                by_object.setdefault(index, []).append(part)
+    group: list[Region] = []
+    size = 0
+    for _, parts in sorted(by_object.items()):
+        sizes = [stored(part.box) for part in parts]
+        if group and size + sum(sizes) > most_bytes:
+            yield read(group)
+            group, size = [], 0
+        for part, part_size in zip(parts, sizes, strict=True):
+            if group and size + part_size > most_bytes:
+                yield read(group)
+                group, size = [], 0
+            group.append(part)
+            size += part_size
+    yield read(group)
+
+
+def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
+    """What a region has of a buffer that it serves."""
+    common = intersection(region.box, runs[at[0]].held(at[1]))
+    assert common is not None
+    return common
+
+
+def _clipped(runs: Sequence[Run], region: Region, box: Box) -> Region | None:
+    """The part of a region in `box`; None where nothing of that is wanted."""
+    boxes = {at: found for at in region.serves if (found := intersection(box, runs[at[0]].held(at[1])))}
+    return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
+
+
+def _staged_bytes(stack: Stack, runs: Sequence[Run], region: Region) -> int:
+    """Bytes of a region that is read beside the buffers, and of what is cast on its way to a device."""
+    if not region.staged:
+        return 0
+    cast = [
+        volume(_common(runs, region, at)) * _itemsize(stack, runs[at[0]])
+        for at in region.serves
+        if runs[at[0]].streamed and runs[at[0]].dtype is not None
+    ]
+    return volume(region.box) * stack.itemsize + sum(cast)
+
+
+def _sharing_chunks(runs: Sequence[Run], chunk_rows: int) -> Iterator[list[int]]:
+    """Runs, by number, grouped so that no two groups touch a common row of chunks."""
+    group: list[int] = []
+    for number, run in enumerate(runs):
+        if group and run.rows[0] // chunk_rows > (runs[group[-1]].rows[1] - 1) // chunk_rows:
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """What a read moves, counted from the plan."""
+
+    needed_bytes: int = 0
+    """Bytes of array data wanted, each box once."""
+
+    read_bytes: int = 0
+    """Bytes of the stored chunks and indexes that hold them (uncompressed)."""
+
+    requests: int = 0
+    """Reads of storage: one for an object that is read whole, else one for its index and one for each chunk."""
+
+    peak_host_bytes: int = 0
+    """The most that lies in host memory beside the finished arrays: stored chunks in flight, what is staged, and on
+    accelerators the buffers."""
+
+    def __add__(self, other: ReadCost) -> ReadCost:
+        return ReadCost(
+            self.needed_bytes + other.needed_bytes,
+            self.read_bytes + other.read_bytes,
+            self.requests + other.requests,
+            max(self.peak_host_bytes, other.peak_host_bytes),
+        )
+
+
+def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: int) -> ReadCost:
+    """Count what `steps` will read where `host_bytes` may be in flight."""
+    total = ReadCost()
+    least = together = 0
+    for step in steps:
+        stack = stacks[step.stack]
+        read = requests = 0
+        for region in step.regions:
+            for part, obj in objects_of(stack, region.box):
+                whole_object = part == obj
+                chunks = math.prod(b - a for a, b in touched(part, stack.chunk))
+                read += chunks * stack.chunk_stored_bytes + stack.index_bytes
+                requests += 1 if whole_object else 1 + chunks
+        total += ReadCost(step.n_bytes, read, requests)
+        sizes = [found.held_bytes for found in step.reads]
+        least = max(least, step.held_bytes + max(sizes))  # however little may be in flight, one read is
+        together += step.held_bytes + sum(sizes)
+    return replace(total, peak_host_bytes=max(least, min(host_bytes, together)))

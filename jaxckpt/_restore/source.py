@@ -1,0 +1,368 @@
+"""Where a restore reads from: a checkpoint of ours, or one of another library as if it were ours.
+
+Either is a manifest and, for each of its stacks, a reader of boxes. Of a foreign checkpoint the manifest is composed
+here, in memory, from what its own index files tell:
+
+its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become rows of a stack ─▶ Foreign(manifest, blocks)
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import hashlib
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from jaxckpt._format.grid import Box, Spec
+from jaxckpt._format.pieces import Array, as_bits
+from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
+from jaxckpt._format.tree import DTYPES, MAX_RANK, Tree, dtype_name, encode_value, flatten, show
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing
+from jaxckpt._runtime.options import Options
+from jaxckpt._storage import files
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.store import ArrayReader, Pending, Store
+
+
+class Source(Protocol):
+    """What a restore, a plan, a comparison and a conversion read from."""
+
+    @property
+    def url(self) -> str:
+        """The path as the user gave it."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def require_metadata(self, stacks: Sequence[int]) -> None:
+        """Raise DataError unless the small files that describe these stacks are as they were saved."""
+        ...
+
+    def array_reader(self, stack: int) -> ArrayReader:
+        """Reads boxes of a stack."""
+        ...
+
+    def fate(self) -> str | None:
+        """What became of the checkpoint since it was opened, "deleted" for example; None where it is still the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A checkpoint of our own."""
+
+    store: Store
+    manifest: Manifest
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def require_metadata(self, stacks: Sequence[int]) -> None:
+        """Nothing is taken from a zarr.json, but other readers of Zarr do."""
+        records = [self.manifest.stacks[number] for number in stacks]
+        keys = [f"{self.manifest.data}/{record.name}/zarr.json" for record in records]
+        problems: list[str] = []
+        for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
+            if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
+                told = f"{self.url}/{key} {'is missing' if text is None else 'is not the one that was saved'}"
+                if len(problems) < 20:  # naming the leaves of each of thousands would take time of stacks × leaves
+                    told += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
+                problems.append(told)
+        if problems:
+            raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
+
+    def array_reader(self, stack: int) -> ArrayReader:
+        found = self.manifest.arrays[stack]
+        return self.store.array_reader(self.manifest.data, found, self.manifest.stacks[stack].objects)
+
+    def fate(self) -> str | None:
+        try:
+            now, _ = load_manifest(self.store)
+        except NotACheckpointError:
+            return "deleted"
+        if now.save_id != self.manifest.save_id:
+            return "replaced by another"
+        stacks = {stack.name for stack in now.stacks}
+        return "relieved of some of its leaves" if any(s.name not in stacks for s in self.manifest.stacks) else None
+
+
+def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
+    """The leaves in a range of rows of a stack, for an error message."""
+    found = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
+    return ", ".join(map(show, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+# Foreign checkpoints --------------------------------------------------------------------------------------
+
+
+class Block(abc.ABC):
+    """The data of an array in a foreign checkpoint, or of a part of one."""
+
+    @abc.abstractmethod
+    def read(self, box: Box, target: Array) -> None:
+        """Fill `target` with a box of it, in host memory of a few MiB besides. Raises DataError, StorageError.
+
+        Called by several threads at once.
+        """
+
+    def check(self) -> None:
+        """Compare what is stored with the checksums that are stored with it, where the format has any.
+
+        Raises DataError, StorageError.
+        """
+        return
+
+
+class StartedBlock(Block):
+    """One whose reading needs no thread of ours."""
+
+    @abc.abstractmethod
+    def start(self, box: Box, target: Array) -> Pending:
+        """Start to fill `target` with a box of it. Raises, as the result does, what `storage_errors` knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Block):
+    """A small array that was read along with the index files."""
+
+    array: Array
+
+    def read(self, box: Box, target: Array) -> None:
+        np.copyto(as_bits(target), as_bits(self.array)[tuple(slice(*side) for side in box)])
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignArray:
+    """A leaf of a foreign checkpoint."""
+
+    dtype: str
+    """One of `_tree.DTYPES`."""
+
+    shape: tuple[int, ...]
+    """Its global shape; of the raw data of a PRNG key."""
+
+    block: Block
+
+    kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
+    """The last two are arrays of bytes, a str's in UTF-8."""
+
+    impl: str | None = None
+    """PRNG implementation, for kind "key"."""
+
+    chunk: tuple[int, ...] | None = None
+    """What is stored as a unit, where part of it costs as much to read as all of it; None where any box can be read."""
+
+    mesh: MeshRecord | None = None
+    """The mesh that it was saved on, where that is known."""
+
+    spec: Spec = ()
+    """For each leading dimension, the axes of the mesh that split it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A checkpoint of another library."""
+
+    url: str
+    manifest: Manifest
+    blocks: Sequence[Sequence[Block]] = field(repr=False)
+    """The data of each row of each stack."""
+
+    def require_metadata(self, stacks: Sequence[int]) -> None:
+        pass
+
+    def array_reader(self, stack: int) -> ArrayReader:
+        return _BlockReader(self.blocks[stack])
+
+    def fate(self) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockReader:
+    rows: Sequence[Block]
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
+
+    def _parts(self, box: Box, target: Array) -> Iterator[tuple[Block, Array]]:
+        for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
+            yield self.rows[row], into if target.ndim > 1 else into.reshape(())
+
+    def _start(self, parts: Sequence[tuple[Block, Array]], box: Box) -> Pending:
+        started = [block.start(box, into) for block, into in parts if isinstance(block, StartedBlock)]
+        rest = [(block, into) for block, into in parts if not isinstance(block, StartedBlock)]
+        if rest:
+            started.append(files.submit(functools.partial(_read_all, rest, box)))
+        return files.All(started)
+
+
+def _read_all(parts: Sequence[tuple[Block, Array]], box: Box) -> None:
+    for block, into in parts:
+        block.read(box, into)
+
+
+BLOCK_BYTES = 4 << 20
+"""What is read at once of an array that says nothing of units."""
+
+
+def compose(url: str, tree: Tree, format: str, *, metadata: Any = None) -> Foreign:
+    """A foreign checkpoint from its tree: nested dicts, lists and tuples of ForeignArrays, and of Python values and
+    NumPy arrays that are known already.
+
+    Raises TreeError for what no checkpoint of ours could hold.
+    """
+    leaves, structure = flatten(tree)
+    records: list[LeafRecord] = []
+    stacks: dict[tuple[Any, ...], list[Block]] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
+    meshes: dict[bytes, int] = {}
+    layouts: dict[bytes, int] = {}
+    problems: list[str] = []
+    for leaf in leaves:
+        found, inline = _described(leaf.value)
+        if inline is not None:
+            records.append(LeafRecord(leaf.path, inline[0], value=inline[1]))
+            continue
+        if isinstance(found, str):
+            problems.append(f"{show(leaf.path)} {found}")
+            continue
+        key = (found.dtype, found.shape, found.chunk)
+        rows = stacks.setdefault(key, [])
+        layout = None
+        if found.kind in ("jax", "key") and found.mesh is not None:
+            mesh = meshes.setdefault(msgspec.json.encode(found.mesh), len(meshes))
+            record = LayoutRecord(mesh, [list(axes) for axes in found.spec])
+            layout = layouts.setdefault(msgspec.json.encode(record), len(layouts))
+        records.append(
+            LeafRecord(leaf.path, found.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=found.impl)
+        )
+        rows.append(found.block)
+    if problems:
+        raise TreeError(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read:\n{listing(problems)}")
+    manifest = Manifest(
+        format=format,
+        version=0,
+        save_id="",
+        created="",
+        libraries={},
+        metadata=metadata,
+        tree=structure,
+        leaves=records,
+        meshes=[msgspec.json.decode(text, type=MeshRecord) for text in meshes],
+        layouts=[msgspec.json.decode(text, type=LayoutRecord) for text in layouts],
+        stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
+    )
+    return Foreign(url, manifest, list(stacks.values()))
+
+
+def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
+    """A leaf as an array, or why it cannot be one; or the kind and text of a Python value."""
+    if isinstance(value, np.ndarray):
+        value = ForeignArray(dtype_name(value.dtype), value.shape, Memory(value), "numpy")
+    elif isinstance(value, np.generic):
+        array = np.asarray(value)
+        value = ForeignArray(dtype_name(array.dtype), (), Memory(array), "numpy_scalar")
+    elif type(value) in (bool, int, float, complex, str, bytes):
+        inline = encode_value(value)
+        if inline is not None:
+            return "", inline
+        raw = np.frombuffer(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value, np.uint8)
+        return ForeignArray("uint8", raw.shape, Memory(raw), type(value).__name__), None  # pyright: ignore[reportArgumentType]
+    if not isinstance(value, ForeignArray):
+        return f"is of type {type(value).__module__}.{type(value).__qualname__}", None
+    if value.dtype not in DTYPES:
+        return f"has dtype {value.dtype}, which NumPy and JAX lack", None
+    if len(value.shape) > MAX_RANK:
+        return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
+    if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:
+        return f"has shape {list(value.shape)}, which is beyond what can be addressed", None
+    return value, None
+
+
+def _stack(number: int, key: tuple[str, tuple[int, ...], tuple[int, ...] | None], rows: int) -> StackRecord:
+    """A stack for plans: its chunks are what is read as a unit."""
+    dtype, shape, chunk = key
+    itemsize = DTYPES[dtype].itemsize
+    if chunk is None:
+        chunk = _run(shape, itemsize)
+    return StackRecord(f"{number:04d}", dtype, list(shape), rows, [1, *chunk], [1, *chunk], "", {})
+
+
+def _run(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Sides of a box of at most BLOCK_BYTES that lies in one piece in C order."""
+    sides: list[int] = []
+    left = BLOCK_BYTES // itemsize
+    for side in reversed(shape):
+        sides.append(max(1, min(side, left)))
+        left = left // side if side and left >= side else 0
+    return tuple(reversed(sides))
+
+
+# Opening --------------------------------------------------------------------------------------------------
+
+Location = str | os.PathLike[str] | Foreign
+"""Where a checkpoint is: a path or URL, or what a function such as `jaxckpt.rank_files` has made of several files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A foreign format that tells its own global layout."""
+
+    name: str
+
+    recognises: Callable[[str, Collection[str]], bool]
+    """Whether a local path is one, from the names in its folder; none where it is a file."""
+
+    open: Callable[[str], Native | Foreign]
+
+
+formats: list[Format] = []
+"""The formats of other libraries, in the order in which they are asked: `_foreign.registry` fills it."""
+
+
+def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
+    """What can be read at a location, and a digest of all that is known of it without reading its arrays.
+
+    Raises NotACheckpointError, ManifestError; DataError where a foreign checkpoint is damaged.
+    """
+    if isinstance(location, Foreign):
+        return location, _digest(location)
+    store = store_at(location, options)
+    try:
+        manifest, content = load_manifest(store, options.manifest_sha256)
+    except NotACheckpointError:
+        # Who expects a certain manifest does not mean a checkpoint that has none.
+        found = None if options.manifest_sha256 else _of_another_library(location)
+        if found is None:
+            raise
+        return found, _digest(found)
+    return Native(store, manifest), hashlib.sha256(content).hexdigest()
+
+
+def _of_another_library(location: str | os.PathLike[str]) -> Native | Foreign | None:
+    """A checkpoint of another library at a local path."""
+    path = local_path(location)
+    if path is None:
+        return None
+    try:
+        names = os.listdir(path)
+    except NotADirectoryError:
+        names = []
+    except OSError:  # it was not there, or not to be read, for ours either
+        return None
+    return next((form.open(path) for form in formats if form.recognises(path, names)), None)
+
+
+def _digest(source: Native | Foreign) -> str:
+    return hashlib.sha256(msgspec.json.encode(source.manifest)).hexdigest()

@@ -1,0 +1,139 @@
+"""The one home of every setting."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import re
+import reprlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+
+from jaxckpt._runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxckpt._runtime.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of a save or a restore; every one has a default that suits a training job.
+
+    Examples:
+        >>> import jaxckpt
+        >>> jaxckpt.Options(compression="zstd").object_bytes
+        67108864
+    """
+
+    object_bytes: int = 64 << 20
+    """Bytes of one stored object (a file), at most: large pieces are split down to it; small leaves are packed up to
+    it or 16 MiB, whichever is less."""
+
+    chunk_bytes: int = 512 << 10
+    """Bytes of one chunk, about: the unit that is read and checksummed."""
+
+    compression: Literal["zstd"] | None = None
+    """Codec of the chunks. None by default: trained weights do not compress."""
+
+    host_bytes: int = 256 << 20
+    """Bytes of host memory that a save or a restore may take beside the arrays themselves, about; larger leaves move in
+    boxes. `save_async` may take `staging_bytes` besides."""
+
+    staging_bytes: int | None = None
+    """Bytes of host memory that `save_async` may hold in copies: of arrays on accelerators, and of NumPy arrays. When
+    they are used up, it returns only once the rest fits. None: as much as this process writes."""
+
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What `save_async` does while an earlier one is still writing: wait for that, or save nothing this time."""
+
+    sync: bool = True
+    """Whether a save reaches the disk (fsync of files and folders) before it returns."""
+
+    cast: Literal["safe", "unsafe"] = "safe"
+    """Restoring to another dtype: "safe" allows only casts that lose no value, "unsafe" all that NumPy can do."""
+
+    indivisible: Literal["error", "replicate"] = "error"
+    """A dimension that its mesh axes do not divide: an error, or stored and restored whole on every device."""
+
+    timeout_seconds: float = 300.0
+    """How long one process waits for another before it raises `PeerTimeoutError`, naming it. One that works on is
+    waited for; one that stops amid a save or a restore is given up after 60 s at most. JAX itself aborts every process
+    100 s after one has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): to get the error also
+    where it stopped before its call, set less than that."""
+
+    storage: Mapping[str, Any] | None = field(default=None, repr=False)  # it may name secrets
+    """Members of tensorstore's kvstore spec for an object store, beside those that the URL and the environment give:
+    `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile", "profile": "…"}}`."""
+
+    retry_seconds: float = 60.0
+    """How long, about, each request to an object store is tried again before a `StorageError`."""
+
+    manifest_sha256: str | None = None
+    """For reading: what the SHA-256 of manifest.json must be, as hexadecimal digits (see `SaveInfo.manifest_sha256`).
+    It vouches for structure, shapes, Python values and metadata, and for arrays by the crc32c digests they were saved
+    with: enough against any damage, not against someone who forges arrays to match (docs/security.md)."""
+
+    progress: bool | Callable[[Progress], None] | None = None
+    """True draws a bar on a terminal and elsewhere logs a line every 10 s (logger "jaxckpt", level INFO; stderr if that
+    is off); a function is called with a `Progress` as bytes move, in the thread that moves them. None is silent."""
+
+    def __post_init__(self) -> None:
+        for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
+            if name != "staging_bytes" or self.staging_bytes is not None:
+                object.__setattr__(self, name, whole_number(getattr(self, name), f"Options.{name}", least=1))
+        for name in ("timeout_seconds", "retry_seconds"):
+            object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
+        for name, allowed in (
+            ("when_busy", ("wait", "skip")),
+            ("compression", (None, "zstd")),
+            ("sync", (True, False)),
+            ("cast", ("safe", "unsafe")),
+            ("indivisible", ("error", "replicate")),
+        ):
+            value = getattr(self, name)
+            if type(value) not in map(type, allowed) or value not in allowed:
+                raise InputError(f"Options.{name} must be one of {allowed}, found {value!r}")
+        if self.manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", str(self.manifest_sha256)):
+            raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")
+        if self.storage is not None and not isinstance(self.storage, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
+        if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
+            raise InputError(f"Options.progress must be True, False, None or a function, found {self.progress!r}")
+        if self.chunk_bytes > self.object_bytes:
+            raise InputError(
+                f"Options.chunk_bytes ({self.chunk_bytes}) must not be above object_bytes ({self.object_bytes})"
+            )
+
+
+def given(options: Options | None) -> Options:
+    """The options of a call: what the caller gave, or the defaults for None. Raises InputError for anything else."""
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"options must be a jaxckpt.Options, such as Options(sync=False), found {type(options)}")
+    return options
+
+
+def whole_number(value: object, what: str, *, least: int, most: int | None = None) -> int:
+    """An integer of any type (NumPy's too) as a plain one. Raises InputError for any other value and for a bool."""
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        expected = "above zero" if least == 1 else f"not below {least}"
+        at_most = "" if most is None else f" and not above {most}"
+        raise InputError(f"{what} must be a whole number {expected}{at_most}, found {reprlib.repr(value)}")
+    return number
+
+
+def seconds(value: object, what: str) -> float:
+    """A number of seconds above zero as a plain float, and no more than a thread can wait. Raises InputError."""
+    number = min(cast("float", value), threading.TIMEOUT_MAX) if isinstance(value, numbers.Real) else 0.0
+    if isinstance(value, bool) or not number > 0:
+        raise InputError(f"{what} must be above zero, found {reprlib.repr(value)}")
+    return float(number)

@@ -1,0 +1,1 @@
+"""Saving: request, description, plan, claim, staging, writing, publication."""

@@ -1,0 +1,155 @@
+"""What must be the same in every process of a save: compared before the first byte is written.
+
+A process gives digests, one for each thing that can differ, so that the error names that thing. Values are compared
+too: the Python values in the tree, and replicated integer scalars such as an optimizer's count. If one process has
+missed a call, they show that the processes are at different training steps, whose shards must not make one
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from jaxckpt._format.tree import show
+from jaxckpt._runtime.errors import PeersDisagreeError, listing
+from jaxckpt._runtime.options import Options
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.plan import SavePlan
+
+_BUCKETS = 64
+"""Checksums that a process sends for the values that the same processes hold."""
+
+_REASONS = {
+    "leaves": "a tree of other leaves, shapes or dtypes",
+    "shardings": "leaves of other shardings",
+    "options": "other Options, or other components of a Checkpointer,",
+    "metadata": "other metadata",
+    "process_state": "a process_state of other names",
+}
+_ADVICE: dict[str, str] = dict.fromkeys(
+    ["leaves", "shardings"],
+    " An array that each process committed to a device of its own is not global: replicate it over the mesh, or pass it"
+    " as NumPy, which process 0 then writes.",
+)
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """What one process gives."""
+
+    digests: dict[str, str]
+    """By what they are of: a key of `_REASONS`."""
+
+    values: list[int | None]
+    """For each bucket of values, a checksum; None in a process that does not hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some of the values that are compared."""
+
+    holders: frozenset[int]
+    """The processes that hold them; an empty set means all."""
+
+    values: Sequence[tuple[str, str]]
+    """(path, value as text) of each leaf."""
+
+
+def agreement(
+    draft: Draft, plan: SavePlan, options: Options, metadata: Any, state_names: Sequence[str], process: int
+) -> tuple[Agreement, list[Bucket]]:
+    """What this process gives, and what the values in it are of."""
+    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
+    given = {
+        "leaves": (
+            [(record.path, record.kind) for record in draft.records],
+            [(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays],
+        ),
+        "shardings": (
+            [(layout.grid, layout.holders) for layout in layouts],
+            [(layouts[leaf.layout], leaf.moved) for leaf in draft.arrays],
+        ),
+        "options": (plan.stacks, plan.members),  # what the two above have not decided
+        "metadata": json.dumps(metadata),
+        "process_state": sorted(state_names),
+    }
+    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in given.items()}
+    buckets = list(_buckets(draft, process))
+    sums = [
+        zlib.crc32(repr([value for _, value in bucket.values]).encode())
+        if not bucket.holders or process in bucket.holders
+        else None
+        for bucket in buckets
+    ]
+    return Agreement(digests, sums), buckets
+
+
+def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> None:
+    """Raise PeersDisagreeError, in process 0, unless all processes gave the same."""
+    for name, reason in _REASONS.items():
+        others = [process for process, one in enumerate(given) if one.digests[name] != given[0].digests[name]]
+        if others:
+            raise PeersDisagreeError(
+                f"{_names(others)} {'was' if len(others) == 1 else 'were'} given {reason} than process 0; every process"
+                f" must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
+            )
+    problems: list[str] = []
+    for number, bucket in enumerate(buckets):
+        sums = {process: one.values[number] for process, one in enumerate(given) if one.values[number] is not None}
+        first = min(sums, default=0)
+        others = [process for process, found in sums.items() if found != sums[first]]
+        if others:
+            leaves = [
+                show(path) + (f" ({value[:40]} in process 0)" if not first else "") for path, value in bucket.values
+            ]
+            shown = ", ".join(leaves[:3]) + (f", or one of {len(leaves) - 3} others" if len(leaves) > 3 else "")
+            problems.append(f"{shown}: {_names(others)} and process {first} differ")
+    if problems:
+        raise PeersDisagreeError(
+            "the processes hold different values of leaves that must be the same in all of them. One may have missed a"
+            " call, and be at another training step. What each process alone knows goes into process_state=. Leaves:\n"
+            + listing(problems)
+        )
+
+
+def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
+    """The values that are compared: Python values, and replicated integer scalars."""
+    held: dict[frozenset[int], list[tuple[str, str]]] = {}
+    for record in draft.records:
+        if record.value is not None:
+            held.setdefault(frozenset(), []).append((record.path, record.value))
+    for number, value in draft.values.items():
+        if isinstance(value, jax.Array) and _is_replicated_count(value):
+            holders = _processes(value.sharding)
+            if len(holders) == 1:
+                continue
+            text = str(int(value.addressable_data(0))) if process in holders else ""
+            held.setdefault(holders, []).append((draft.records[number].path, text))
+    for holders, values in held.items():
+        size = -(-len(values) // _BUCKETS)
+        for first in range(0, len(values), size):
+            yield Bucket(holders, values[first : first + size])
+
+
+def _is_replicated_count(value: jax.Array) -> bool:
+    integer = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer)
+    return integer and value.committed and value.is_fully_replicated
+
+
+@functools.lru_cache(maxsize=1024)
+def _processes(sharding: jax.sharding.Sharding) -> frozenset[int]:
+    return frozenset(device.process_index for device in sharding.device_set)
+
+
+def _names(processes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, processes[:20])) + (", …" if len(processes) > 20 else "")
+    return f"process{'es' if len(processes) > 1 else ''} {shown}"

@@ -1,0 +1,337 @@
+"""The thread that writes saves, and the saves that nobody waits for: at the next save, at exit, in a fork.
+
+A save is carried out in this thread from its first lock to its last, also for a caller that waits for it: an interrupt
+of the main thread cannot leave it half done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.progress import Progress
+from jaxckpt._runtime.threads import Latch, ending, start_thread
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """What a save wrote."""
+
+    path: str
+    save_id: str
+
+    leaves: int
+
+    total_bytes: int
+    """Bytes of array data in the checkpoint, replicas once."""
+
+    process_bytes: tuple[int, ...]
+    """Bytes of array data that each process wrote."""
+
+    objects: int
+    """Objects that hold the array data."""
+
+    files: int
+    """Files of the checkpoint: objects, one zarr.json a stack, one for each process's state, and the manifest."""
+
+    stored_bytes: int
+    """Bytes of the objects, checksums and indexes included."""
+
+    manifest_sha256: str
+    """SHA-256 of manifest.json, in hexadecimal digits, for `Options.manifest_sha256`."""
+
+    seconds: float
+    """Seconds from the call until the checkpoint was published and this process knew."""
+
+    blocked_seconds: float
+    """Seconds of these that the caller waited: all of them for `save`."""
+
+    phase_seconds: Mapping[str, float]
+    """Seconds of each phase in this process: "plan", "device_to_host", "write" (files reach the disk in it), "sync"
+    (folders do), "barrier" (waiting for the other processes), "publish"."""
+
+
+class PendingSave:
+    """A save that a thread of its own is writing."""
+
+    def __init__(self, path: str, total_bytes: int, begun: float) -> None:
+        self.path = path
+        """Where it is being saved."""
+
+        self.skipped = False
+        """Whether nothing is saved, because another save was under way and `Options.when_busy` is "skip"."""
+
+        self._begun = begun
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._seconds: float | None = None
+        self._ended = Latch()
+        self._info: SaveInfo | None = None
+        self._error: BaseException | None = None
+        self._blocked = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set
+
+    @property
+    def progress(self) -> Progress:
+        """Bytes that this process has written, and will have to."""
+        seconds = time.perf_counter() - self._begun if self._seconds is None else self._seconds
+        return Progress("save", self._done_bytes, self._total_bytes, seconds)
+
+    def wait(self, timeout: float | None = None) -> SaveInfo:
+        """Wait until the checkpoint is published.
+
+        Args:
+            timeout: Seconds to wait at most; None waits as long as it takes.
+
+        Returns:
+            What was written. For a skipped save, an InputError is raised: there is nothing to wait for.
+
+        Raises:
+            TimeoutError: It is not done yet; it continues.
+            Exception: Whatever the save raised; see `save`.
+        """
+        if self.skipped:
+            raise InputError(f"the save to {self.path} was skipped: another was under way; ask `.skipped` before")
+        wake()
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
+        _settled(self)
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None
+        return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked)
+
+    def abandon(self) -> None:
+        """Let nobody wait for it, not even the end of the program."""
+        global _abandoned
+        _abandoned = True
+        _settled(self)
+
+    def await_end(self) -> None:
+        """Wait until it has ended, well or not."""
+        self._ended.wait()
+
+    def skip(self) -> None:
+        """Save nothing."""
+        self.skipped = True
+        self._ended.set()
+
+    def moved(self, n_bytes: int) -> None:
+        """So many bytes more are written."""
+        self._done_bytes += n_bytes
+
+    def returned(self) -> None:
+        """The caller's part ends here."""
+        self._blocked = time.perf_counter() - self._begun
+
+    def end(self, outcome: SaveInfo | BaseException) -> None:
+        """It ended, well or not."""
+        if isinstance(outcome, SaveInfo):
+            self._info = outcome
+        else:
+            self._error = outcome
+        self._seconds = time.perf_counter() - self._begun
+        self._ended.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised, once it has ended."""
+        return self._error
+
+    def __repr__(self) -> str:
+        state = "skipped" if self.skipped else "under way" if not self.done else "failed" if self._error else "done"
+        return f"<PendingSave to {self.path}: {state}>"
+
+
+# The thread -----------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """A save that the thread is to carry out, or is carrying out."""
+
+    def __init__(self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool) -> None:
+        self.pending = pending
+        self.awaited = awaited
+        """Whether its caller waits for it, and so hears of its end."""
+
+        self._work: Callable[[PendingSave], SaveInfo] | None = work
+        self._taken = threading.Lock()
+
+    def run(self) -> None:
+        """Carry it out, unless another thread does already."""
+        if not self._taken.acquire(blocking=False):
+            return
+        work, self._work = self._work, None  # it holds all that is saved
+        assert work is not None
+        try:
+            outcome: SaveInfo | BaseException = work(self.pending)
+        except BaseException as error:
+            # It may be kept for long: not with the arrays in its frames.
+            traceback.clear_frames(error.__traceback__)
+            outcome = error
+        del work
+        self.pending.end(outcome)
+
+
+_jobs: list[_Job] = []
+"""In order: those that have not ended, and those in the background of whose end nobody has heard yet. An append is
+all that it takes to hand one over: an interrupt finds it done or not done."""
+
+_wakes = queue.SimpleQueue[bool]()
+"""True wakes the thread, False ends it."""
+
+_starting = threading.Lock()
+_ran_out: Latch | None = None
+"""Set when the thread ends; None while there is none."""
+
+_abandoned = False
+_exit_status = 0
+
+
+def hand_over(pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool) -> None:
+    """Have the thread carry out a save, or do so here if the interpreter is at its end."""
+    _jobs.append(_Job(pending, work, awaited=awaited))
+    wake()
+
+
+def wake() -> None:
+    """See to it that somebody carries out what was handed over. An interrupt may have come before that was done."""
+    if not any(not job.pending.done for job in _jobs.copy()):
+        return
+    if ending() and _ran_out is None:  # Python 3.12 starts no thread any more
+        for job in _jobs.copy():
+            job.run()
+        return
+    ready()
+    _wakes.put(True)
+
+
+def ready() -> None:
+    """Start the thread, if there is none. It stays: starting one takes the caller up to Python's switch interval, 5 ms.
+
+    Raises RuntimeError if the system starts no thread.
+    """
+    global _ran_out
+    with _starting:
+        if _ran_out is None:
+            ran_out = Latch()
+            start_thread(lambda: _run(ran_out), "jaxckpt-save")
+            _ran_out = ran_out
+
+
+def _run(ran_out: Latch) -> None:
+    try:
+        while _wakes.get():
+            for job in _jobs.copy():
+                job.run()
+                if job.awaited:
+                    _settled(job.pending)
+            job = None  # it holds all that was saved
+    finally:
+        ran_out.set()
+
+
+def _settled(pending: PendingSave) -> None:
+    """Somebody has heard of its end."""
+    for job in _jobs.copy():
+        if job.pending is pending:
+            with contextlib.suppress(ValueError):
+                _jobs.remove(job)
+
+
+def under_way() -> list[PendingSave]:
+    """The saves in the background that have not ended, or of whose end nobody has heard."""
+    return [job.pending for job in _jobs.copy() if not job.awaited]
+
+
+def settle() -> None:
+    """Wait for the saves in the background. Raises what one of them raised, unless somebody has heard of it."""
+    for pending in under_way():
+        try:
+            pending.wait()
+        except Exception as error:
+            error.add_note(f"jaxckpt: this ended the earlier save_async to {pending.path}, whose wait() was not called")
+            raise
+
+
+def give_up(pending: PendingSave) -> bool:
+    """Wait until a save that was cancelled has cleaned up after itself. Its caller raises what it was cancelled for.
+
+    Returns whether it was ever handed over.
+    """
+    found = [job for job in _jobs.copy() if job.pending is pending]
+    for job in found:
+        job.awaited = True
+        wake()
+        pending.await_end()
+    _settled(pending)
+    return bool(found) or pending.done
+
+
+# At exit, and in a fork -----------------------------------------------------------------------------------
+
+
+def finish_at_exit() -> None:
+    """Have the interpreter wait, when it ends, for the saves in the background."""
+    atexit.unregister(_wait_at_exit)
+    atexit.register(_wait_at_exit)  # the last to be registered runs first: before jax.distributed shuts down
+
+
+def _wait_at_exit() -> None:
+    """Wait for the saves under way, and report the failures of those that nobody asked about."""
+    global _abandoned, _exit_status, _ran_out
+    for pending in under_way():
+        try:
+            pending.wait()
+        except KeyboardInterrupt:
+            print(f"jaxckpt: interrupted; the save_async to {pending.path} is given up", file=sys.stderr)
+            _abandoned, _exit_status = True, 128 + signal.SIGINT
+            break
+        except BaseException:
+            print(f"jaxckpt: the save_async to {pending.path} failed, and nobody called wait():", file=sys.stderr)
+            traceback.print_exc()
+            _exit_status = 1
+    if not _abandoned and _ran_out is not None:
+        # It may still be letting go of arrays, and a thread that Python stops within JAX's C++ aborts the process.
+        _wakes.put(False)
+        _ran_out.wait()
+        _ran_out = None
+
+
+@atexit.register
+def _leave_with_status() -> None:
+    # Registered when jaxckpt is imported, so it runs after what was registered later. What raises at exit is printed,
+    # but Python still exits with 0. Nor can Python end well while the thread writes on.
+    if _exit_status or _abandoned:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_status or 128 + signal.SIGTERM)
+
+
+def _forget_parent() -> None:
+    """In a fork: the thread, and the saves that it was writing, are its parent's."""
+    global _starting, _ran_out, _wakes
+    _starting = threading.Lock()
+    _ran_out = None
+    _wakes = queue.SimpleQueue()
+    _jobs.clear()
+    atexit.unregister(_wait_at_exit)
+
+
+os.register_at_fork(after_in_child=_forget_parent)

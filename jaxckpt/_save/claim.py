@@ -1,0 +1,93 @@
+"""What a save needs of its path: that it may write there, a data folder of its own, and that all processes see it."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from dataclasses import dataclass
+
+from jaxckpt._format.names import MANIFEST, WRITER, data_of, is_data
+from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError
+from jaxckpt._save.plan import SavePlan
+from jaxckpt._storage.store import Store, Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What process 0 holds of a path while it saves there; the other processes hold nothing."""
+
+    save_id: str = ""
+    writer: Writer | None = None
+    previous: bytes | None = None
+    """The manifest that this save replaces."""
+
+    leftovers: bool = False
+    """Whether data lies there whose writer may still live. Once this save is published, it cannot publish any more."""
+
+    @property
+    def data(self) -> str:
+        """Name of the data folder."""
+        return f"data-{self.save_id}"
+
+    def release(self, *, keep: bool) -> None:
+        """Let go: with the new data in place of the old, or without a trace."""
+        if self.writer is None:
+            return
+        # What cannot be tidied up now is swept by the next save; it must not hide why a save has failed.
+        with contextlib.suppress(StorageError, CorruptError):
+            self.writer.release(keep=keep)
+            if not keep:
+                return
+            old = None if self.previous is None else data_of(self.previous)
+            if old is not None:
+                self.writer.store.delete(old)
+            if self.leftovers:
+                self.writer.store.sweep(self.writer.data)
+
+
+def claim(store: Store, plan: SavePlan, *, overwrite: bool) -> Claim:
+    """Sweep what dead saves left, and make the data folder with every stack's zarr.json. Process 0.
+
+    Raises CheckpointExistsError, StorageError.
+    """
+    previous = _previous(store, overwrite)
+    leftovers = store.sweep(None if previous is None else data_of(previous))
+    made = Claim(save_id := uuid.uuid4().hex, store.begin(save_id, previous), previous, leftovers)
+    try:
+        for stack in plan.stacks:
+            store.create_array(made.data, stack)
+    except BaseException:
+        made.release(keep=False)
+        raise
+    return made
+
+
+_ORBAX_NOTE = "_CHECKPOINT_METADATA"
+"""What an ocp.Checkpointer writes, at any moment, into the folder that it gives its handler."""
+
+
+def _previous(store: Store, overwrite: bool) -> bytes | None:
+    """The manifest that this save is to replace. Raises CheckpointExistsError if it may not."""
+    if store.is_file():
+        raise CheckpointExistsError(f"{store.url} is a file; give a new or empty folder")
+    names = store.names()
+    if MANIFEST in names:
+        if not overwrite:
+            raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
+        return store.read(MANIFEST)
+    foreign = [name for name in names if not is_data(name) and name != _ORBAX_NOTE]
+    if foreign:
+        raise CheckpointExistsError(
+            f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"
+            " give a new or empty folder"
+        )
+    return None
+
+
+def require_shared(store: Store, data: str, process: int) -> None:
+    """Raise PathNotSharedError unless this process sees the data folder that process 0 has made."""
+    if store.read(f"{data}/{WRITER}") is None:
+        raise PathNotSharedError(
+            f"process {process} does not see {store.url}/{data}, which process 0 has just made."
+            " All processes must be given one shared folder or object store."
+        )

@@ -1,0 +1,327 @@
+"""The tree as it will be stored: its structure, its leaves with their layouts, and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from jaxckpt._format.grid import Layout, Spec, both, spec_of
+from jaxckpt._format.layouts import (
+    LayoutTable,
+    Specs,
+    by_axis_name,
+    fit_spec,
+    memory_kind,
+    mesh_axes,
+    on_mesh,
+    process_layout,
+    require_mesh,
+    resolve_specs,
+)
+from jaxckpt._format.records import LeafRecord
+from jaxckpt._format.tree import (
+    DTYPES,
+    MAX_RANK,
+    Container,
+    Leaf,
+    Structure,
+    Tree,
+    closest,
+    dtype_name,
+    encode_value,
+    flatten,
+    places,
+    selector,
+    show,
+)
+from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, TreeError, counted, listing
+from jaxckpt._runtime.options import Options
+from jaxckpt._save.plan import ArrayLeaf, SavePlan
+from jaxckpt._storage.store import Array
+
+Value = Any
+"""A leaf's jax.Array or NumPy array; or what has shape and dtype, and is read when it is indexed."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """The tree as it will be recorded, with the values of its array leaves by leaf number."""
+
+    structure: Structure
+    records: list[LeafRecord] = field(default_factory=list[LeafRecord])
+    arrays: list[ArrayLeaf] = field(default_factory=list[ArrayLeaf])
+    values: dict[int, Value] = field(default_factory=dict[int, Value])
+    table: LayoutTable = field(default_factory=LayoutTable)
+    plans: list[tuple[Any, SavePlan]] = field(default_factory=list[tuple[Any, SavePlan]], repr=False)
+    """What the last plan was made for, and that plan; shared by the drafts of trees that are alike."""
+
+
+_HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
+
+
+@dataclass(slots=True)
+class Recent:
+    """What was found of the last tree that a Checkpointer saved: a training job saves one like it again and again."""
+
+    found: tuple[Any, Draft] | None = None
+    """The likeness of that tree, and its draft without the values."""
+
+
+def describe(
+    tree: Tree,
+    mesh: Mesh | None,
+    specs: Specs,
+    options: Options,
+    components: tuple[str, ...] = (),
+    recent: Recent | None = None,
+) -> Draft:
+    """Flatten a tree and find how each leaf will be stored. TreeError and SpecError list all leaves at fault.
+
+    Leaves of each of `components` (paths of subtrees) are stored apart from all others, so that they can be dropped.
+    """
+    if specs is not None and mesh is None:
+        raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
+    require_mesh(mesh)
+    found = _likeness(tree, components) if recent is not None and mesh is None else None
+    if recent is None or found is None:
+        return _describe(tree, mesh, specs, options, components)
+    likeness, leaves = found
+    if recent.found is not None and _alike(recent.found[0], likeness):
+        return replace(recent.found[1], values=dict(enumerate(leaves)))
+    draft = _describe(tree, mesh, specs, options, components)
+    if _has_str_keys(draft.structure):
+        recent.found = likeness, replace(draft, values={})
+    return draft
+
+
+def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Array]] | None:
+    """All that decides how a tree of plain jax.Arrays is stored, and its leaves; None where it holds anything else.
+
+    For 2,000 leaves it takes 2 ms, where describing them takes 11.
+    """
+    try:
+        leaves, treedef = jax.tree.flatten(tree)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        SystemError,
+    ):  # told with its path when the tree is described
+        return None
+    plain = type(leaves[0]) if leaves and isinstance(leaves[0], jax.Array) else None
+    # A tree of PRNG keys alone is of one type too.
+    if plain is None or jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key) or issubclass(plain, Tracer):
+        return None
+    if any(type(leaf) is not plain or leaf.is_deleted() for leaf in leaves):
+        return None
+    return (treedef, [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves], components), leaves
+
+
+def _alike(a: Any, b: Any) -> bool:
+    try:
+        return a == b
+    except Exception:  # of static fields that do not compare, such as NumPy arrays
+        return False
+
+
+def _has_str_keys(structure: Structure) -> bool:
+    """Whether equal trees have equal paths: 1, 1.0 and True are equal keys too."""
+    if not isinstance(structure, Container):
+        return True
+    return {*map(type, structure.keys or ())} <= {str} and all(map(_has_str_keys, structure.children))
+
+
+def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...]) -> Draft:
+    leaves, structure = flatten(tree)
+    draft = Draft(structure)
+    problems: list[str] = []
+    for leaf in leaves:
+        try:
+            record, value = _record(leaf)
+        except TreeError as error:
+            problems.append(f"{show(leaf.path)} {error}")
+            continue
+        draft.records.append(record)
+        if value is not None:
+            draft.values[len(draft.records) - 1] = value
+    if problems:
+        raise TreeError(f"{len(problems)} of {counted(len(leaves), 'leaf')} cannot be stored:\n{listing(problems)}")
+    _lay_out(leaves, draft, mesh, specs, options)
+    if components:
+        tests = [selector(component) for component in components]
+        draft.arrays = [
+            msgspec.structs.replace(array, component=_first_true(tests, draft.records[array.number].path))
+            for array in draft.arrays
+        ]
+        _require_all(components, tests, draft)
+    return draft
+
+
+def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
+    """Raise TreeError if a component is nowhere in the tree: it could never be dropped."""
+    found = {array.component for array in draft.arrays}
+    for number, (component, test) in enumerate(zip(components, tests, strict=True), 1):
+        if number in found:
+            continue
+        paths = list(places(draft.structure))  # it may hold no arrays
+        if not any(map(test, paths)):
+            raise TreeError(f"components has {component!r}, but the tree has nothing there{closest(component, paths)}")
+
+
+def _first_true(tests: Sequence[Callable[[str], bool]], path: str) -> int:
+    """One more than the number of the first test that a path passes; 0 where it passes none."""
+    return next((number for number, test in enumerate(tests, 1) if test(path)), 0)
+
+
+_ARRAY_TYPES = set[type]()
+"""Types known to be jax.Array: asking that takes a Python call for each leaf."""
+
+
+def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
+    """What is recorded of a leaf, and the array to store for it. Raises TreeError (a reason, without the path)."""
+    value = leaf.value
+    if isinstance(value, Tracer):
+        raise TreeError("is a tracer: call save outside of jit, grad and vmap")
+    if type(value) in _ARRAY_TYPES or isinstance(value, jax.Array):
+        _ARRAY_TYPES.add(type(value))
+        if value.is_deleted():
+            raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
+        if dtype_name(value.dtype) not in DTYPES and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
+        return LeafRecord(leaf.path, "jax", weak=value.weak_type), _stored(value)
+    if isinstance(value, np.generic):
+        return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
+    if isinstance(value, np.ndarray):
+        if type(value) not in (np.ndarray, np.memmap):
+            raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
+        return LeafRecord(leaf.path, "numpy"), _stored(value)
+    if type(value) not in (bool, int, float, complex, str, bytes):
+        raise TreeError(
+            f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
+            " and scalars, bool, int, float, complex, str, bytes"
+            + ("; leave functions out, as eqx.filter(tree, eqx.is_array) does" if callable(value) else "")
+        )
+    inline = encode_value(value)
+    if inline is not None:
+        return LeafRecord(leaf.path, inline[0], value=inline[1]), None
+    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    return LeafRecord(leaf.path, type(value).__name__), np.frombuffer(raw, np.uint8)
+
+
+def _stored(value: Any) -> Any:
+    if dtype_name(value.dtype) not in DTYPES:
+        raise TreeError(f"has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
+    if value.ndim > MAX_RANK:
+        raise TreeError(f"has {value.ndim} dimensions; at most {MAX_RANK} can be stored")
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+        return value.astype(value.dtype.newbyteorder("="))
+    return value
+
+
+def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
+    """Fill in the layout of each array leaf, and its record's."""
+    chosen: Mapping[str, Spec] = {}
+    if specs is not None:
+        pairs = zip(leaves, draft.records, strict=True)
+        chosen = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if _on_devices(record)])
+    axes = {} if mesh is None else mesh_axes(mesh)
+    problems: list[str] = []
+    found: dict[tuple[Any, ...], _Place] = {}
+    for number, value in draft.values.items():
+        record = draft.records[number]
+        if not _on_devices(record):
+            layout = Layout((1,) * value.ndim, _HOST)
+            draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, layout))
+            continue
+        # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
+        given = leaves[number].value
+        spec = None if mesh is None else chosen.get(record.path)
+        key = (value.sharding, value.shape, value.committed, value is given or given.sharding, spec)
+        place = found.get(key)
+        if place is None:
+            try:
+                place = found[key] = _place(given, value, record.path, mesh, axes, spec, draft.table, options)
+            except SpecError as error:
+                problems.append(f"{show(record.path)}: {error}")
+                continue
+        draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, place.layout, place.moved))
+        draft.records[number] = msgspec.structs.replace(record, layout=place.record)
+    if problems:
+        raise SpecError(f"{len(problems)} leaves do not fit their specs:\n{listing(problems)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a leaf is stored, the same for all leaves of one shape and sharding."""
+
+    layout: Layout
+    moved: bool
+    record: int
+    """Number of its layout record."""
+
+
+def _place(
+    given: jax.Array,
+    value: jax.Array,
+    path: str,
+    mesh: Mesh | None,
+    axes: dict[str, int],
+    spec: Spec | None,
+    table: LayoutTable,
+    options: Options,
+) -> _Place:
+    own = value.sharding if value.committed else None
+    recorded, stored, committed = given.sharding, own, given.committed
+    if mesh is not None:
+        spec = by_axis_name(_own_spec(recorded), axes) if spec is None else spec
+        spec, problem = fit_spec(axes, spec, given.shape, options)
+        if problem:
+            raise SpecError(problem)
+        try:
+            recorded = stored = on_mesh(mesh, spec, memory_kind(recorded))
+        except LayoutError as error:
+            raise SpecError(str(error)) from error
+        committed = True
+    layout, moved = Layout((1,) * value.ndim, _HOST), False
+    if stored is not None:  # else each process has put its own on its own default device
+        layout, moved = _storage_layout(own, stored, value.shape, path)
+    return _Place(layout, moved, table.number(recorded, committed=committed))
+
+
+def _on_devices(record: LeafRecord) -> bool:
+    return record.kind in ("jax", "key")
+
+
+def _own_spec(sharding: Sharding) -> Spec:
+    return spec_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+
+def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:
+    """Cells and holders of a leaf that lies as `own` and is stored as `stored`; whether it must be exchanged first.
+
+    `own` is None for an uncommitted leaf: every process has the whole of it.
+    """
+    layout = process_layout(stored, shape)
+    if own is None or stored == own:
+        return layout, False
+    held = process_layout(own, shape)
+    # A holder of the storage layout can write a cell only if the pieces on its own devices make it up.
+    able = both(layout, held)
+    if able is not None:
+        return able, False
+    if not isinstance(own, NamedSharding) or held.processes != frozenset(range(jax.process_count())):
+        raise LayoutError(
+            f"leaf {show(path)} lies on the devices of processes {sorted(held.processes)} alone, and specs= would have"
+            f" processes {sorted(layout.processes)} write it; leave it out of the storage mesh, or lay it on all"
+            " processes first"
+        )
+    return layout, True

@@ -1,0 +1,103 @@
+"""Data that no process holds whole, brought to all of them: one box of a leaf at a time.
+
+JAX moves data between processes only within a jitted call that all of them make. Each device gives what it holds of
+the box, zeros for the rest, and the bits are added up over the mesh: so a device holds no more than the box, where
+replicating the leaf, or slicing it with XLA's partitioner, would put all of it on every device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxckpt._format.grid import Box, extent, spec_of
+
+try:
+    from jax import enable_x64
+except ImportError:  # before jax 0.8
+    from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+try:
+    from jax import set_mesh
+except ImportError:  # before jax 0.7
+    from jax.sharding import use_mesh as set_mesh  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+@contextlib.contextmanager
+def moving_bits(mesh: Mesh) -> Generator[None]:
+    """For calls of JAX that move data: on the mesh where it lies, whichever the caller has set, and without judging
+    its numbers or narrowing them, as the caller may have asked of JAX for its own."""
+    with set_mesh(mesh), enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def box_everywhere(value: jax.Array, box: Box) -> jax.Array:
+    """A box of an array, whole on every device of its mesh. Every process, with equal arguments, in the same order.
+
+    `value` must lie on all processes by a NamedSharding.
+    """
+    sharding: Any = value.sharding
+    with moving_bits(sharding.mesh):
+        starts = np.array([start for start, _ in box], np.int64)
+        return jax.block_until_ready(_cutter(sharding, extent(box))(value, starts))
+
+
+@functools.lru_cache(maxsize=256)
+def _cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
+    mesh = sharding.mesh
+    spec = spec_of(sharding.spec)
+    split = {axis for entry in spec for axis in entry}
+
+    def own_part(x: Any, starts: Any) -> Any:
+        bits = _as_bits(x)
+        mine = functools.reduce(
+            jnp.logical_and, (lax.axis_index(a) == 0 for a in mesh.axis_names if a not in split), True
+        )
+        for dim, side in enumerate(sides):
+            index = 0
+            for axis in spec[dim] if dim < len(spec) else ():
+                index = index * mesh.shape[axis] + lax.axis_index(axis)
+            wanted = starts[dim] + jnp.arange(side) - index * x.shape[dim]
+            bits = jnp.take(bits, jnp.clip(wanted, 0, max(0, x.shape[dim] - 1)), axis=dim)
+            here = (wanted >= 0) & (wanted < x.shape[dim])
+            mine = mine & here.reshape([side if d == dim else 1 for d in range(len(sides))])
+        mine = jnp.reshape(mine, (*jnp.shape(mine), *([1] * (bits.ndim - jnp.ndim(mine)))))
+        return _from_bits(lax.psum(jnp.where(mine, bits, 0), mesh.axis_names), x.dtype)
+
+    cut = jax.shard_map(
+        own_part, mesh=mesh, in_specs=(sharding.spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(cut)
+
+
+def _as_bits(x: Any) -> Any:
+    """An array as unsigned integers that add up without loss: of at least a byte, which all backends can add."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([_as_bits(jnp.real(x)), _as_bits(jnp.imag(x))], axis=-1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(_UNSIGNED[np.dtype(x.dtype).itemsize])
+    if x.dtype == jnp.float4_e2m1fn:
+        return lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8)
+    return lax.bitcast_convert_type(x, _UNSIGNED[np.dtype(x.dtype).itemsize])
+
+
+def _from_bits(bits: Any, dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = np.zeros(0, dtype).real.dtype
+        return lax.complex(_from_bits(bits[..., 0], part), _from_bits(bits[..., 1], part))
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
+        return bits.astype(dtype)
+    if dtype == jnp.float4_e2m1fn:
+        return lax.bitcast_convert_type(bits.astype(jnp.uint4), dtype)
+    return lax.bitcast_convert_type(bits, dtype)

@@ -1,0 +1,124 @@
+"""Publishing: once every process has written its share, process 0 writes the manifest."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxckpt._format import manifest as manifests
+from jaxckpt._format.checks import FORMAT, VERSION
+from jaxckpt._format.records import Manifest, StackRecord, StepRecord
+from jaxckpt._runtime.clock import Clock
+from jaxckpt._runtime.processes import Meeting
+from jaxckpt._save.claim import Claim
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.plan import SavePlan
+from jaxckpt._storage.store import Store
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one process has written."""
+
+    objects: list[tuple[int, str, int, str]]
+    """(stack, place, length, digest) of each object."""
+
+    state: tuple[int, str] | None
+    """Length and digest of the file of its own state."""
+
+    phase_seconds: dict[str, float]
+    """Seconds of each phase until then."""
+
+
+class Published(msgspec.Struct, frozen=True):
+    """What process 0 tells the others of the checkpoint that it has published."""
+
+    stored_bytes: int
+    """Bytes of all objects."""
+
+    manifest_sha256: str
+
+
+class Composed(Protocol):
+    """What a manifest takes over from the arguments of a save."""
+
+    @property
+    def metadata(self) -> Any: ...
+    @property
+    def step(self) -> StepRecord | None: ...
+
+
+def publish(
+    meeting: Meeting,
+    store: Store,
+    claimed: Claim,
+    share: Share,
+    make: Callable[[Sequence[Share]], Manifest],
+    *,
+    sync: bool,
+    clock: Clock,
+) -> Published:
+    """Process 0 publishes the manifest that `make` makes, once all have written their share."""
+    with clock.timed("barrier"):
+        texts = meeting.gather(msgspec.json.encode(share).decode())
+    published = Published(0, "")  # what process 0 shares counts
+    if texts:
+        shares = [msgspec.json.decode(text, type=Share) for text in texts]
+        manifest = make(shares)
+        if sync:
+            with clock.timed("sync"):
+                store.sync_data(claimed.data, manifest.arrays)
+        with clock.timed("publish"):
+            content = manifests.encode(manifest)
+            store.publish(claimed.data, content, claimed.previous, sync=sync)
+            stored_bytes = sum(length for share in shares for _, _, length, _ in share.objects)
+            published = Published(stored_bytes, hashlib.sha256(content).hexdigest())
+    with clock.timed("barrier"):
+        return msgspec.json.decode(meeting.share(msgspec.json.encode(published).decode()), type=Published)
+
+
+def compose(
+    save_id: str,
+    plan: SavePlan,
+    draft: Draft,
+    request: Composed,
+    shares: Sequence[Share],
+) -> Manifest:
+    """The manifest, from what every process has written."""
+    objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
+    for share in shares:
+        for stack, place, length, digest in share.objects:
+            objects[stack][place] = (length, digest)
+    records = list(draft.records)
+    for number, members in enumerate(plan.members):
+        for row, leaf in enumerate(members):
+            records[leaf] = msgspec.structs.replace(records[leaf], stack=number, row=row)
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        save_id=save_id,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        libraries=_libraries(),
+        metadata=request.metadata,
+        tree=draft.structure,
+        leaves=records,
+        meshes=draft.table.meshes,
+        layouts=draft.table.layouts,
+        stacks=[
+            StackRecord.of(stack, dict(sorted(found.items())))
+            for stack, found in zip(plan.stacks, objects, strict=True)
+        ],
+        process_states=[share.state for share in shares if share.state is not None],
+        step=request.step,
+        phase_seconds={phase: [share.phase_seconds[phase] for share in shares] for phase in shares[0].phase_seconds},
+    )
+
+
+@functools.cache
+def _libraries() -> dict[str, str]:
+    return {name: version(name) for name in ("jax", "jaxlib", "numpy", "tensorstore")}

@@ -1,0 +1,1 @@
+"""Bytes: file systems and object stores, files and tensors on them."""

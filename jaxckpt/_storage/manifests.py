@@ -1,0 +1,64 @@
+"""Reading the manifest of a checkpoint, and each process's own state."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from typing import Any
+
+from jaxckpt._format.checks import SHOWN
+from jaxckpt._format.manifest import decode, decode_state, state_name
+from jaxckpt._format.names import MANIFEST, is_data
+from jaxckpt._format.records import Manifest
+from jaxckpt._runtime.errors import DataError, ManifestError, NotACheckpointError, StorageError
+from jaxckpt._storage.store import Store
+
+
+def load_states(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
+    """Each process's own state, in order of the processes that saved. Raises DataError."""
+    states: list[dict[str, Any]] = []
+    keys = [f"{manifest.data}/{state_name(process)}" for process in range(len(manifest.process_states))]
+    contents = store.read_all(keys)
+    for process, (key, content) in enumerate(zip(keys, contents, strict=True)):
+        length, digest = manifest.process_states[process]
+        if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
+            what = "is missing" if content is None else "is not as it was saved"
+            raise DataError(f"{store.url}/{key} {what}: it holds process {process}'s own state")
+        try:
+            states.append(decode_state(content))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{store.url}/{key} is malformed: {str(error)[:SHOWN]}") from error
+    return states
+
+
+def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
+    """The manifest of the checkpoint at a store, and its bytes; `sha256` is what theirs must be, if it is known.
+
+    Raises NotACheckpointError, ManifestError.
+    """
+    content = store.read(MANIFEST)
+    if content is None:
+        raise NotACheckpointError(f"{store.url} is not a checkpoint: {_why_not(store)}")
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
+        raise ManifestError(
+            f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by Options.manifest_sha256:"
+            " it is another checkpoint, or somebody changed it"
+        )
+    return decode(content, store.url), content
+
+
+def _why_not(store: Store) -> str:
+    if store.is_file():
+        return "it is a file, not a folder"
+    try:
+        names = store.names()
+    except StorageError as error:
+        if error.errno not in (errno.ENOTSUP, errno.EACCES):
+            raise
+        return f"it holds no manifest.json ({error})"  # it may be read all the same: over HTTP, or without that right
+    if any(map(is_data, names)):
+        return "a save to it is under way, or never finished: it has data but no manifest.json"
+    inside = [name for name, published in store.folders().items() if published]
+    if inside:
+        return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
+    return "it holds no manifest.json" if names else "there is nothing there"

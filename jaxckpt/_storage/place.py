@@ -1,0 +1,61 @@
+"""Which store is at a path."""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+import urllib.parse
+
+from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.options import Options
+from jaxckpt._storage.bucket import Bucket
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.store import Store
+
+Path = str | os.PathLike[str]
+
+
+def store_at(path: Path, options: Options) -> Store:
+    """The store at a local path, or at a URL that tensorstore's kvstore takes. Raises InputError."""
+    local, text = local_path(path), os.fspath(path)
+    if local is None:
+        return Bucket.at(text.rstrip("/"), options)
+    _require_no_dangling_link(local)
+    return Folder(local if "://" in text else text.rstrip("/") or "/", local)
+
+
+def local_path(path: Path, what: str = "path, the first argument,") -> str | None:
+    """The absolute local path that a path or a file:// URL means; None for a URL of anything else.
+
+    A file:// URL is read as RFC 8089 says, and as tensorstore does: it has an absolute path, in which %20 is a space,
+    and no host but localhost. Raises InputError.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(text, str) or not text or "\0" in text:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"{what} must be a non-empty str or PathLike, found {reprlib.repr(path)}")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+            raise InputError(f"path {text!r} looks like a URL that lost a slash, as in a pathlib.Path: give a str")
+        return os.path.abspath(os.path.expanduser(text))
+    if scheme != "file":
+        return None
+    host, slash, below = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise InputError(
+            f"path {text!r} has no absolute path: what stands between file:// and the next slash is a host. Give"
+            f" file:///{rest.lstrip('/')} for an absolute path, or leave file:// out"
+        )
+    return os.path.abspath("/" + urllib.parse.unquote(below))
+
+
+def _require_no_dangling_link(path: str) -> None:
+    """Raise InputError if a path, or a folder above it, is a symbolic link to nothing: no folder can be made there."""
+    while not os.path.exists(path):
+        if os.path.islink(path):
+            raise InputError(
+                f"{path} is a symbolic link to {os.readlink(path)}, which does not exist; create that, or remove the"
+                " link"
+            )
+        path = os.path.dirname(path)
