@@ -220,7 +220,7 @@ def test_debug_shows_the_traceback(here: Path) -> None:
     for args in (("--debug", "show", "nowhere"), ("show", "nowhere", "--debug")):
         told = run(*args, code=4).stderr
         assert "Traceback (most recent call last)" in told
-        assert "manifest.py" in told
+        assert "manifests.py" in told
         assert told.splitlines()[-1] == "jaxckpt: nowhere is not a checkpoint: there is nothing there"
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._format import stacks as _plan
+from jaxckpt._restore import plan as _plan
 from jaxckpt._restore import restore as _restore
 from jaxckpt._restore import source as _source
 

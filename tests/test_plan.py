@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from jaxckpt import Options
 from jaxckpt._format import grid as _grid
-from jaxckpt._format import stacks as _plan
+from jaxckpt._format import stacks as _stacks
+from jaxckpt._restore import plan as _plan
 from jaxckpt._format.grid import Box
 from jaxckpt._format.layouts import PlannedSharding
 from jaxckpt._format.stacks import Stack
@@ -172,7 +173,7 @@ def test_what_is_parted_is_read_object_by_object(case: tuple[list[Stack], list[W
         if len(step.reads) == 1:
             continue
         objects = [
-            [index for index, _, _ in _plan.indexed_objects_of(stacks[step.stack], region.box)]
+            [index for index, _, _ in _stacks.indexed_objects_of(stacks[step.stack], region.box)]
             for region in step.regions
         ]
         assert all(len(found) == 1 for found in objects)
@@ -294,7 +295,7 @@ def test_objects_of_a_box_are_those_that_it_meets(stack: Stack, data: st.DataObj
     expected = [
         (index, part, obj) for index, obj in stack.objects() if (part := _grid.intersection(box, obj)) is not None
     ]
-    assert list(_plan.indexed_objects_of(stack, box)) == expected
+    assert list(_stacks.indexed_objects_of(stack, box)) == expected
 
 
 def test_nothing_wanted_is_nothing_read() -> None:

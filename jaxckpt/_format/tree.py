@@ -32,7 +32,7 @@ MAX_DEPTH = 200
 """Containers may nest this deep; a deeper tree is refused when saved and when read."""
 
 MAX_KEY_DEPTH = 40
-"""Tuples in a key may nest this deep: below 200 containers `_manifest.MAX_NESTING` leaves room for 49."""
+"""Tuples in a key may nest this deep: below 200 containers `manifest.MAX_NESTING` leaves room for 49."""
 
 INLINE_BYTES = 4096
 """A str or bytes leaf up to this size is stored in the manifest itself; a larger one as an array of bytes."""

@@ -1,7 +1,7 @@
 """A checkpoint on a file system.
 
 Its control files go through the file system itself, where the order of writing, fsync and rename can be stated exactly;
-arrays through `_files`, or where they are compressed through tensorstore. Nothing but plain files, in plain folders
+arrays through `files`, or where they are compressed through tensorstore. Nothing but plain files, in plain folders
 below the checkpoint's own, is read.
 """
 

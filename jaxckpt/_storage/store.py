@@ -1,6 +1,6 @@
 """Storage as all backends share it: a checkpoint's folder, and its arrays through tensorstore.
 
-`_folder` keeps the small control files of a checkpoint on a file system, `_bucket` those on an object store; both are
+`folder` keeps the small control files of a checkpoint on a file system, `bucket` those on an object store; both are
 Stores. Arrays go through tensorstore's zarr3 driver on either.
 """
 

@@ -118,7 +118,7 @@ def forged(stack: dict[str, Any], **changes: Any) -> None:
     """Change a stack and make its zarr.json's digest and its objects' lengths agree."""
     stack.update(changes)
     record = {**stack, "objects": {}}
-    made = _manifest.msgspec.convert(record, _manifest.StackRecord).stack()
+    made = _manifest.msgspec.convert(record, _records.StackRecord).stack()
     stack["sha256"] = hashlib.sha256(_zarr.metadata(made)).hexdigest()
 
 
