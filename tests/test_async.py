@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import queue
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ import jaxckpt
 from jaxckpt._save import background as _background
 from jaxckpt._save import describe as _draft
 from jaxckpt._save import save as _save
+from jaxckpt._save.handover import Handover
 from jaxckpt._storage.files import FileWriter
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
@@ -555,3 +558,36 @@ def test_a_blocking_save_that_is_interrupted_leaves_nothing(tmp_path: Path, gate
         jaxckpt.save(tmp_path / "c", {"x": np.arange(4)}, overwrite=True)
     assert len(list(tmp_path.glob("c/data-*"))) == 1
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
+
+
+def test_what_was_given_just_before_the_feeder_left_is_taken() -> None:
+    """A wait that runs out of time while the other thread gives its last object and leaves finds it all the same."""
+
+    class Late(queue.SimpleQueue[Any]):
+        waits = 0
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            self.waits += 1
+            if self.waits % 2:
+                raise queue.Empty
+            return super().get(block, timeout)
+
+        def get_nowait(self) -> Any:
+            return super().get(False)
+
+    def fed() -> Handover:
+        made = Handover(None, None)
+        made._given = Late()
+        made.feed([SimpleNamespace(copied_bytes=0, n=n) for n in range(3)], lambda: None)  # type: ignore[list-item]
+        return made
+
+    assert [one.n for one in fed()] == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def test_a_progress_callback_that_waits_for_its_own_save(tmp_path: Path, gate: Gate) -> None:
+    made: list[jaxckpt.PendingSave] = []
+    options = jaxckpt.Options(progress=lambda _: made[0].wait() and None)
+    made.append(jaxckpt.save_async(tmp_path / "c", TREE, options=options))
+    gate.opened.set()
+    with pytest.raises(jaxckpt.InputError, match="by its own progress callback"):
+        made[0].wait(60)

@@ -606,3 +606,67 @@ attempt(lambda: jaxckpt.save(args, {"stage": count(7, second), "all": count(proc
         assert lines[1].startswith("PeersDisagreeError: the processes hold different values")
         assert "'all' (0 in process 0): process 1 and process 0 differ" in lines[1]
     assert jaxckpt.load_numpy(tmp_path / "c") == {"stage": 7, "all": 3}
+
+
+def test_what_else_may_not_differ(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+for name, (zero, one) in {
+    "containers": ({"x": [1, 2]}, {"x": (1, 2)}),
+    "empty": ({"x": 1}, {"x": 1, "y": {}}),
+    "keys": ({"x": {1: 1}}, {"x": {"1": 1}}),
+    "long": ({"x": "a" * 9000}, {"x": "b" * 9000}),
+}.items():
+    attempt(lambda: jaxckpt.save(f"{args}/{name}", one if process_id else zero, options=options))
+attempt(lambda: jaxckpt.save(args + "/order", {"x": 1}, metadata={"b": 1, "a": 2} if process_id else {"a": 2, "b": 1}))
+"""
+    for lines in out_of_step(run_processes, program, str(tmp_path)):
+        assert [line.partition(":")[0] for line in lines] == ["PeersDisagreeError"] * 4 + ["fine"], lines
+        assert "'x' (checksum" in lines[3]
+
+
+def test_a_process_that_stages_for_long_is_not_silent(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+@jax.jit
+def late(x):
+    return jax.pure_callback(lambda x: (time.sleep(7), x)[1], x, x)
+options = jaxckpt.Options(timeout_seconds=2)
+mine = late(jnp.arange(3.0)) if process_id == 0 else jnp.arange(3.0)
+attempt(lambda: jaxckpt.save(args, {"w": rows(0), "mine": mine}, options=options))
+"""
+    for lines in out_of_step(run_processes, program, str(tmp_path / "c")):
+        assert lines == ["fine"]
+
+
+def test_an_exchange_once_the_main_thread_has_ended(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import threading
+def last():
+    threading.main_thread().join()
+    tree = {"w": rows(0)}
+    attempt(lambda: jaxckpt.save_async(args, tree, mesh=mesh, specs=P(None, "data"), options=options))
+jax.block_until_ready(rows(0))
+threading.Thread(target=last).start()
+"""
+    for lines in out_of_step(run_processes, program, str(tmp_path / "c")):
+        assert lines == ["fine"]
+    assert jaxckpt.load_numpy(tmp_path / "c")["w"].shape == (8, 8)
+
+
+def test_ctrl_c_while_another_process_has_not_come(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import os, signal, threading
+if process_id == 0:
+    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+else:
+    time.sleep(8)
+begun = time.monotonic()
+try:
+    jaxckpt.save(args, {"w": rows(0)}, options=options)
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - begun < 5)
+except jaxckpt.PeerFailedError as error:
+    print("KeyboardInterrupt" in str(error))
+attempt(lambda: jaxckpt.save(args, {"w": rows(0)}, options=options))
+"""
+    lines = out_of_step(run_processes, program, str(tmp_path / "c"))
+    assert lines == [["interrupted True", "fine"], ["True", "fine"]]

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from jaxckpt import Options
 from jaxckpt._format import grid as _grid
 from jaxckpt._format import stacks as _stacks
-from jaxckpt._restore import plan as _plan
 from jaxckpt._format.grid import Box
 from jaxckpt._format.layouts import PlannedSharding
 from jaxckpt._format.stacks import Stack
+from jaxckpt._restore import plan as _plan
 from jaxckpt._restore.plan import ReadStep, Want
 from jaxckpt._save.plan import ArrayLeaf, plan_save
 

@@ -23,7 +23,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -104,6 +104,9 @@ class Group:
     told: BaseException | None = None
     """The error that the other processes were notified of, if any."""
 
+    check: Callable[[], None] = lambda: None
+    """Raises what the call was cancelled for, if it was; asked while it waits for others."""
+
     passed_on: bool = False
     """Whether another thread carries the call on after the block, and notifies the others."""
 
@@ -138,7 +141,10 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Also those that an interrupt kept from leaving.
-        _running[:] = [(caller, group) for caller, group in _running if not caller.is_here() and caller.present()]
+        for entry in _running.copy():
+            if entry[0].is_here() or not entry[0].present():
+                with contextlib.suppress(ValueError):  # another thread has
+                    _running.remove(entry)
         if error is not None and error is not self.told and not self.passed_on and self.count > 1:
             with contextlib.suppress(type(error)), self.meeting(f"calling {self.call.verb}"):
                 raise error
@@ -274,6 +280,7 @@ class Meeting:
         watched = dict.fromkeys(awaited, _Watched(None, time.monotonic()))
         silent: list[int] = []
         while awaited:
+            self.group.check()
             text = self._get(f"{folder}/{awaited[0]}")
             if text is not None:
                 answers[awaited.popleft()] = text

@@ -71,6 +71,7 @@ def agreement(
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
     given = {
         "leaves": (
+            msgspec.json.encode(draft.structure),
             [(record.path, record.kind) for record in draft.records],
             [(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays],
         ),
@@ -79,7 +80,7 @@ def agreement(
             [(layouts[leaf.layout], leaf.moved) for leaf in draft.arrays],
         ),
         "options": (plan.stacks, plan.members),  # what the two above have not decided
-        "metadata": json.dumps(metadata),
+        "metadata": json.dumps(metadata, sort_keys=True),
         "process_state": sorted(state_names),
     }
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in given.items()}
@@ -128,7 +129,10 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
         if record.value is not None:
             held.setdefault(frozenset(), []).append((record.path, record.value))
     for number, value in draft.values.items():
-        if isinstance(value, jax.Array) and _is_replicated_count(value):
+        if draft.records[number].kind in ("str", "bytes"):
+            text = f"checksum {zlib.crc32(value)}"  # too long to be shown
+            held.setdefault(frozenset(), []).append((draft.records[number].path, text))
+        elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)
             if len(holders) == 1:
                 continue

@@ -107,6 +107,8 @@ class PendingSave:
         """
         if self.skipped:
             raise InputError(f"the save to {self.path} was skipped: another was under way; ask `.skipped` before")
+        if not self.done and threading.get_ident() == _writer:
+            raise InputError(f"wait() for the save to {self.path} was called by its own progress callback")
         wake()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
@@ -199,6 +201,9 @@ _starting = threading.Lock()
 _ran_out: Latch | None = None
 """Set when the thread ends; None while there is none."""
 
+_writer: int | None = None
+"""The thread that carries out saves."""
+
 _abandoned = False
 _exit_status = 0
 
@@ -213,28 +218,36 @@ def wake() -> None:
     """See to it that somebody carries out what was handed over. An interrupt may have come before that was done."""
     if not any(not job.pending.done for job in _jobs.copy()):
         return
-    if ending() and _ran_out is None:  # Python 3.12 starts no thread any more
-        for job in _jobs.copy():
-            job.run()
+    if ready():
+        _wakes.put(True)
         return
-    ready()
-    _wakes.put(True)
+    for job in _jobs.copy():
+        job.run()
 
 
-def ready() -> None:
+def ready() -> bool:
     """Start the thread, if there is none. It stays: starting one takes the caller up to Python's switch interval, 5 ms.
 
-    Raises RuntimeError if the system starts no thread.
+    Returns whether there is one: when it ends, Python 3.12 starts no more. Before that, raises RuntimeError if the
+    system starts none.
     """
     global _ran_out
     with _starting:
         if _ran_out is None:
             ran_out = Latch()
-            start_thread(lambda: _run(ran_out), "jaxckpt-save")
+            try:
+                start_thread(lambda: _run(ran_out), "jaxckpt-save")
+            except RuntimeError:
+                if not ending():
+                    raise
+                return False
             _ran_out = ran_out
+    return True
 
 
 def _run(ran_out: Latch) -> None:
+    global _writer
+    _writer = threading.get_ident()
     try:
         while _wakes.get():
             for job in _jobs.copy():

@@ -24,6 +24,7 @@ class Handover:
     """Objects in order, at most so many bytes of copies at once. One thread feeds, another one takes."""
 
     def __init__(self, most_bytes: int | None, deadline: float | None) -> None:
+        """Called by the function that feeds, or that calls it: once that has returned, nothing comes any more."""
         self._most_bytes = most_bytes
         self._deadline = deadline
         self._held_bytes = 0
@@ -31,7 +32,7 @@ class Handover:
         self._freed = queue.SimpleQueue[int]()
         self._closed = False
         self._cancelled: BaseException | None = None
-        self._feeder: Caller | None = None
+        self._feeder = Caller(depth=1)
 
     # The thread that feeds -------------------------------------------------------------------------------
 
@@ -40,7 +41,6 @@ class Handover:
 
         An error before that ends all. After it, the other thread is notified and raises it too.
         """
-        self._feeder = Caller()
         begun = False
         end = _End()
         try:
@@ -97,9 +97,12 @@ class Handover:
             try:
                 one = self._given.get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                if self._feeder is not None and not self._feeder.present():
+                if self._feeder.present():
+                    continue
+                try:  # once more: what it gave, it gave before it left
+                    one = self._given.get_nowait()
+                except queue.Empty:
                     raise KeyboardInterrupt("the thread that called save was interrupted") from None
-                continue
             if not isinstance(one, _End):
                 yield one
             elif one.error is not None:

@@ -75,6 +75,7 @@ def publish(
                 store.sync_data(claimed.data, manifest.arrays)
         with clock.timed("publish"):
             content = manifests.encode(manifest)
+            meeting.group.check()  # the last moment at which it can be cancelled
             store.publish(claimed.data, content, claimed.previous, sync=sync)
             stored_bytes = sum(length for share in shares for _, _, length, _ in share.objects)
             published = Published(stored_bytes, hashlib.sha256(content).hexdigest())

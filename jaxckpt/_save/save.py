@@ -29,7 +29,7 @@ from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.records import StepRecord
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.clock import Clock
-from jaxckpt._runtime.errors import PeerError
+from jaxckpt._runtime.errors import InputError, PeerError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, reporting
@@ -87,7 +87,8 @@ def save(
         PeerError: Another process failed, is silent, made another call, was given another tree or other values of it,
             or does not see `path`.
         InputError: It is called by a signal handler or a callback from inside another call of jaxckpt.
-        KeyboardInterrupt: Ctrl-C; nothing is published, and a checkpoint that was at `path` stays.
+        KeyboardInterrupt: Ctrl-C. Nothing is published, and a checkpoint that was at `path` stays, unless a note on the
+            error says that the new one was published just before.
 
     Examples:
         >>> import jax.numpy as jnp, jaxckpt
@@ -192,6 +193,9 @@ class _Prepared:
     claimed: Latch
     """Set when the path is claimed, or is not going to be."""
 
+    threaded: bool
+    """Whether a thread writes it; else the caller's does, once all is staged."""
+
 
 def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
     """Save to the end, or until the thread that writes needs the caller no more. Every process."""
@@ -202,10 +206,9 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         return skipped
     save = _prepare(request, options, group, background=background)
     pending = PendingSave(save.store.url, save.plan.process_bytes[group.index], begun)
-    # Python at its end starts no thread that could make room, and waits for none.
-    background = background and not ending()
-    most_bytes = None if ending() else options.staging_bytes if background else options.host_bytes // 2
-    handover = Handover(most_bytes, request.deadline)
+    background = background and not ending()  # Python at its end would wait for no other thread
+    most_bytes = options.staging_bytes if background else options.host_bytes // 2
+    handover = Handover(most_bytes if save.threaded else None, request.deadline)
     work = functools.partial(_carry_out, save, handover)
     if background and not background_saves.under_way():
         background_saves.finish_at_exit()
@@ -218,13 +221,14 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             group.passed_on = True
 
     try:
+        if group.count > 1:
+            begin()  # while it stages, however long that takes, the others hear that it is there
         if any(save.plan.moved):
             # Exchanges are collective, so no process may begin them before all have come through their preparations.
-            begin()
             save.claimed.wait()
             if handover.closed:
                 pending.wait()  # raises why
-        hold = background or ending()
+        hold = background or not save.threaded
         stack_bytes = options.host_bytes // 2
         with contextlib.closing(stage(save.plan, save.draft, hold=hold, stack_bytes=stack_bytes)) as staged:
             handover.feed(staged, begin)
@@ -234,6 +238,9 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     except BaseException as error:
         handover.cancel(error)
         group.passed_on = background_saves.give_up(pending)
+        save.draft.values.clear()  # the error may be kept for long
+        if pending.done and pending.error is None:
+            error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")
         raise
     pending.returned()
     return pending
@@ -256,8 +263,7 @@ def _prepare(request: SaveRequest, options: Options, group: Group, *, background
     background_saves.settle()
     if group.index == 0 and request.check is not None:
         request.check()
-    if not ending():
-        background_saves.ready()  # if no thread can be started, this is the time to say so
+    threaded = background_saves.ready()  # if no thread can be started, this is the time to say so
     with clock.timed("plan"):
         store = store_at(request.path, options)
         manifests.require_json(request.metadata, "metadata")
@@ -266,13 +272,15 @@ def _prepare(request: SaveRequest, options: Options, group: Group, *, background
             request.tree, request.mesh, request.specs, options, request.components, request.recent
         )
         plan = _planned(draft, options, group)
+        if any(plan.moved) and not threaded:
+            raise InputError("leaves that the processes must exchange cannot be saved while the interpreter ends")
         given, values = Agreement({}, []), list[Bucket]()
         if group.count > 1:
             names = list(request.process_state or ())
             given, values = agreement(draft, plan, options, request.metadata, names, group.index)
     # What the caller may change, and what should be freed when the caller lets go of it, is not held.
     request = replace(request, tree=None, draft=None, metadata=copy.deepcopy(request.metadata))
-    return _Prepared(request, group, store, draft, plan, given, values, state, options, clock, Latch())
+    return _Prepared(request, group, store, draft, plan, given, values, state, options, clock, Latch(), threaded)
 
 
 def _planned(draft: Draft, options: Options, group: Group) -> SavePlan:
@@ -289,6 +297,7 @@ def _planned(draft: Draft, options: Options, group: Group) -> SavePlan:
 def _carry_out(save: _Prepared, handover: Handover, pending: PendingSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     group, clock = save.group, save.clock
+    group.check = handover.check
     with (
         group,
         contextlib.closing(handover),

@@ -27,6 +27,7 @@ from reliability import Fault
 
 import jaxckpt
 from jaxckpt._format import manifest as _manifest
+from jaxckpt._format import records as _records
 from jaxckpt._format import zarr as _zarr
 from jaxckpt._storage.folder import Folder
 
