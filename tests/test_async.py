@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import gc
@@ -591,3 +592,19 @@ def test_a_progress_callback_that_waits_for_its_own_save(tmp_path: Path, gate: G
     gate.opened.set()
     with pytest.raises(jaxckpt.InputError, match="by its own progress callback"):
         made[0].wait(60)
+
+
+def test_blocking_saves_of_two_threads_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2)
+    write = FileWriter.write
+
+    def meet(*arguments: Any) -> Any:
+        together.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(FileWriter, "write", meet)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: jaxckpt.save(tmp_path / name, {"x": np.arange(3)}), "cd", timeout=60))
+    monkeypatch.undo()
+    for name in "cd":
+        np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / name)["x"], np.arange(3))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -209,9 +210,17 @@ _exit_status = 0
 
 
 def hand_over(pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool) -> None:
-    """Have the thread carry out a save, or do so here if the interpreter is at its end."""
-    _jobs.append(_Job(pending, work, awaited=awaited))
-    wake()
+    """Have the thread carry out a save, or do so here if the interpreter is at its end.
+
+    One that its caller waits for does not wait for those of other threads: it gets a thread of its own.
+    """
+    job = _Job(pending, work, awaited=awaited)
+    others = any(not other.pending.done for other in _jobs.copy())
+    _jobs.append(job)
+    if awaited and others and not ending():
+        start_thread(functools.partial(_run_alone, job), "jaxckpt-save-alone")
+    else:
+        wake()
 
 
 def wake() -> None:
@@ -257,6 +266,11 @@ def _run(ran_out: Latch) -> None:
             job = None  # it holds all that was saved
     finally:
         ran_out.set()
+
+
+def _run_alone(job: _Job) -> None:
+    job.run()
+    _settled(job.pending)
 
 
 def _settled(pending: PendingSave) -> None:
