@@ -185,7 +185,9 @@ def strike(path: Path, what: str, published: list[int], own: list[str]) -> None:
         for name in own if published == [1] else []:  # once published, it is the checkpoint that would be deleted
             shutil.rmtree(path / name, ignore_errors=True)
         return
-    jaxckpt.save(path, version(3), overwrite=True, options=jaxckpt.Options(sync=False))
+    # Waiting for the sleeper's lock, it may be overtaken by what the sleeper then publishes.
+    with contextlib.suppress(jaxckpt.CheckpointExistsError):
+        jaxckpt.save(path, version(3), overwrite=True, options=jaxckpt.Options(sync=False))
 
 
 def check(fault: Fault, path: Path, said: str, published: list[int], what: str, waited: bool, late: bool) -> None:
