@@ -24,7 +24,7 @@ from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, decode_value, sho
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._restore.target import Goal, Request, numpy_goals, resolve
+from jaxckpt._restore.target import Goal, Request, numpy_goals, require_request, resolve
 from jaxckpt._runtime.errors import DataError, InputError, ManifestError, PeersDisagreeError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
@@ -131,12 +131,9 @@ def carry_out(path: Location, asked: Request, options: Options | None) -> Tree:
 
 
 def _check(asked: Request) -> None:
-    """Raise InputError for arguments that are none, whatever the checkpoint."""
+    """Raise InputError for arguments that are none, or that need devices that are not here."""
     require_mesh(asked.mesh)
-    if isinstance(asked.target, Mesh):
-        raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
-    if isinstance(asked.target, Options):
-        raise InputError("target is an Options: pass it as options=, restore(path, options=…)")
+    require_request(asked)
 
 
 def _require_no_trace(goals: Iterable[Goal]) -> None:
