@@ -70,7 +70,7 @@ def convert(
         mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
             decides how they are cut into objects and what spec they are restored with. By default as they were.
         specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
-            leaf). Without it each keeps its own, by axis name.
+            leaf). Without it each keeps its own, by axis name; a mesh that has none of these axes is a SpecError.
         select: Only these leaves, by their old paths, as for `restore`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.

@@ -252,9 +252,9 @@ def _match(
             parts.append(functools.partial(unflatten, pruned))
             is_met = True
             continue
-        is_odd = not _is_restorable(leaf.value)
-        if is_odd and (leaf.path in containers() or _is_dtype(leaf.value)):
+        if not _is_restorable(leaf.value) and (_is_class(leaf.value) or leaf.path in containers()):
             layouts.refuse(leaf.path, leaf.value)
+            continue
         if _is_abstract(leaf.value) and asked.initial is not None:
             lacking.append(len(parts))
         parts.append(functools.partial(_constant, leaf.value))
@@ -532,7 +532,7 @@ class _Layouts:
     def refuse(self, path: str, wanted: Any) -> None:
         """Note that the target has something that is no leaf to restore."""
         kind = type(wanted).__qualname__
-        if _is_dtype(wanted):
+        if _is_class(wanted):
             problem = "which is no leaf to restore; give a jax.ShapeDtypeStruct(shape, dtype)"
         elif path in self._wanted:
             problem = "which is no leaf to restore"
@@ -786,11 +786,6 @@ def _canonical_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _is_dtype(value: object) -> bool:
-    """Whether it is a dtype, such as jnp.bfloat16, where a leaf is expected."""
-    if not callable(value) and not isinstance(value, np.dtype):
-        return False
-    try:
-        return np.dtype(value) is not None  # pyright: ignore
-    except TypeError:
-        return False
+def _is_class(value: object) -> bool:
+    """Whether it is a dtype, such as jnp.bfloat16, or another class, where a leaf is expected."""
+    return isinstance(value, (type, np.dtype))
