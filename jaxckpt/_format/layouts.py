@@ -64,9 +64,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     """The spec of each leaf that `specs` says one for. Raises SpecError, naming leaves or misplaced prefixes."""
     if specs is None:
         return {}
-    # An Equinox module can be called too, but is a pytree.
-    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(specs))
-    if callable(specs) and is_leaf and not isinstance(specs, PartitionSpec):
+    if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
         return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}
     found, _ = flatten(specs)
     by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in found}
@@ -77,6 +75,11 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
         hint = closest(unused[0], (path for path, _ in leaves))
         raise SpecError(f"specs has {show(unused[0])}, but no array leaf is there or below{hint}")
     return {path: by_prefix[head] for path, head in chosen.items()}
+
+
+def _is_leaf(value: object) -> bool:
+    """Whether JAX takes it for a leaf; an Equinox module, which can be called too, is a pytree."""
+    return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
 
 
 def longest_head(path: str, prefixes: Mapping[str, Any]) -> str | None:
