@@ -17,7 +17,6 @@ Importing this module imports Orbax, which takes a second or two.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jaxckpt._format.layouts import saved_sharding
 from jaxckpt._format.records import LeafRecord, Manifest
-from jaxckpt._format.tree import DTYPES, Leaf, Tree, closest, decode_value, flatten, show, unflatten
+from jaxckpt._format.tree import DTYPES, Leaf, Tree, closest, decode_value, flatten, key_dtype, show, unflatten
 from jaxckpt._restore.restore import restore
 from jaxckpt._restore.source import source_at
 from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, listing
@@ -291,13 +290,8 @@ class _Saved:
             return cls(record.kind, (), np.asarray(decode_value(record.kind, record.value or "")).dtype)
         shape = manifest.leaf_shape(record)
         if record.kind == "key":
-            return cls("key", shape[:-1], _key_dtype(record.impl or ""))
+            return cls("key", shape[:-1], key_dtype(record.impl or ""))
         return cls(record.kind, shape, DTYPES[manifest.stacks[record.stack].dtype])
-
-
-@functools.cache
-def _key_dtype(impl: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def _standard(wanted: Any, saved: _Saved) -> Any:

@@ -390,13 +390,45 @@ def similar() -> list[Any]:
     ]
 
 
-def test_no_tree_is_taken_for_another() -> None:
-    def told(tree: Any, recent: _draft.Recent, components: tuple[str, ...] = ()) -> str:
-        draft = _draft.describe(tree, None, None, jaxckpt.Options(), components, recent)
-        values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
-        # repr: 1, 1.0 and True are equal, but not the same
-        return repr((draft.structure, draft.records, draft.arrays, draft.table.layouts, draft.table.meshes, values))
+def told(tree: Any, recent: _draft.Recent, components: tuple[str, ...] = ()) -> str:
+    draft = _draft.describe(tree, None, None, jaxckpt.Options(), components, recent)
+    values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
+    # repr: 1, 1.0 and True are equal, but not the same
+    return repr((draft.structure, draft.records, draft.arrays, draft.table.layouts, draft.table.meshes, values))
 
+
+@jax.tree_util.register_pytree_with_keys_class
+class Bag:
+    """A node whose auxiliary data, its list of names, can change in place."""
+
+    def __init__(self, names: list[str], values: list[Any]) -> None:
+        self.names, self.values = names, values
+
+    def tree_flatten_with_keys(self) -> Any:
+        pairs = zip(self.names, self.values, strict=True)
+        return [(jax.tree_util.DictKey(name), value) for name, value in pairs], self.names
+
+    @classmethod
+    def tree_unflatten(cls, names: list[str], values: Any) -> Bag:
+        return cls(names, list(values))
+
+
+def test_a_node_that_changes_in_place_is_not_taken_for_what_it_was(tmp_path: Path) -> None:
+    bag = Bag(["a", "b"], [jnp.zeros(2), jnp.ones(2)])
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, {"bag": bag})
+        bag.names[0] = "z"
+        checkpoints.save(1, {"bag": bag})
+    assert list(jaxckpt.open(checkpoints.path(1))) == ["bag/z", "bag/b"]
+    # One that has not changed is still remembered.
+    recent = _draft.Recent()
+    assert told(bag, recent) == told(bag, recent)
+    options = jaxckpt.Options()
+    first, second = (_draft.describe(bag, None, None, options, recent=recent) for _ in range(2))
+    assert first.records is second.records
+
+
+def test_no_tree_is_taken_for_another() -> None:
     trees = similar()
     expected = [told(tree, _draft.Recent()) for tree in trees]
     recent = _draft.Recent()

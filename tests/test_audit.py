@@ -139,8 +139,8 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     ellipsis_at = draw(st.one_of(st.none(), st.integers(0, stop)))
     arrays = draw(st.booleans())
     length = draw(st.integers(0, 4))
-    while dim < stop:
-        n = shape[dim]
+    while dim < stop or dim == ellipsis_at:
+        n = shape[dim] if dim < len(shape) else 0
         choices = ["slice", "slice", "int"] if n else ["slice"]
         if arrays and n:
             choices += ["array", "list", "mask"]
@@ -212,7 +212,9 @@ def test_indexing_is_numpys(arrays: jaxckpt.Checkpoint, data: st.DataObject) -> 
         np.s_[..., np.arange(7) % 2 == 0], np.s_[np.array(2)], np.s_[np.uint8([4, 0]), 1], np.s_[10**6:],
         # beyond the array, or no index of it
         np.s_[5], np.s_[-6], np.s_[[5]], np.s_[[-6]], np.s_[0, 0, 0, 0], np.s_[..., 0, 0, 0, 0], np.s_[[True]],
-        np.s_[np.zeros((4, 5), bool)], np.s_[[0, 1], [0, 1, 2]], np.s_[..., ..., 0],
+        np.s_[np.zeros((4, 5), bool)], np.s_[[0, 1], [0, 1, 2]], np.s_[..., ..., 0], np.s_[0, ..., 0, ..., 0, 0],
+        # an Ellipsis that stands for no dimension keeps index arrays apart
+        np.s_[:, [0, 1], ..., [0, 1]], np.s_[[0, 1], ..., [0, 1], 2], np.s_[:, 0, ..., [1]], np.s_[1, 2, 3, ...],
     ],
     ids=repr,
 )  # fmt: skip
@@ -374,10 +376,17 @@ def test_a_plan_refuses_what_the_restore_would_refuse(weights: tuple[Path, dict[
         checkpoint.plan(mesh={"data": 5})
     with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
         checkpoint.plan(mesh={"x": 4})
-    with pytest.raises(jaxckpt.InputError, match="devices_per_process"):
-        checkpoint.plan(mesh={"data": 2}, devices_per_process=0)
-    with pytest.raises(jaxckpt.InputError, match="axis names with sizes"):
-        checkpoint.plan(mesh={"data": 0})
+    for wrong in (0, "8", 1.5, True):
+        with pytest.raises(jaxckpt.InputError, match="devices_per_process must be a whole number above zero"):
+            checkpoint.plan(mesh={"data": 2}, devices_per_process=wrong)  # pyright: ignore[reportArgumentType]
+    for wrong in ({"data": 0}, {"data": True}, {1: 8}):
+        with pytest.raises(jaxckpt.InputError, match="axis names with sizes"):
+            checkpoint.plan(mesh=wrong)  # pyright: ignore[reportArgumentType]
+    for wrong in (5, "x=2", ("x", 2), jax.devices()):
+        with pytest.raises(jaxckpt.InputError, match=r"a mesh must be a jax.sharding.Mesh, an AbstractMesh, or axis"):
+            checkpoint.plan(mesh=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(jaxckpt.InputError, match="target is a mesh: pass it as mesh="):
+        checkpoint.plan(Mesh(np.array(jax.devices()), ("data",)))
     plan = checkpoint.plan(mesh={"data": 5}, options=jaxckpt.Options(indivisible="replicate"))
     assert {leaf.path: leaf.wanted.spec for leaf in plan.leaves}["w"] == "P(None, None)"
 

@@ -116,6 +116,15 @@ def test_specs_follow_by_axis_name_where_none_are_given(everything: tuple[Path, 
     assert jaxckpt.open(tmp_path / "to")["layers/0/w"].spec == P(None, "model")
 
 
+def test_a_mesh_without_any_axis_of_the_source_is_an_error(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = everything
+    with pytest.raises(jaxckpt.SpecError, match=r"(?s)none of the axes.*data, model.*'layers/0/w'"):
+        jaxckpt.convert(path, tmp_path / "to", mesh_shape={"modle": 2})
+    assert not (tmp_path / "to").exists()
+    jaxckpt.convert(path, tmp_path / "to", mesh_shape={"modle": 2}, specs=P())
+    assert jaxckpt.open(tmp_path / "to")["layers/0/w"].spec == P()
+
+
 def test_neither_number_need_divide_the_other(tmp_path: Path) -> None:
     data = bits(np.float32, (30, 7))
     three = Mesh(np.array(jax.devices()[:3]), ("x",))

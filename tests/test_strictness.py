@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import hashlib
 import math
 import os
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,6 +27,7 @@ from processes import RunPython
 
 import jaxckpt
 import jaxckpt.orbax
+from jaxckpt._format.names import SEAL
 from jaxckpt._format.tree import DTYPES
 
 
@@ -192,6 +198,31 @@ def test_keys_do_not_become_numbers_nor_other_keys(tmp_path: Path) -> None:
         jaxckpt.restore(tmp_path / "c", {"k": jax.ShapeDtypeStruct((), "uint32")})
     with pytest.raises(jaxckpt.MismatchError, match="PRNG keys do not cast"):
         jaxckpt.restore(tmp_path / "c", {"k": jax.random.key(0, impl="rbg")})
+    # Their raw data is alike, and in one stack.
+    keys = {"a": jax.random.key(1, impl="rbg"), "b": jax.random.key(2, impl="unsafe_rbg")}
+    jaxckpt.save(tmp_path / "d", keys)
+    restored = jaxckpt.restore(tmp_path / "d")
+    assert [key.dtype for key in restored.values()] == [key.dtype for key in keys.values()]
+    with pytest.raises(jaxckpt.MismatchError, match=r"'b' has dtype key<urbg> in the checkpoint, key<rbg>"):
+        jaxckpt.restore(tmp_path / "d", {"a": keys["a"], "b": keys["a"]})
+
+
+def test_keys_of_an_implementation_without_a_name_are_refused(tmp_path: Path) -> None:
+    base = jax.extend.random.threefry_prng_impl
+    functions = {"seed": base.seed, "split": base.split, "random_bits": base.random_bits, "fold_in": base.fold_in}
+    mine = jax.extend.random.define_prng_impl(key_shape=(2,), name="mine", tag="mn", **functions)
+    with pytest.raises(jaxckpt.TreeError, match=r"'k' has PRNG keys of implementation 'mn', which .*key_data"):
+        jaxckpt.save(tmp_path / "c", {"k": jax.random.key(0, impl=mine), "w": 1})
+    assert not (tmp_path / "c").exists()
+    # One that another JAX had registered.
+    jaxckpt.save(tmp_path / "d", {"model": {"k": jax.random.key(0)}, "w": 1})
+    manifest = tmp_path / "d" / "manifest.json"
+    body = manifest.read_bytes().rpartition(SEAL)[0].replace(b'"threefry2x32"', b'"known"')
+    manifest.write_bytes(body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}')
+    for target in (None, {"model": {"k": jax.random.key(0)}, "w": 0}):
+        with pytest.raises(jaxckpt.MismatchError, match=r"'model/k' has PRNG keys of .*'known'.*load_numpy"):
+            jaxckpt.restore(tmp_path / "d", target)
+    assert jaxckpt.load_numpy(tmp_path / "d")["model"]["k"].dtype == "uint32"
 
 
 def test_numbers_and_arrays_stand_for_each_other_only_where_nothing_is_lost(tmp_path: Path) -> None:
@@ -360,6 +391,15 @@ def test_a_mesh_without_any_saved_axis_is_an_error(path: Path) -> None:
     assert jaxckpt.restore(path, mesh=mesh, specs=P())["params"]["w"].sharding == NamedSharding(mesh, P())
 
 
+def test_a_mesh_to_save_for_without_any_axis_of_the_leaves_is_an_error(tmp_path: Path, tree: Any) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dta", "modle"))
+    with pytest.raises(jaxckpt.SpecError, match=r"(?s)none of the axes.*data, model.*'params/w'"):
+        jaxckpt.save(tmp_path / "c", tree, mesh=mesh)
+    assert not (tmp_path / "c").exists()
+    jaxckpt.save(tmp_path / "c", tree, mesh=mesh, specs=P())
+    assert jaxckpt.open(tmp_path / "c")["params/w"].spec == P()
+
+
 def test_a_mesh_must_be_one_with_devices(path: Path, mesh: Mesh) -> None:
     for wrong in ({"data": 2, "model": 4}, (2, 4), mesh.abstract_mesh, NamedSharding(mesh, P())):
         with pytest.raises(
@@ -389,6 +429,9 @@ def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
         jaxckpt.restore(path, mesh=mesh, specs={"param": P()})
     with pytest.raises(jaxckpt.SpecError, match="expected a jax"):
         jaxckpt.save(path.with_name("d"), tree, mesh=mesh, specs={"params": "data"})
+    with pytest.raises(jaxckpt.SpecError, match="expected a jax") as caught:
+        jaxckpt.restore(path, mesh=mesh, specs=np.arange(900))
+    assert len(str(caught.value)) < 200
     with pytest.raises(jaxckpt.InputError, match="needs mesh="):
         jaxckpt.restore(path, specs=P())
     with pytest.raises(jaxckpt.InputError, match="needs mesh="):
@@ -479,11 +522,51 @@ def test_an_array_of_too_many_dimensions_is_refused_by_path(rank: int, tmp_path:
     assert not (tmp_path / "c").exists()
 
 
+def test_keys_of_too_many_dimensions_are_refused_by_path(tmp_path: Path) -> None:
+    keys = jax.random.split(jax.random.key(0), (1,) * 30)
+    with pytest.raises(jaxckpt.TreeError, match="'k' has PRNG keys of 30 dimensions; at most 29"):
+        jaxckpt.save(tmp_path / "c", {"k": keys})
+    assert not (tmp_path / "c").exists()
+    jaxckpt.save(tmp_path / "c", {"k": keys[0]})
+    assert jaxckpt.restore(tmp_path / "c")["k"].ndim == 29
+
+
+def test_metadata_may_nest_as_deep_as_the_manifest_allows(tmp_path: Path) -> None:
+    metadata: Any = 1
+    for _ in range(497):
+        metadata = [metadata]
+    jaxckpt.save(tmp_path / "c", {"a": 1}, metadata=metadata)
+    assert jaxckpt.open(tmp_path / "c").metadata == metadata
+
+
 def test_metadata_comes_back_or_is_refused(path: Path, tmp_path: Path) -> None:
     assert jaxckpt.open(path).metadata == {"run": [1, None, "x"]}
     for bad in ({1: 2}, (1, 2), float("nan"), {"x": jnp.ones(())}):
         with pytest.raises(jaxckpt.InputError, match="plain JSON"):
             jaxckpt.save(tmp_path / "c", {"a": 1}, metadata=bad)
+
+
+@pytest.mark.parametrize("wrong", ["False", "no", None, 0, 1])
+def test_flags_are_bools(path: Path, tree: Any, tmp_path: Path, wrong: Any) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "overwrite": lambda: jaxckpt.save(path, tree, overwrite=wrong),
+        "overwrite ": lambda: jaxckpt.save_async(tmp_path / "new", tree, overwrite=wrong),
+        " overwrite": lambda: jaxckpt.convert(path, tmp_path / "new", overwrite=wrong),
+        "strict": lambda: jaxckpt.restore(path, strict=wrong),
+        "strict ": lambda: jaxckpt.open(path).plan(strict=wrong),
+        "quick": lambda: jaxckpt.verify(path, quick=wrong),
+        "background": lambda: jaxckpt.Checkpointer(tmp_path / "steps", background=wrong),
+        "fail_fast": lambda: jaxckpt.Checkpointer(tmp_path / "steps", fail_fast=wrong),
+        "force": lambda: jaxckpt.Checkpointer(tmp_path / "steps").save(1, tree, force=wrong),
+        "overwrite  ": lambda: jaxckpt.Checkpointer(tmp_path / "steps").save(1, tree, overwrite=wrong),
+    }
+    for name, call in calls.items():
+        with pytest.raises(jaxckpt.InputError, match=f"^{name.strip()} must be True or False, found {wrong!r}"):
+            call()
+    assert not (tmp_path / "new").exists()
+    assert jaxckpt.Checkpointer(tmp_path / "steps").steps() == []
+    assert jaxckpt.verify(path, quick=np.True_).ok  # pyright: ignore[reportArgumentType]
+    jaxckpt.save(path, tree, overwrite=np.True_)  # pyright: ignore[reportArgumentType]
 
 
 def test_options_are_checked() -> None:
@@ -645,6 +728,11 @@ def test_select_by_glob_expression_and_function(path: Path) -> None:
     assert jaxckpt.load_numpy(path, select="*/w").keys() == {"params"}
     assert list(jaxckpt.load_numpy(path, select=["**/b", re.compile("st.*")])) == ["params", "step"]
     assert jaxckpt.load_numpy(path, select=lambda path: path == "step") == {"step": 7}
+    assert jaxckpt.load_numpy(path, select="params/**/w")["params"].keys() == {"w"}
+    assert jaxckpt.load_numpy(path, select="**/step") == {"step": 7}
+    assert jaxckpt.load_numpy(path, select="**/params/**/b")["params"].keys() == {"b"}
+    with pytest.raises(jaxckpt.TreeError, match="matches none"):
+        jaxckpt.load_numpy(path, select="par**/ams")
     part = jaxckpt.load_numpy(path, select="layers/1")["layers"]
     assert part[0] is None
     np.testing.assert_array_equal(part[1], np.ones(3))
@@ -689,6 +777,11 @@ RENAMES: list[tuple[Any, str]] = [
     (3, "rename must be a mapping .*found 3"),
     (["params"], "rename must be a mapping"),
     ("params", "rename must be a mapping"),
+    ({"params": "model/"}, "rename gives 'params' the path 'model/', which has an empty component; .* written '~2'"),
+    ({"params": "/model"}, "'/model', which has an empty component"),
+    ({"params": "a//b"}, "'a//b', which has an empty component"),
+    ({"": "/"}, "rename gives '' .*'/', which has an empty component"),
+    (lambda path: f"{path}/", "rename gives 'layers/0' the path 'layers/0/', which has an empty component"),
     ({"params": 1}, "rename maps 'params' to 1; both must be paths"),
     ({1: "params"}, "rename maps 1 to 'params'; both must be paths"),
     (lambda path: None, "rename returned None for leaf 'layers/0'; expected a path"),
@@ -872,10 +965,45 @@ def test_what_is_no_target_is_told_so(path: Path) -> None:
         jaxckpt.restore(path, jaxckpt.Options())
     with pytest.raises(jaxckpt.MismatchError, match=r"'step' is a .*; give a jax.ShapeDtypeStruct\(shape, dtype\)"):
         jaxckpt.restore(path, {"step": jnp.bfloat16}, strict=False)
+    for extra in (jnp.bfloat16, np.float32, np.dtype("int8"), int):
+        for strict in (True, False):
+            with pytest.raises(jaxckpt.MismatchError, match=r"'new' is a .*give a jax.ShapeDtypeStruct\(shape, dtype"):
+                jaxckpt.restore(path, {"step": 0, "new": extra}, strict=strict)
     with pytest.raises(jaxckpt.MismatchError, match="'step' is int in the checkpoint, PRNG keys in the target"):
         jaxckpt.restore(path, {"step": jax.random.key(0)}, strict=False)
     with pytest.raises(jaxckpt.MismatchError, match=r"'params/b' has dtype float32 .*PRNG keys do not cast"):
         jaxckpt.restore(path, {"params": {"b": jax.random.key(0)}}, strict=False)
+
+
+class OwnDict(dict[str, Any]):
+    """What JAX takes for a leaf."""
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", [OwnDict, collections.UserDict, types.MappingProxyType, jax.nn.gelu])
+def test_what_jax_takes_for_a_leaf_is_not_left_as_it_is_for_a_container(path: Path, kind: Any, strict: bool) -> None:
+    inner = kind if kind is jax.nn.gelu else kind({"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)})
+    for target in ({"params": inner, "step": 0}, inner):
+        where = "params" if isinstance(target, dict) and "step" in target else ""
+        with pytest.raises(
+            jaxckpt.MismatchError,
+            match=rf"'{where}' .*is a .* and a container in the checkpoint: JAX takes .* for a leaf",
+        ):
+            jaxckpt.restore(path, target, strict=strict)
+    # What is not asked for, and what the checkpoint does not have, stays.
+    restored = jaxckpt.restore(path, {"params": inner, "step": 0}, select="step")
+    assert restored["params"] is inner
+    assert jaxckpt.restore(path, {"new": inner, "step": 0}, strict=False)["new"] is inner
+
+
+def test_specs_that_can_be_called_are_a_pytree_still(tmp_path: Path) -> None:
+    layer = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    specs = jax.tree.map(lambda leaf: P("data"), layer)
+    assert callable(specs)
+    jaxckpt.save(tmp_path / "c", layer, mesh=mesh, specs=specs)
+    assert jaxckpt.open(tmp_path / "c")["weight"].spec == P("data")
+    assert jaxckpt.restore(tmp_path / "c", mesh=mesh, specs=specs)["bias"].sharding.spec == P("data")
 
 
 def test_a_prefix_of_shardings_serves_for_all_below(path: Path, mesh: Mesh) -> None:

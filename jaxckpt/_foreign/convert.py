@@ -25,14 +25,14 @@ from jaxckpt._foreign.mindspore import mindspore_ranks
 from jaxckpt._foreign.orbax_out import write_orbax
 from jaxckpt._foreign.registry import holds_checkpoint
 from jaxckpt._format.grid import Layout, mesh_layout
-from jaxckpt._format.layouts import Specs, by_axis_name, fit_spec, mesh_axes, resolve_specs
+from jaxckpt._format.layouts import Specs, by_axis_name, fit_spec, mesh_axes, require_common_axis, resolve_specs
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._format.tree import DTYPES, Rename, Select, show
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
 from jaxckpt._restore.target import narrowed
 from jaxckpt._runtime.errors import CheckpointExistsError, InputError, JaxckptError, SpecError, StorageError, listing
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, reporting
 from jaxckpt._save.describe import Draft
@@ -70,7 +70,7 @@ def convert(
         mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
             decides how they are cut into objects and what spec they are restored with. By default as they were.
         specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
-            leaf). Without it each keeps its own, by axis name.
+            leaf). Without it each keeps its own, by axis name; a mesh that has none of these axes is a SpecError.
         select: Only these leaves, by their old paths, as for `restore`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
@@ -93,6 +93,7 @@ def convert(
         {'w': array([0., 1., 2.])}
     """
     options = given(options)
+    overwrite = flag(overwrite, "overwrite")
     if chunk_bytes is not None:
         options = replace(options, chunk_bytes=chunk_bytes)
     if specs is not None and mesh_shape is None:
@@ -322,6 +323,8 @@ class _Layouts:
         if specs is not None:
             arrays = [(leaf.path, self._as_leaf(leaf)) for leaf in manifest.leaves if leaf.kind in ("jax", "key")]
             self._specs = resolve_specs(specs, arrays)
+        elif self._axes is not None:
+            require_common_axis(self._axes, {leaf.path: manifest.leaf_layout(leaf)[1] for leaf in manifest.leaves})
         self._problems: list[str] = []
         self.meshes = list(manifest.meshes)
         self.layouts = list(manifest.layouts)

@@ -32,7 +32,7 @@ from jaxckpt._format.grid import (
 )
 from jaxckpt._format.records import LayoutRecord, Manifest, MeshRecord
 from jaxckpt._format.tree import closest, flatten, show
-from jaxckpt._runtime.errors import InputError, LayoutError, SpecError
+from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, listing
 from jaxckpt._runtime.options import Options
 
 Specs = Any
@@ -64,7 +64,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     """The spec of each leaf that `specs` says one for. Raises SpecError, naming leaves or misplaced prefixes."""
     if specs is None:
         return {}
-    if callable(specs) and not isinstance(specs, PartitionSpec):
+    if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
         return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}
     found, _ = flatten(specs)
     by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in found}
@@ -75,6 +75,11 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
         hint = closest(unused[0], (path for path, _ in leaves))
         raise SpecError(f"specs has {show(unused[0])}, but no array leaf is there or below{hint}")
     return {path: by_prefix[head] for path, head in chosen.items()}
+
+
+def _is_leaf(value: object) -> bool:
+    """Whether JAX takes it for a leaf; an Equinox module, which can be called too, is a pytree."""
+    return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
 
 
 def longest_head(path: str, prefixes: Mapping[str, Any]) -> str | None:
@@ -89,7 +94,9 @@ def longest_head(path: str, prefixes: Mapping[str, Any]) -> str | None:
 
 def _checked(spec: Any, path: str) -> Spec:
     if not isinstance(spec, PartitionSpec):
-        raise SpecError(f"specs gives {spec!r} for leaf {show(path)}; expected a jax.sharding.PartitionSpec")
+        raise SpecError(
+            f"specs gives {reprlib.repr(spec)} for leaf {show(path)}; expected a jax.sharding.PartitionSpec"
+        )
     try:
         return spec_of(spec)
     except SpecError as error:
@@ -97,11 +104,32 @@ def _checked(spec: Any, path: str) -> Spec:
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> dict[str, int]:
-    """Axis sizes of a mesh, or of a mesh that is given just by them."""
+    """Axis sizes of a mesh, or of a mesh that is given just by them. Raises InputError if it is neither."""
+    if not isinstance(mesh, (Mesh, AbstractMesh, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f'a mesh must be a jax.sharding.Mesh, an AbstractMesh, or axis sizes such as {{"data": 8}}, found'
+            f" {reprlib.repr(mesh)}"
+        )
     axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
-    if not all(isinstance(name, str) and isinstance(size, int) and size > 0 for name, size in axes.items()):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not all(isinstance(name, str) and _is_size(size) for name, size in axes.items()):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"a mesh needs axis names with sizes above zero, found {axes}")
     return axes
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+
+
+def require_common_axis(axes: Mapping[str, int], saved: Mapping[str, Spec]) -> None:
+    """Raise SpecError if a mesh shares no axis name with leaves' own specs: it would silently replicate everything."""
+    split = {path: spec for path, spec in saved.items() if any(spec)}
+    named = {axis for spec in split.values() for entry in spec for axis in entry}
+    if named and not named & set(axes) and math.prod(axes.values()) > 1:
+        raise SpecError(
+            f"the mesh {dict(axes)} has none of the axes that the leaves' own specs name ({', '.join(sorted(named))}),"
+            " so every leaf would be replicated; pass specs=, or specs=PartitionSpec() if that is meant. Leaves:\n"
+            + listing(f"{show(path)}: {show_spec(spec)}" for path, spec in split.items())
+        )
 
 
 def fit_spec(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], options: Options) -> tuple[Spec, str | None]:

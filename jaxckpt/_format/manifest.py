@@ -140,8 +140,8 @@ def decode_state(content: bytes) -> dict[str, Any]:
     return state
 
 
-def require_json(value: Any, what: str) -> None:
-    """Raise InputError unless a user's value comes back equal from the JSON of a manifest."""
+def require_json(value: Any, what: str) -> Any:
+    """A user's value as it comes back from the JSON of a manifest. Raises InputError unless that is equal."""
     plain = _through_json(value, what)
     try:
         same = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)) == plain
@@ -149,6 +149,7 @@ def require_json(value: Any, what: str) -> None:
         raise InputError(f"{what} must be plain JSON: {error}") from error
     if not same:
         raise InputError(f"{what} must be plain JSON: it would not come back equal")
+    return plain
 
 
 def _through_json(value: Any, what: str) -> Any:

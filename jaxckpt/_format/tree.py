@@ -601,8 +601,10 @@ def _entry(pattern: object) -> tuple[str, Callable[[str], bool]]:
 def _glob(pattern: str) -> re.Pattern[str]:
     """The paths that a glob matches, and all below them."""
     out: list[str] = []
-    for token in re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern):
+    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
         match token:
+            case "**/":  # no component, or several
+                out.append("(?:.*/)?")
             case "**":
                 out.append(".*")
             case "*":
@@ -659,7 +661,16 @@ def _new_path(rename: Callable[[str], str], path: str) -> str:
     new = rename(path)
     if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show(path)}; expected a path, a str")
+    _require_components(path, new)
     return str.__str__(new)
+
+
+def _require_components(old: str, new: str) -> None:
+    """Raise TreeError if a new path has an empty component: no key is written so."""
+    if new and "" in new.split("/"):
+        raise TreeError(
+            f"rename gives {show(old)} the path {new!r}, which has an empty component; the empty key is written '~2'"
+        )
 
 
 def _checked_mapping(rename: object) -> Mapping[str, str]:
@@ -672,6 +683,7 @@ def _checked_mapping(rename: object) -> Mapping[str, str]:
     for old, new in mapping.items():
         if not isinstance(old, str) or not isinstance(new, str):
             raise InputError(f"rename maps {_in_short(old)} to {_in_short(new)}; both must be paths, str")
+        _require_components(old, new)
     return cast("Mapping[str, str]", mapping)
 
 
@@ -837,6 +849,12 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """A dtype's name, remembered: NumPy spells it anew each time, which takes 3 µs."""
     return dtype.name
+
+
+@functools.cache
+def key_dtype(impl: str) -> Any:
+    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has none of that name."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def stored_dtype(name: str) -> str:

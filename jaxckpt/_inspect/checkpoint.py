@@ -35,9 +35,9 @@ from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.restore import kept, on_host
 from jaxckpt._restore.source import Location, Native, Source, source_at
-from jaxckpt._restore.target import Goal, Request, numpy_goal, resolve
-from jaxckpt._runtime.errors import InputError, counted
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._restore.target import Goal, Request, numpy_goal, require_request, resolve
+from jaxckpt._runtime.errors import counted
+from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.manifests import load_states
 from jaxckpt._storage.store import Array
@@ -173,17 +173,16 @@ def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     """The box that an index touches, and the index that remains to be applied to it. Raises IndexError."""
     parts = [_index_part(part) for part in (index if isinstance(index, tuple) else (index,))]
     used = sum(map(_dims, parts))
-    if not any(part is Ellipsis for part in parts):
-        parts.append(Ellipsis)
+    if sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError("an index can have only one Ellipsis ('...')")
     if used > len(shape):
         raise IndexError(f"too many indices: {used} for an array of shape {shape}")
     box: list[tuple[int, int]] = []
     rest: list[Any] = []
     for part in parts:
         if part is Ellipsis:
-            for _ in range(len(shape) - used):
-                box.append((0, shape[len(box)]))
-                rest.append(slice(None))
+            box.extend((0, length) for length in shape[len(box) : len(box) + len(shape) - used])
+            rest.append(Ellipsis)  # also for no dimension: index arrays on its two sides are not adjacent
         elif part is None:
             rest.append(None)
         elif isinstance(part, np.ndarray) and part.dtype == bool:  # a mask of as many dimensions as it has
@@ -194,6 +193,7 @@ def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
             bounds, remaining = _axis_hull(part, shape[len(box)])
             box.append(bounds)
             rest.append(remaining)
+    box.extend((0, length) for length in shape[len(box) :])
     return tuple(box), tuple(rest)
 
 
@@ -373,8 +373,7 @@ class Checkpoint:
         Raises:
             MismatchError, SpecError, LayoutError: As `restore` would.
         """
-        if devices_per_process < 1:
-            raise InputError(f"devices_per_process must be at least 1, found {devices_per_process}")
+        devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1)
         options = self._options if options is None else given(options)
         asked = Request(
             target,
@@ -385,6 +384,7 @@ class Checkpoint:
             strict,
             None if isinstance(mesh, Mesh) else devices_per_process,
         )
+        require_request(asked)
         return _restore_plan(self._manifest, resolve(self._manifest, asked, options).goals, options)
 
 

@@ -115,7 +115,9 @@ def diff(
     select: Select | None = None,
     options: Options | None = None,
 ) -> Delta:
-    """Compare two checkpoints leaf by leaf; meshes, specs, chunks and objects do not matter, only what was saved.
+    """Compare two checkpoints leaf by leaf: structure, kinds, dtypes, shapes and values.
+
+    Meshes, specs, weak types, chunks and objects are not compared.
 
     Any process may call it alone; no JAX backend is started. Both are read in boxes, within `options.host_bytes`.
 

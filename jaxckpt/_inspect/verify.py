@@ -20,7 +20,7 @@ from jaxckpt._format.tree import show
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import Foreign, Location, Native, source_at
 from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 from jaxckpt._storage.store import Store
 
@@ -132,7 +132,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         >>> jaxckpt.verify("/tmp/jaxckpt-doc/verify").ok
         True
     """
-    options = given(options)
+    options, quick = given(options), flag(quick, "quick")
     try:
         source, _ = source_at(path, options)
     except CorruptError as error:

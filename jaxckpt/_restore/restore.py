@@ -24,7 +24,7 @@ from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, decode_value, sho
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._restore.target import Goal, Request, numpy_goals, resolve
+from jaxckpt._restore.target import Goal, Request, numpy_goals, require_request, resolve
 from jaxckpt._runtime.errors import DataError, InputError, ManifestError, PeersDisagreeError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
@@ -68,17 +68,20 @@ def restore(
             on that of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved ones.
-        select: Restore only these leaves: a glob over saved paths ("params/**"; a container's path selects all below
-            it), a compiled regular expression, several of them, or a function of the path that returns a bool. Each
-            pattern must match a leaf. Other leaves keep the target's value; without a target, dicts come back without
-            them and sequences with None in their place. A leaf of the target that the checkpoint lacks is selected if
-            the path that `rename` would take it from is, or if `rename` is a function, which cannot say.
+        select: Restore only these leaves: a glob over saved paths ("params/**"; "params/**/w" matches "params/w" too;
+            a container's path selects all below it), a compiled regular expression, several of them, or a function of
+            the path that returns a bool. Each pattern must match a leaf. Other leaves keep the target's value; without
+            a target, dicts come back without them and sequences with None in their place. A leaf of the target that the
+            checkpoint lacks is selected if the path that `rename` would take it from is, or if `rename` is a function,
+            which cannot say.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
-            must exist, or a function. Without a target, a renamed tree comes back as nested dicts.
+            must exist, or a function. Without a target, a renamed tree comes back as nested dicts. A component of a
+            wanted path is never empty: the empty key is written "~2".
         strict: Missing leaves and leaves of the checkpoint that the target lacks are errors. With False, a missing
             leaf keeps the target's value (an abstract one, which has none, is still an error), and extra leaves are
-            left out. A target of which no leaf is in the checkpoint is always an error, and so is another shape;
-            another dtype follows `options.cast`.
+            left out. A target of which no leaf is in the checkpoint is always an error, and so are another shape, a
+            class, and an object that JAX takes for a leaf in the place of a container; another dtype follows
+            `options.cast`.
         options: See `Options`.
 
     Returns:
@@ -131,12 +134,9 @@ def carry_out(path: Location, asked: Request, options: Options | None) -> Tree:
 
 
 def _check(asked: Request) -> None:
-    """Raise InputError for arguments that are none, whatever the checkpoint."""
+    """Raise InputError for arguments that are none, or that need devices that are not here."""
     require_mesh(asked.mesh)
-    if isinstance(asked.target, Mesh):
-        raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
-    if isinstance(asked.target, Options):
-        raise InputError("target is an Options: pass it as options=, restore(path, options=…)")
+    require_request(asked)
 
 
 def _require_no_trace(goals: Iterable[Goal]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from jaxckpt._format.grid import Spec, show_spec, spec_of
+from jaxckpt._format.grid import Spec, spec_of
 from jaxckpt._format.layouts import (
     PlannedSharding,
     Specs,
@@ -29,6 +28,7 @@ from jaxckpt._format.layouts import (
     mesh_axes,
     on_mesh,
     partition_spec,
+    require_common_axis,
     resolve_specs,
     saved_sharding,
     show_layout,
@@ -47,6 +47,7 @@ from jaxckpt._format.tree import (
     component,
     decode_value,
     flatten,
+    key_dtype,
     keys_of,
     lossless,
     nested,
@@ -61,7 +62,7 @@ from jaxckpt._format.tree import (
     unflatten,
 )
 from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, SpecError, counted, listing
-from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.options import Options, flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,15 @@ def _selected(manifest: Manifest, test: Selector | None) -> Sequence[int]:
     return [number for number, is_chosen in enumerate(test.choose(manifest.numbers)) if is_chosen]
 
 
+def require_request(asked: Request) -> None:
+    """Raise InputError for arguments that are none, whatever the checkpoint."""
+    flag(asked.strict, "strict")
+    if isinstance(asked.target, (Mesh, AbstractMesh)):
+        raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
+    if isinstance(asked.target, Options):
+        raise InputError("target is an Options: pass it as options=, restore(path, options=…)")
+
+
 def resolve(manifest: Manifest, asked: Request, options: Options) -> Resolved:
     """Match the target with the checkpoint: what becomes of each leaf, and how the tree is built of them.
 
@@ -221,6 +231,7 @@ def _match(
     goals: dict[int, Goal] = {}
     missing: list[Leaf] = []
     lacking: list[int] = []
+    containers = functools.cache(lambda: _above(wanted))
     is_met = False  # whether anything comes from the checkpoint
     parts: list[int | _Part] = []
     """Number of each leaf of the target, or what makes it, or the tree that stands for it."""
@@ -240,6 +251,9 @@ def _match(
             pruned = prune(part, {wanted[path]: wanted[path] for path in below}) if below else part
             parts.append(functools.partial(unflatten, pruned))
             is_met = True
+            continue
+        if not _is_restorable(leaf.value) and (_is_class(leaf.value) or leaf.path in containers()):
+            layouts.refuse(leaf.path, leaf.value)
             continue
         if _is_abstract(leaf.value) and asked.initial is not None:
             lacking.append(len(parts))
@@ -281,6 +295,23 @@ def _constant(value: Any, values: Mapping[int, Any]) -> Any:
 
 def _is_abstract(value: Any) -> bool:
     return isinstance(value, (jax.ShapeDtypeStruct, Sharding, Format))
+
+
+def _is_restorable(value: Any) -> bool:
+    """Whether a leaf of a target is one that a checkpoint could hold, or stands for such."""
+    return _attributes(type(value)) is not None or isinstance(value, (int, float, complex, str, bytes))
+
+
+def _above(paths: Iterable[str]) -> set[str]:
+    """The paths of all containers that these leaves lie in."""
+    found = set[str]()
+    for path in paths:
+        while path:
+            path = path.rpartition("/")[0]
+            if path in found:
+                break
+            found.add(path)
+    return found
 
 
 def _below(path: str, wanted: Mapping[str, int]) -> list[str]:
@@ -369,6 +400,7 @@ class _Layouts:
         self._manifest = manifest
         self._asked = asked
         self._options = options
+        self._wanted = wanted
         self._axes = {} if asked.mesh is None else mesh_axes(asked.mesh)
         self._specs: dict[str, Spec] = {}
         if asked.specs is not None:
@@ -383,24 +415,15 @@ class _Layouts:
         self._halved = False
         """Whether a leaf is of 64 bits, which JAX is set to make 32."""
 
-        if asked.mesh is not None and asked.specs is None and math.prod(self._axes.values()) > 1:
-            self._require_common_axis(wanted)
-
-    def _require_common_axis(self, wanted: Mapping[str, int]) -> None:
-        """A mesh that shares no axis name with the saved specs would silently replicate everything."""
-        specs = {number: spec for number in range(len(self._manifest.layouts)) if (spec := self._layout_spec(number))}
-        split = {
-            path: specs[layout]
-            for path, number in wanted.items()
-            if (layout := self._manifest.leaves[number].layout) in specs
-        }
-        named = {axis for spec in split.values() for entry in spec for axis in entry}
-        if named and not named & set(self._axes):
-            raise SpecError(
-                f"the mesh {self._axes} has none of the axes that the saved specs name ({', '.join(sorted(named))}),"
-                " so every leaf would be replicated; pass specs=, or specs=PartitionSpec() if that is meant. Leaves:\n"
-                + listing(f"{show(path)}: {show_spec(spec)}" for path, spec in split.items())
-            )
+        if asked.mesh is not None and asked.specs is None:
+            numbers = range(len(manifest.layouts))
+            specs = {number: spec for number in numbers if (spec := self._layout_spec(number))}
+            split = {
+                path: specs[layout]
+                for path, number in wanted.items()
+                if (layout := manifest.leaves[number].layout) in specs
+            }
+            require_common_axis(self._axes, split)
 
     def _as_leaf(self, number: int) -> _SavedLeaf:
         record = self._manifest.leaves[number]
@@ -421,8 +444,18 @@ class _Layouts:
 
     def _dtype(self, record: LeafRecord) -> Any:
         if record.kind == "key":
-            return _key_dtype(record.impl or "")
+            return self._key_dtype(record)
         return DTYPES[self._manifest.stacks[record.stack].dtype] if record.stack is not None else None
+
+    @staticmethod
+    def _key_dtype(record: LeafRecord) -> Any:
+        try:
+            return key_dtype(record.impl or "")
+        except ValueError as error:
+            raise MismatchError(
+                f"{show(record.path)} has PRNG keys of implementation {record.impl!r} in the checkpoint, which this JAX"
+                " does not know; leave it out with select=, or read its raw data with load_numpy"
+            ) from error
 
     # Goals -----------------------------------------------------------------------------------------------
 
@@ -431,7 +464,7 @@ class _Layouts:
         record = self._manifest.leaves[number]
         if record.value is not None:
             return Goal("python")
-        form = (record.kind, record.stack, record.layout, record.weak, self._specs.get(path))
+        form = self._form(path, record)
         return self._goals.get(form) or self._noted(form, self._saved_goal(path, record))
 
     def _saved_goal(self, path: str, record: LeafRecord) -> Goal:
@@ -447,9 +480,12 @@ class _Layouts:
         tell = _attributes(type(wanted))
         if tell is None or record.value is not None:
             return self._target_goal(path, record, wanted)
-        saved = (record.kind, record.stack, record.layout, record.weak, self._specs.get(path))
-        form = (*saved, type(wanted), tell(wanted))
+        form = (*self._form(path, record), type(wanted), tell(wanted))
         return self._goals.get(form) or self._noted(form, self._target_goal(path, record, wanted))
+
+    def _form(self, path: str, record: LeafRecord) -> tuple[Hashable, ...]:
+        """All of a saved leaf that its goal depends on."""
+        return record.kind, record.impl, record.stack, record.layout, record.weak, self._specs.get(path)
 
     def _noted(self, form: Hashable, goal: Goal) -> Goal:
         """Remember the goal of a form of leaf; while there are problems not, so that each leaf tells its own."""
@@ -490,11 +526,22 @@ class _Layouts:
             return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", dtype)
         if type(wanted) in (bool, int, float, complex, str, bytes):
             return self._python_goal(path, record, type(wanted))
-        hint = "; give a jax.ShapeDtypeStruct(shape, dtype)" if _is_dtype(wanted) else ""
-        self.mismatches.append(
-            f"{show(path)} is a {type(wanted).__qualname__} in the target, which is no leaf to restore{hint}"
-        )
+        self.refuse(path, wanted)
         return Goal("python")
+
+    def refuse(self, path: str, wanted: Any) -> None:
+        """Note that the target has something that is no leaf to restore."""
+        kind = type(wanted).__qualname__
+        if _is_class(wanted):
+            problem = "which is no leaf to restore; give a jax.ShapeDtypeStruct(shape, dtype)"
+        elif path in self._wanted:
+            problem = "which is no leaf to restore"
+        else:
+            problem = (
+                f"and a container in the checkpoint: JAX takes {kind} for a leaf. Register it as a pytree, or give a"
+                " dict"
+            )
+        self.mismatches.append(f"{show(path)} is a {kind} in the target, {problem}")
 
     def _device_goal(
         self,
@@ -734,24 +781,11 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
     return None
 
 
-@functools.cache
-def _key_dtype(impl: str) -> Any:
-    try:
-        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-    except ValueError as error:
-        raise MismatchError(f"the checkpoint has PRNG keys of implementation {impl!r}, unknown to this JAX") from error
-
-
 def _canonical_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """What JAX makes of a dtype as it is set."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _is_dtype(value: object) -> bool:
-    """Whether it is a dtype, such as jnp.bfloat16, where a leaf is expected."""
-    if not callable(value) and not isinstance(value, np.dtype):
-        return False
-    try:
-        return np.dtype(value) is not None  # pyright: ignore
-    except TypeError:
-        return False
+def _is_class(value: object) -> bool:
+    """Whether it is a dtype, such as jnp.bfloat16, or another class, where a leaf is expected."""
+    return isinstance(value, (type, np.dtype))

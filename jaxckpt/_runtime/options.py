@@ -131,6 +131,13 @@ def whole_number(value: object, what: str, *, least: int, most: int | None = Non
     return number
 
 
+def flag(value: object, what: str) -> bool:
+    """True or False, of NumPy too, as a plain bool. Raises InputError for any other value, such as "no"."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}")
+    return bool(value)
+
+
 def seconds(value: object, what: str) -> float:
     """A number of seconds above zero as a plain float, and no more than a thread can wait. Raises InputError."""
     number = min(cast("float", value), threading.TIMEOUT_MAX) if isinstance(value, numbers.Real) else 0.0

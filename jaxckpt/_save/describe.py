@@ -23,6 +23,7 @@ from jaxckpt._format.layouts import (
     mesh_axes,
     on_mesh,
     process_layout,
+    require_common_axis,
     require_mesh,
     resolve_specs,
 )
@@ -38,6 +39,7 @@ from jaxckpt._format.tree import (
     dtype_name,
     encode_value,
     flatten,
+    key_dtype,
     places,
     selector,
     show,
@@ -71,8 +73,8 @@ _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
 class Recent:
     """What was found of the last tree that a Checkpointer saved: a training job saves one like it again and again."""
 
-    found: tuple[Any, Draft] | None = None
-    """The likeness of that tree, and its draft without the values."""
+    found: tuple[Any, Any, Draft] | None = None
+    """The likeness of that tree, its key paths if they may change without it, and its draft without the values."""
 
 
 def describe(
@@ -94,11 +96,15 @@ def describe(
     if recent is None or found is None:
         return _describe(tree, mesh, specs, options, components)
     likeness, leaves = found
-    if recent.found is not None and _alike(recent.found[0], likeness):
-        return replace(recent.found[1], values=dict(enumerate(leaves)))
+    if recent.found is not None:
+        last, paths, draft = recent.found
+        if _alike(last, likeness) and (paths is None or _alike(paths, _key_paths(tree))):
+            return replace(draft, values=dict(enumerate(leaves)))
     draft = _describe(tree, mesh, specs, options, components)
     if _has_str_keys(draft.structure):
-        recent.found = likeness, replace(draft, values={})
+        # A custom node may keep its keys in a list that changes in place, and then it equals itself.
+        paths = _key_paths(tree) if _has_custom_nodes(draft.structure) else None
+        recent.found = likeness, paths, replace(draft, values={})
     return draft
 
 
@@ -138,6 +144,17 @@ def _has_str_keys(structure: Structure) -> bool:
     if not isinstance(structure, Container):
         return True
     return {*map(type, structure.keys or ())} <= {str} and all(map(_has_str_keys, structure.children))
+
+
+def _has_custom_nodes(structure: Structure) -> bool:
+    return isinstance(structure, Container) and (
+        structure.type == "custom" or any(map(_has_custom_nodes, structure.children))
+    )
+
+
+def _key_paths(tree: Tree) -> Any:
+    """JAX's path of each leaf: 20,000 leaves take 60 ms, where describing them takes 320."""
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...]) -> Draft:
@@ -196,7 +213,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
         if value.is_deleted():
             raise TreeError("is a deleted array: it was donated to a jitted call, or deleted")
         if dtype_name(value.dtype) not in DTYPES and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return LeafRecord(leaf.path, "key", impl=str(jax.random.key_impl(value))), jax.random.key_data(value)
+            return LeafRecord(leaf.path, "key", impl=_impl(value)), jax.random.key_data(value)
         return LeafRecord(leaf.path, "jax", weak=value.weak_type), _stored(value)
     if isinstance(value, np.generic):
         return LeafRecord(leaf.path, "numpy_scalar"), _stored(np.asarray(value))
@@ -217,6 +234,23 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     return LeafRecord(leaf.path, type(value).__name__), np.frombuffer(raw, np.uint8)
 
 
+def _impl(keys: jax.Array) -> str:
+    """The name of the implementation of PRNG keys. Raises TreeError if they could not be restored from it."""
+    if keys.ndim >= MAX_RANK:
+        raise TreeError(f"has PRNG keys of {keys.ndim} dimensions; at most {MAX_RANK - 1} can be stored")
+    name = str(jax.random.key_impl(keys))
+    try:
+        is_known = key_dtype(name) == keys.dtype
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise TreeError(
+            f"has PRNG keys of implementation {name!r}, which jax.random.key(0, impl={name!r}) does not make, so"
+            " nothing could restore them; save jax.random.key_data of it"
+        )
+    return name
+
+
 def _stored(value: Any) -> Any:
     if dtype_name(value.dtype) not in DTYPES:
         raise TreeError(f"has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
@@ -234,6 +268,11 @@ def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Spe
         pairs = zip(leaves, draft.records, strict=True)
         chosen = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if _on_devices(record)])
     axes = {} if mesh is None else mesh_axes(mesh)
+    if mesh is not None and specs is None:
+        pairs = zip(leaves, draft.records, strict=True)
+        require_common_axis(
+            axes, {leaf.path: _own_spec(leaf.value.sharding) for leaf, record in pairs if _on_devices(record)}
+        )
     problems: list[str] = []
     found: dict[tuple[Any, ...], _Place] = {}
     for number, value in draft.values.items():

@@ -10,7 +10,6 @@ writes: an interrupt (Ctrl-C) reaches the main thread alone.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import os
@@ -30,7 +29,7 @@ from jaxckpt._format.records import StepRecord
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.errors import InputError, PeerError
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, reporting
 from jaxckpt._runtime.threads import Latch, ending
@@ -266,7 +265,7 @@ def _prepare(request: SaveRequest, options: Options, group: Group, *, background
     threaded = background_saves.ready()  # if no thread can be started, this is the time to say so
     with clock.timed("plan"):
         store = store_at(request.path, options)
-        manifests.require_json(request.metadata, "metadata")
+        metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
         draft = request.draft or describe(
             request.tree, request.mesh, request.specs, options, request.components, request.recent
@@ -279,7 +278,8 @@ def _prepare(request: SaveRequest, options: Options, group: Group, *, background
             names = list(request.process_state or ())
             given, values = agreement(draft, plan, options, request.metadata, names, group.index)
     # What the caller may change, and what should be freed when the caller lets go of it, is not held.
-    request = replace(request, tree=None, draft=None, metadata=copy.deepcopy(request.metadata))
+    overwrite = flag(request.overwrite, "overwrite")
+    request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
     return _Prepared(request, group, store, draft, plan, given, values, state, options, clock, Latch(), threaded)
 
 

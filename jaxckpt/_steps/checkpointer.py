@@ -36,7 +36,7 @@ from jaxckpt._runtime.errors import (
     NotACheckpointError,
     Preempted,
 )
-from jaxckpt._runtime.options import Options, given, seconds, whole_number
+from jaxckpt._runtime.options import Options, flag, given, seconds, whole_number
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave
@@ -122,8 +122,8 @@ class Checkpointer:
             # It stays where it is, wherever the program changes its working directory to.
             self._store = Folder(store.folder, store.folder) if isinstance(store, Folder) else store
             self._every = whole_number(every, "every", least=1)
-            self._background = background
-            self._fail_fast = fail_fast
+            self._background = flag(background, "background")
+            self._fail_fast = flag(fail_fast, "fail_fast")
             self._on_preemption = on_preemption
             self._preemption_seconds = seconds(preemption_seconds, "preemption_seconds")
             self._recent = Recent()
@@ -211,6 +211,11 @@ class Checkpointer:
             Exception: As `jaxckpt.save_async`; and what ended an earlier save in the background.
         """
         step = self._numbered(step, "Checkpointer.save")
+        try:
+            force, overwrite = flag(force, "force"), flag(overwrite, "overwrite")
+        except InputError:
+            with self._calling("Checkpointer.save"):
+                raise
         last_one = not self._preempted and self._notice.reached(step)
         if not (force or last_one or step % self._every == 0):
             # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
