@@ -35,6 +35,14 @@ def recognises(path: str, names: Collection[str]) -> bool:
     return any(name == _METADATA or name.endswith(".distcp") or _SHARD.fullmatch(name) for name in names)
 
 
+_OWNED = re.compile(r"\.metadata|__\d+_\d+\.distcp|shard-\d+-.*\.safetensors|common\.pt|metadata\.json")
+
+
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in its folder that are its own."""
+    return set(filter(_OWNED.fullmatch, names))
+
+
 def open_dcp(path: str) -> Foreign:
     """A folder that torch.distributed.checkpoint wrote."""
     names = os.listdir(path)
