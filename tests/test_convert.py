@@ -720,3 +720,11 @@ def test_a_key_that_an_index_has_twice_is_an_error(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": named}))
     with pytest.raises(jaxckpt.DataError, match="model-00003-of-00003.safetensors is not named by"):
         jaxckpt.load_numpy(tmp_path / "hf")
+
+
+def test_specs_that_no_array_leaf_has_are_an_error(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(4.0)})
+    mesh = mesh_of(1, 1)
+    with pytest.raises(jaxckpt.SpecError, match="specs has 'w'"):
+        jaxckpt.restore(tmp_path / "from", mesh=mesh, specs={"w": P("data")})
+    assert jaxckpt.restore(tmp_path / "from", mesh=mesh, specs=P())["w"].tolist() == [0, 1, 2, 3]

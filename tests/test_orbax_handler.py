@@ -687,3 +687,13 @@ def test_numpy_scalars_of_any_dtype_are_restored(tmp_path: Path, dtype: str) -> 
         for args in (ocp.args.StandardRestore(), ocp.args.PyTreeRestore(), jaxckpt.orbax.Restore()):
             restored = found.restore(1, args=args)["s"]
             assert (type(restored), restored) == (type(value), value)
+
+
+def test_weak_types_are_kept_unless_orbaxs_arguments_are_used(tmp_path: Path) -> None:
+    state = {"weak": jnp.asarray(0.5), "strong": jnp.float32(2)}
+    with manager(tmp_path / "run") as found:
+        found.save(1, args=ocp.args.StandardSave(state))
+        for args in (None, jaxckpt.orbax.Restore(), jaxckpt.orbax.Restore(state)):
+            restored = found.restore(1, args=args)
+            assert {name: leaf.weak_type for name, leaf in restored.items()} == {"weak": True, "strong": False}
+        assert not found.restore(1, args=ocp.args.StandardRestore())["weak"].weak_type  # as Orbax's own
