@@ -667,7 +667,7 @@ def test_files_of_ranks_are_not_deleted_by_their_conversion(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["a.pt/", "a.pt//", "a.pt/."])
 def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
-    with pytest.raises(jaxckpt.InputError, match="ends in .pt"):
+    with pytest.raises(jaxckpt.InputError, match=r"ends in .pt"):
         jaxckpt.convert(tmp_path / "from", f"{tmp_path}/{name}")
     jaxckpt.convert(tmp_path / "from", f"{tmp_path}/a.npz/")
     assert (tmp_path / "a.npz").is_file()
@@ -718,7 +718,7 @@ def test_a_key_that_an_index_has_twice_is_an_error(tmp_path: Path) -> None:
         jaxckpt.load_numpy(tmp_path / "hf")
     del named["w2"]
     index.write_text(json.dumps({"weight_map": named}))
-    with pytest.raises(jaxckpt.DataError, match="model-00003-of-00003.safetensors is not named by"):
+    with pytest.raises(jaxckpt.DataError, match=r"model-00003-of-00003.safetensors is not named by"):
         jaxckpt.load_numpy(tmp_path / "hf")
 
 

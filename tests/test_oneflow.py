@@ -374,5 +374,5 @@ def test_a_folder_that_no_leaf_has_or_two_leaves_have_is_damage(save: Save, tmp_
         jaxckpt.load_numpy(tmp_path / "x")
     pickled.write_bytes(whole)
     shutil.copytree(tmp_path / "x/tensor_1", tmp_path / "x/tensor_7")
-    with pytest.raises(DataError, match="no leaf for .*tensor_7"):
+    with pytest.raises(DataError, match=r"no leaf for .*tensor_7"):
         jaxckpt.load_numpy(tmp_path / "x")

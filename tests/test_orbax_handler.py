@@ -634,10 +634,10 @@ def step_without(path: Path, *lost: str) -> Path:
 
 def test_a_newest_step_of_ours_that_lost_its_step_file_is_not_skipped(tmp_path: Path) -> None:
     run = step_without(tmp_path / "run", "_CHECKPOINT_METADATA")
-    with pytest.raises(DataError, match="2/_CHECKPOINT_METADATA is missing"):
+    with pytest.raises(DataError, match=r"2/_CHECKPOINT_METADATA is missing"):
         jaxckpt.load_numpy(run)
     shutil.rmtree(run / "1")
-    with pytest.raises(DataError, match="2/_CHECKPOINT_METADATA is missing"):
+    with pytest.raises(DataError, match=r"2/_CHECKPOINT_METADATA is missing"):
         jaxckpt.load_numpy(run)
     assert jaxckpt.load_numpy(run / "2/default")["w"].tolist() == [2] * 3
 
@@ -653,9 +653,9 @@ def test_a_folder_of_runs_of_ours_is_no_orbax_step(tmp_path: Path) -> None:
 def test_an_item_that_lost_its_manifest_is_damaged_not_under_way(tmp_path: Path) -> None:
     run = step_without(tmp_path / "run", "default/manifest.json")
     for path in (run, run / "2", run / "2/default"):
-        with pytest.raises(DataError, match="2/default/manifest.json is missing"):
+        with pytest.raises(DataError, match=r"2/default/manifest.json is missing"):
             jaxckpt.load_numpy(path)
-    with manager(run) as found, pytest.raises(DataError, match="2/default/manifest.json is missing"):
+    with manager(run) as found, pytest.raises(DataError, match=r"2/default/manifest.json is missing"):
         found.restore(2, args=ocp.args.StandardRestore())
 
 

@@ -615,5 +615,5 @@ def test_an_unknown_type_of_value_is_damage(tmp_path: Path) -> None:
     save_pytree(tmp_path / "x", {"w": np.ones(3)})
     tree = tmp_path / "x" / "_METADATA"
     tree.write_text(tree.read_text().replace("np.ndarray", "np.ndarrax"))
-    with pytest.raises(DataError, match="value_type 'np.ndarrax'"):
+    with pytest.raises(DataError, match=r"value_type 'np.ndarrax'"):
         jaxckpt.load_numpy(tmp_path / "x")

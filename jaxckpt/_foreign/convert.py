@@ -74,8 +74,8 @@ def convert(
         select: Only these leaves, by their old paths, as for `restore`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
-        overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder of
-            anything else is not deleted, nor is one of several steps, or one that the source lies in.
+        overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder
+            that holds other files as well is not deleted, nor is one of several steps, or one that the source lies in.
         options: See `Options`.
 
     Raises:

@@ -264,7 +264,7 @@ class Plain(FileBlock):
             return
         with opened(self.path) as handle:
             head = os.pread(handle, self.offset - self.member.offset, self.member.offset)
-        self._require(zlib.crc32(stored.reshape(-1).view(np.uint8), zlib.crc32(head)), self.member)
+        self._require(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)), self.member)
 
     def check(self) -> None:
         if (member := self.member) is None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
