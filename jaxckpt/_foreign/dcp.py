@@ -83,6 +83,8 @@ def _tree_of(path: str) -> dict[str, Tree]:
         at = mapping.get(name, (name,))
         if not _is_path(at):
             raise DataError(f"{where}: {show(name)} has no path of str and int")
+        if at in leaves:
+            raise DataError(f"{where}: two of its names have the path {show('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, places)
     return _nested(where, leaves)
 
