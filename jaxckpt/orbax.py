@@ -323,7 +323,7 @@ def _target(asked: Any, saved: _Saved, item: Any = None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(asked))
     if kind is np.ndarray:
         return np.broadcast_to(np.empty((), dtype), shape)
-    return dtype.type() if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
+    return np.zeros((), dtype)[()] if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
 
 
 _PYTHON: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, complex, str, bytes)}

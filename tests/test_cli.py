@@ -410,3 +410,13 @@ def test_every_option_is_on_the_page() -> None:
         for parameter in found.params:
             if isinstance(parameter, click.Option):
                 assert re.search(rf"[ `]{parameter.opts[0]}\b", page), (name, parameter.opts)
+
+
+def test_a_report_is_never_written_into_the_checkpoint(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ours", {"w": np.ones(2)})
+    (tmp_path / "link.html").symlink_to(tmp_path / "ours/manifest.json")
+    for output in ("ours/manifest.json", "ours/r.html", "link.html"):
+        shown = run("report", str(tmp_path / "ours"), "-o", str(tmp_path / output), code=2)
+        assert "is in the checkpoint" in shown.stderr
+    assert jaxckpt.load_numpy(tmp_path / "ours")["w"].tolist() == [1, 1]
+    assert os.listdir(tmp_path / "ours").count("r.html") == 0

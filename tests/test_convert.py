@@ -622,3 +622,118 @@ def test_what_a_checksum_tells_is_not_given_a_new_one(tmp_path: Path) -> None:
         with pytest.raises(jaxckpt.DataError, match=r"'w'.*has checksum"):
             jaxckpt.convert(tmp_path / "from.npz", tmp_path / name)
     assert os.listdir(tmp_path) == ["from.npz"]
+
+
+# What is not deleted ---------------------------------------------------------------------------------------
+
+MARKS = (
+    *("model.mlir", "snapshot_done", "pickled_data", "manifest.json", "zarr.json", "_METADATA", "a.distcp"),
+    *("x.safetensors", ".metadata", "pytorch_optim.bin.index.json", "_CHECKPOINT_METADATA"),
+)
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("below", ["thesis.txt", "src/thesis.txt"])
+def test_a_project_folder_with_a_file_of_a_known_name_is_kept(tmp_path: Path, mark: str, below: str) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    at = tmp_path / "project"
+    (at / below).parent.mkdir(parents=True)
+    (at / mark).write_text("{}")
+    (at / below).write_text("precious")
+    with pytest.raises(jaxckpt.CheckpointExistsError, match=below.partition("/")[0]):
+        jaxckpt.convert(tmp_path / "from", at, format="orbax", overwrite=True)
+    assert (at / below).read_text() == "precious"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "zarr", "orbax", "jaxckpt"])
+def test_a_checkpoint_with_other_files_is_kept_and_they_are_named(tmp_path: Path, format: str) -> None:
+    tree = {"w": np.arange(5.0), "deep": {"er": {"b": np.ones((2, 3)), "s": np.float32(1)}}, "n": 1}
+    jaxckpt.save(tmp_path / "from", tree)
+    at = tmp_path / "to"
+    at.mkdir()
+    inner = at / "model.safetensors" if format == "safetensors" else at
+    jaxckpt.convert(tmp_path / "from", inner, format=format, overwrite=True)
+    (at / "train.py").write_text("precious")
+    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"one checkpoint \(train.py\)"):
+        jaxckpt.convert(tmp_path / "from", at, format="orbax", overwrite=True)
+    (at / "train.py").unlink()
+    jaxckpt.convert(tmp_path / "from", at, format="orbax", overwrite=True)
+    assert jaxckpt.load_numpy(at)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_files_of_ranks_are_not_deleted_by_their_conversion(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"ranks/{rank}").mkdir(parents=True)
+        np.savez(tmp_path / f"ranks/{rank}/r.npz", w=np.arange(3) + 3 * rank)
+    files = {rank: tmp_path / f"ranks/{rank}/r.npz" for rank in range(2)}
+    source = jaxckpt.rank_files(files, specs={"w": P("rank")})
+    for at in ("ranks", "ranks/1", "ranks/1/r.npz"):
+        with pytest.raises(jaxckpt.CheckpointExistsError, match="lies in"):
+            jaxckpt.convert(source, tmp_path / at, format="orbax", overwrite=True)
+    assert jaxckpt.load_numpy(source)["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["a.pt/", "a.pt//", "a.pt/."])
+def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    with pytest.raises(jaxckpt.InputError, match=r"ends in .pt"):
+        jaxckpt.convert(tmp_path / "from", f"{tmp_path}/{name}")
+    jaxckpt.convert(tmp_path / "from", f"{tmp_path}/a.npz/")
+    assert (tmp_path / "a.npz").is_file()
+    assert not (tmp_path / "a.pt").exists()
+
+
+# Damage ---------------------------------------------------------------------------------------------------
+
+
+def test_no_bit_of_an_npz_directory_loses_an_array(tmp_path: Path) -> None:
+    arrays = {f"p{n}": np.full(5, n) for n in range(4)}
+    np.savez(tmp_path / "x.npz", **arrays)
+    content = (tmp_path / "x.npz").read_bytes()
+    start = int.from_bytes(content[-6:-2], "little")
+    for at in range(start, len(content)):
+        for bit in range(8):
+            (tmp_path / "x.npz").write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+            try:
+                found = jaxckpt.load_numpy(tmp_path / "x.npz")
+            except jaxckpt.CorruptError:
+                continue
+            assert found.keys() == arrays.keys()
+            assert all((found[name] == arrays[name]).all() for name in arrays)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_bit_of_a_stored_array_is_missed_if_all_of_it_is_read(tmp_path: Path, order: Any) -> None:
+    array = np.asarray(np.arange(24.0).reshape(4, 6), order=order)
+    np.savez(tmp_path / "x.npz", w=array)
+    content = bytearray((tmp_path / "x.npz").read_bytes())
+    content[content.find(np.float64(17).tobytes())] ^= 4
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(jaxckpt.DataError, match="has checksum"):
+        jaxckpt.load_numpy(tmp_path / "x.npz")
+    assert jaxckpt.open(tmp_path / "x.npz")["w"][0, 0] == 0
+
+
+def test_a_key_that_an_index_has_twice_is_an_error(tmp_path: Path) -> None:
+    for n in range(3):
+        jaxckpt.save(tmp_path / "from", {f"w{n}": np.arange(3)}, overwrite=True)
+        jaxckpt.convert(tmp_path / "from", tmp_path / f"hf/model-0000{n + 1}-of-00003.safetensors")
+    index = tmp_path / "hf/model.safetensors.index.json"
+    named = {f"w{n}": f"model-0000{n + 1}-of-00003.safetensors" for n in range(3)}
+    index.write_text(json.dumps({"weight_map": named}))
+    assert sorted(jaxckpt.load_numpy(tmp_path / "hf")) == ["w0", "w1", "w2"]
+    index.write_text(json.dumps({"weight_map": named}).replace("w0", "w1"))
+    with pytest.raises(jaxckpt.DataError, match="two of its keys are the same"):
+        jaxckpt.load_numpy(tmp_path / "hf")
+    del named["w2"]
+    index.write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(jaxckpt.DataError, match=r"model-00003-of-00003.safetensors is not named by"):
+        jaxckpt.load_numpy(tmp_path / "hf")
+
+
+def test_specs_that_no_array_leaf_has_are_an_error(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(4.0)})
+    mesh = mesh_of(1, 1)
+    with pytest.raises(jaxckpt.SpecError, match="specs has 'w'"):
+        jaxckpt.restore(tmp_path / "from", mesh=mesh, specs={"w": P("data")})
+    assert jaxckpt.restore(tmp_path / "from", mesh=mesh, specs=P())["w"].tolist() == [0, 1, 2, 3]

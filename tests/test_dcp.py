@@ -248,6 +248,10 @@ def _(metadata, item, storage):
 def _(metadata, item, storage):
     metadata.planner_data[NAME] = ("step", "below")
 
+@damaged("same path")
+def _(metadata, item, storage):
+    metadata.planner_data[NAME] = metadata.planner_data["step"]
+
 class Runs:
     def __reduce__(self):
         return __import__("os").system, (f"touch {target / 'run'}",)
@@ -283,6 +287,7 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("list", r"the list .*param_groups' has the places"),
         ("negative", "a place in its storage_data is damaged"),
         ("path", "is there twice"),
+        ("same path", "two of its names have the path 'step'"),
         ("hostile place", "a place in its storage_data is damaged"),
     ],
 )

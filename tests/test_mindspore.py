@@ -418,3 +418,17 @@ def test_nested_json_is_told(tmp_path: Path) -> None:
         (tmp_path / "s.json").write_text(text)
         with pytest.raises(DataError, match=r"s\.json is damaged"):
             read_strategy(str(tmp_path / "s.json"))
+
+
+def test_fields_that_the_format_lacks_are_damage(tmp_path: Path) -> None:
+    """A flipped bit in the number of a field makes another field of it, and the array would vanish."""
+    names = [f"w{n}" for n in range(3)]
+    whole = ckpt({name: np.full(3, 7, np.float32) for name in names})
+    for at in range(len(whole)):
+        for bit in range(3, 7):
+            (tmp_path / "x.ckpt").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            try:
+                found = jaxckpt.load_numpy(tmp_path / "x.ckpt")
+            except JaxckptError:
+                continue
+            assert len(found) == len(names), at

@@ -359,3 +359,20 @@ def test_paths_stay_inside_and_nothing_is_run(save: Save, tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"'x'.*builtins\.exec"):
         jaxckpt.load_numpy(tmp_path / "y")
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "y", select="w")["w"], np.ones(2))
+
+
+def test_a_folder_that_no_leaf_has_or_two_leaves_have_is_damage(save: Save, tmp_path: Path) -> None:
+    shared = Parameter(np.ones(2, np.float32))
+    save({"a": shared, "b": shared, "c": Parameter(np.zeros(2, np.float32))}, tmp_path / "x", True)
+    found = jaxckpt.load_numpy(tmp_path / "x")
+    require_equal(found, {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32), "c": np.zeros(2, np.float32)})
+    pickled = tmp_path / "x" / "pickled_data"
+    whole = pickled.read_bytes()
+    assert b"tensor_1" in whole
+    pickled.write_bytes(whole.replace(b"tensor_1", b"tensor_0"))
+    with pytest.raises(DataError, match="two of its tensors lie in 'tensor_0'"):
+        jaxckpt.load_numpy(tmp_path / "x")
+    pickled.write_bytes(whole)
+    shutil.copytree(tmp_path / "x/tensor_1", tmp_path / "x/tensor_7")
+    with pytest.raises(DataError, match=r"no leaf for .*tensor_7"):
+        jaxckpt.load_numpy(tmp_path / "x")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ from processes import RunProcesses
 import jaxckpt
 import jaxckpt.orbax
 from jaxckpt._cli.main import main
-from jaxckpt._runtime.errors import InputError, MismatchError, StorageError
+from jaxckpt._runtime.errors import DataError, InputError, MismatchError, StorageError
 from jaxckpt._storage.folder import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
@@ -618,3 +620,80 @@ run(f"{args}/three", ("params", "opt", "ema"), config=ocp.args.JsonSave({"a": 1}
 def test_several_items_a_step_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
     done = run_processes(SEVERAL_ITEMS, processes=2, devices_per_process=2, args=str(tmp_path))
     assert [one.stdout.splitlines()[-2:] for one in done] == [["[10, 11] None", "[10, 11] {'a': 1}"]] * 2
+
+
+def step_without(path: Path, *lost: str) -> Path:
+    """A run of two steps, the newest of which has lost a file."""
+    with manager(path) as found:
+        for step in (1, 2):
+            found.save(step, args=ocp.args.StandardSave({"w": np.full(3, step)}))
+    for name in lost:
+        (path / "2" / name).unlink()
+    return path
+
+
+def test_a_newest_step_of_ours_that_lost_its_step_file_is_not_skipped(tmp_path: Path) -> None:
+    run = step_without(tmp_path / "run", "_CHECKPOINT_METADATA")
+    with pytest.raises(DataError, match=r"2/_CHECKPOINT_METADATA is missing"):
+        jaxckpt.load_numpy(run)
+    shutil.rmtree(run / "1")
+    with pytest.raises(DataError, match=r"2/_CHECKPOINT_METADATA is missing"):
+        jaxckpt.load_numpy(run)
+    assert jaxckpt.load_numpy(run / "2/default")["w"].tolist() == [2] * 3
+
+
+def test_a_folder_of_runs_of_ours_is_no_orbax_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        jaxckpt.save(tmp_path / "runs" / "1" / str(step), {"w": np.full(3, step)})
+    for path in (tmp_path / "runs", tmp_path / "runs/1"):
+        with pytest.raises(jaxckpt.NotACheckpointError):
+            jaxckpt.load_numpy(path)
+
+
+def test_an_item_that_lost_its_manifest_is_damaged_not_under_way(tmp_path: Path) -> None:
+    run = step_without(tmp_path / "run", "default/manifest.json")
+    for path in (run, run / "2", run / "2/default"):
+        with pytest.raises(DataError, match=r"2/default/manifest.json is missing"):
+            jaxckpt.load_numpy(path)
+    with manager(run) as found, pytest.raises(DataError, match=r"2/default/manifest.json is missing"):
+        found.restore(2, args=ocp.args.StandardRestore())
+
+
+def test_rm_leaves_what_a_manager_owns(tmp_path: Path) -> None:
+    run = step_without(tmp_path / "run")
+    for path in (run, run / "2"):
+        done = CliRunner().invoke(main, ["rm", str(path), "--yes"], catch_exceptions=False)
+        assert done.exit_code == 2, done.output
+        assert "belongs to Orbax's CheckpointManager" in done.output
+    assert jaxckpt.load_numpy(run)["w"].tolist() == [2] * 3
+    done = CliRunner().invoke(main, ["rm", str(run / "2/default"), "--yes"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert not (run / "2/default/manifest.json").exists()
+
+
+def test_ls_of_a_managers_folder_lists_its_steps(tmp_path: Path) -> None:
+    run = step_without(tmp_path / "run")
+    done = CliRunner().invoke(main, ["ls", str(run), "--json"], catch_exceptions=False)
+    assert [one["name"] for one in json.loads(done.output)["checkpoints"]] == ["1", "2"]
+    done = CliRunner().invoke(main, ["ls", str(run / "1"), "--json"], catch_exceptions=False)
+    assert [one["name"] for one in json.loads(done.output)["checkpoints"]] == ["1"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "float32"])
+def test_numpy_scalars_of_any_dtype_are_restored(tmp_path: Path, dtype: str) -> None:
+    value = np.ones((), dtype)[()]
+    with manager(tmp_path / "run") as found:
+        found.save(1, args=ocp.args.StandardSave({"s": value, "w": jnp.ones(2)}))
+        for args in (ocp.args.StandardRestore(), ocp.args.PyTreeRestore(), jaxckpt.orbax.Restore()):
+            restored = found.restore(1, args=args)["s"]
+            assert (type(restored), restored) == (type(value), value)
+
+
+def test_weak_types_are_kept_unless_orbaxs_arguments_are_used(tmp_path: Path) -> None:
+    state = {"weak": jnp.asarray(0.5), "strong": jnp.float32(2)}
+    with manager(tmp_path / "run") as found:
+        found.save(1, args=ocp.args.StandardSave(state))
+        for args in (None, jaxckpt.orbax.Restore(), jaxckpt.orbax.Restore(state)):
+            restored = found.restore(1, args=args)
+            assert {name: leaf.weak_type for name, leaf in restored.items()} == {"weak": True, "strong": False}
+        assert not found.restore(1, args=ocp.args.StandardRestore())["weak"].weak_type  # as Orbax's own

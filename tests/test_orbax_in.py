@@ -609,3 +609,11 @@ def test_what_orbax_stores_of_an_array_of_zeros(tmp_path: Path) -> None:
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
     assert len(store.list().result()) == 9
     assert json.loads((path / "_METADATA").read_text())["store_array_data_equal_to_fill_value"]
+
+
+def test_an_unknown_type_of_value_is_damage(tmp_path: Path) -> None:
+    save_pytree(tmp_path / "x", {"w": np.ones(3)})
+    tree = tmp_path / "x" / "_METADATA"
+    tree.write_text(tree.read_text().replace("np.ndarray", "np.ndarrax"))
+    with pytest.raises(DataError, match=r"value_type 'np.ndarrax'"):
+        jaxckpt.load_numpy(tmp_path / "x")

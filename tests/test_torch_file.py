@@ -40,6 +40,7 @@ state = {
 state["module"]["bias"].fill_(2.0)
 torch.save(state, folder / "state.pt")
 torch.save({"c": base}, folder / "small.pt")
+torch.save({f"p{n}": torch.full((16,), float(n)) for n in range(4)}, folder / "several.pt")
 torch.serialization.set_crc32_options(False)
 torch.save({"c": base}, folder / "no crc.pt")
 torch.save([base], folder / "old.pt", _use_new_zipfile_serialization=False)
@@ -171,3 +172,16 @@ def test_other_files_are_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
     assert not recognises(str(tmp_path / "x.npz"), [])
     with pytest.raises(NotACheckpointError):
         jaxckpt.open(folder / "old.pt")
+
+
+def test_no_bit_of_the_directory_swaps_tensors(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / "several.pt").read_bytes()
+    wanted = jaxckpt.load_numpy(folder / "several.pt")
+    for at in range(int.from_bytes(whole[-6:-2], "little"), len(whole)):
+        for bit in range(8):
+            (tmp_path / "x.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            try:
+                found = jaxckpt.load_numpy(tmp_path / "x.pt")
+            except jaxckpt.JaxckptError:
+                continue
+            assert repr(found) == repr(wanted), at

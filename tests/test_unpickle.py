@@ -229,3 +229,15 @@ def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="leave it out with select="):
             array_of(found[name])
     assert isinstance(unpickle(str(tmp_path / "x.pkl"))["object"], Object)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_key_that_a_dict_has_twice_is_an_error(tmp_path: Path, protocol: int) -> None:
+    for items in ({"a0": 1, "a1": 2, "b": 3}, {"a0": 1}):
+        written = pickle.dumps([items, {"a1": 2}], protocol).replace(b"a1", b"a0")
+        (tmp_path / "x").write_bytes(written)
+        if len(items) > 1:
+            with pytest.raises(DataError, match="one key twice"):
+                unpickle(str(tmp_path / "x"))
+        else:
+            assert unpickle(str(tmp_path / "x")) == [{"a0": 1}, {"a0": 2}]

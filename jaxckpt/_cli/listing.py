@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from jaxckpt._cli.terminal import Column, natural, print_table, printable, show_age, show_metrics
+from jaxckpt._foreign.orbax_in import has_steps
 from jaxckpt._format.names import is_data
 from jaxckpt._inspect.checkpoint import Checkpoint
 from jaxckpt._inspect.checkpoint import open as open_checkpoint
@@ -61,7 +62,7 @@ def list_checkpoints(path: str) -> list[Entry]:
         nothing = error
     except CorruptError:
         return _entries([path])  # with its problem
-    if checkpoint is not None and (checkpoint.format == "jaxckpt" or _stands_alone(path, checkpoint, store)):
+    if checkpoint is not None and _stands_alone(path, checkpoint, store):
         return _entries([path])
     # On an object store the first costs a request for each checkpoint, the other one for each thousand objects.
     names = list(store.folders()) or store.names()
@@ -72,11 +73,14 @@ def list_checkpoints(path: str) -> list[Entry]:
 
 
 def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:
-    """Whether a checkpoint of another library is no folder of others.
+    """Whether it is no folder of other checkpoints.
 
     A folder of steps may open as the newest of them, and one with some exported file in it as that.
     """
-    return not any(store.folders().values()) and local_path(path) == local_path(checkpoint.path)
+    local = local_path(path)
+    if checkpoint.format == "jaxckpt":  # of Orbax's CheckpointManager, perhaps
+        return local is None or not has_steps(local, store.names())
+    return not any(store.folders().values()) and local == local_path(checkpoint.path)
 
 
 def _entries(paths: Iterable[str]) -> list[Entry]:

@@ -348,11 +348,38 @@ def report(
     With --mesh it also shows what a restore onto that mesh would read.
     """
     require_mesh(mesh, specs)
+    _require_outside(output, path)
     rules = spec_tree(open_checkpoint(path), specs) if specs else None
     page = report_on(path, mesh=mesh, specs=rules, histograms=histograms, options=_options())
-    with open(output, "w", encoding="utf-8") as file:
-        file.write(page)
+    _write_text(output, page)
     _print_done(output, {"path": path, "output": output}, as_json)
+
+
+def _require_outside(output: str, path: str) -> None:
+    """Raise InputError if a file would be written over the checkpoint at a path, or into its folder."""
+    folder = local_path(path)
+    if folder is None:
+        return
+    folder, written = os.path.realpath(folder), os.path.realpath(output)
+    if written == folder or written.startswith(os.path.join(folder, "")):
+        raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
+
+
+def _write_text(path: str, text: str) -> None:
+    """Write a file that takes the place of another only once it is complete."""
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, for example
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    draft = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)
 
 
 @main.command()
@@ -387,14 +414,21 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     checkpoint = open_checkpoint(path)
     if checkpoint.format != "jaxckpt":  # it may have files that are not ours to know
         raise InputError(f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes jaxckpt's only")
+    options = Options()
+    store = store_at(path, options)
+    if store.read(MANIFEST) is None:
+        raise InputError(
+            f"{path} belongs to Orbax's CheckpointManager, which deletes its steps itself; only {checkpoint.path} in it"
+            " was written by jaxckpt"
+        )
     if not yes:
         what = next(describe(checkpoint, checkpoint.leaves))
         click.confirm(printable(f"delete {path} ({what})?"), abort=True, err=True)
         again = open_checkpoint(path)
         if again.save_id != checkpoint.save_id:
             raise InputError(f"{path} was saved anew meanwhile, and is not deleted")
-    options = Options()
-    store = store_at(path, options)
+    if store.read(MANIFEST) is None:
+        raise NotACheckpointError(f"{path} was deleted meanwhile")
     store.unpublish(sync=options.sync)
     store.clear()
     above, _, name = path.rstrip("/").rpartition("/")

@@ -18,7 +18,7 @@ import msgspec
 
 from jaxckpt._foreign.pickles import as_tree, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
-from jaxckpt._foreign.shards import FileBlock, inside, read_json, replicas, tiled
+from jaxckpt._foreign.shards import FileBlock, distinct, inside, read_json, replicas, require_named, tiled
 from jaxckpt._foreign.torch import read_saved
 from jaxckpt._format.grid import Box
 from jaxckpt._format.tree import Tree, show
@@ -38,6 +38,19 @@ def _is_ours(name: str) -> bool:
     """Whether it is an index of ours; one of whole tensors in safetensors files is nobody's in particular."""
     found = _INDEX.fullmatch(name)
     return found is not None and (found["kind"] == "bin" or found["what"] == "pytorch_optim")
+
+
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in its folder that are its own."""
+    found: set[str] = set()
+    for name in names:
+        if _META.fullmatch(name):
+            shards = read_json(os.path.join(path, name), _Meta).metadata.values()
+            found |= {name, *(shard.file for shard in shards)}
+        elif _is_ours(name):
+            index = read_json(os.path.join(path, name), _Index)
+            found |= {name, *index.weight_map.values(), str(index.metadata.get("param_groups"))}
+    return found
 
 
 def open_colossalai(path: str) -> Foreign:
@@ -174,18 +187,19 @@ class _Index(msgspec.Struct, frozen=True):
 
 def _whole(path: str, where: str) -> Tree:
     tree: dict[str, Tree] = {}
-    for file, expected in _files(read_json(where, _Index)).items():
+    for file, expected in _files(path, where, read_json(where, _Index)).items():
         found = _tensors(inside(path, file, where))
         _require_names(where, file, found.keys(), expected)
         tree |= found
     return tree
 
 
-def _files(index: _Index) -> dict[str, set[str]]:
+def _files(path: str, where: str, index: _Index) -> dict[str, set[str]]:
     """The names that each file should hold."""
     files: dict[str, set[str]] = {}
     for name, file in index.weight_map.items():
         files.setdefault(file, set()).add(name)
+    require_named(path, files, where)
     return files
 
 
@@ -201,7 +215,7 @@ def _optimizer(path: str, where: str) -> Tree:
     """As `Optimizer.state_dict()` has it."""
     index = read_json(where, _Index)
     state: dict[Any, Tree] = {}
-    for file, expected in _files(index).items():
+    for file, expected in _files(path, where, index).items():
         at = inside(path, file, where)
         found = _flat_states(at) if at.endswith(".safetensors") else _tensors(at)
         _require_names(where, file, found.keys(), expected)
@@ -216,7 +230,7 @@ def _flat_states(path: str) -> dict[Any, Tree]:
     """The states of a file that was written in the background: "state-<parameter>-<name>", values pickled as bytes."""
     told = read_metadata(path).get("non_tensor_keys", "[]")
     try:
-        pickled = set(msgspec.convert(json.loads(told), list[str]))
+        pickled = set(msgspec.convert(json.loads(told, object_pairs_hook=distinct), list[str]))
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DataError(f"{path}: its non_tensor_keys are damaged: {error}") from error
     states: dict[Any, dict[str, Tree]] = {}

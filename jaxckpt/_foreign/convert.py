@@ -23,7 +23,7 @@ import numpy as np
 from jaxckpt._foreign import export
 from jaxckpt._foreign.mindspore import mindspore_ranks
 from jaxckpt._foreign.orbax_out import write_orbax
-from jaxckpt._foreign.registry import holds_checkpoint
+from jaxckpt._foreign.registry import strangers
 from jaxckpt._format.grid import Layout, mesh_layout
 from jaxckpt._format.layouts import Specs, by_axis_name, fit_spec, mesh_axes, require_common_axis, resolve_specs
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
@@ -74,8 +74,8 @@ def convert(
         select: Only these leaves, by their old paths, as for `restore`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
-        overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder of
-            anything else is not deleted, nor is one of several steps, or one that the source lies in.
+        overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder
+            that holds other files as well is not deleted, nor is one of several steps, or one that the source lies in.
         options: See `Options`.
 
     Raises:
@@ -99,7 +99,7 @@ def convert(
     if specs is not None and mesh_shape is None:
         raise InputError("convert(specs=…) needs mesh_shape=: the axis sizes of the mesh that the specs are of")
     target = local_path(destination, "destination")
-    name = _format_of(os.fspath(destination), format)
+    name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
     if name != "jaxckpt" and target is None:
         raise InputError(
             f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: copy it there"
@@ -181,22 +181,25 @@ def _require_replaceable(path: str, source: Location, overwrite: bool) -> None:
     """Raise CheckpointExistsError where what is at `path` is to be kept."""
     if not overwrite:
         raise CheckpointExistsError(f"{path} is there already; pass overwrite=True to replace it")
-    if os.path.islink(path) or not os.path.isdir(path):
+    if os.path.islink(path):
+        return
+    origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
+    for origin in filter(None, map(local_path, origins)):
+        place, there = os.path.realpath(path), os.path.realpath(origin)
+        if there.startswith(os.path.join(place, "")) or (isinstance(source, Foreign) and there == place):
+            raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
+    if not os.path.isdir(path):
         return
     try:
         names = os.listdir(path)
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, f"cannot list {path}: {error.strerror}") from error
     # A mistyped path must not cost somebody their home folder.
-    if names and not holds_checkpoint(path, names):
-        names.sort()
+    if odd := strangers(path, names):
         raise CheckpointExistsError(
-            f"{path} holds other files than one checkpoint ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}):"
+            f"{path} holds other files than one checkpoint ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
             " overwrite=True does not delete them; give another path"
         )
-    origin = local_path(source) if isinstance(source, str | os.PathLike) else None
-    if origin is not None and os.path.realpath(origin).startswith(os.path.join(os.path.realpath(path), "")):
-        raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
 
 
 @contextlib.contextmanager

@@ -35,6 +35,14 @@ def recognises(path: str, names: Collection[str]) -> bool:
     return any(name == _METADATA or name.endswith(".distcp") or _SHARD.fullmatch(name) for name in names)
 
 
+_OWNED = re.compile(r"\.metadata|__\d+_\d+\.distcp|shard-\d+-.*\.safetensors|common\.pt|metadata\.json")
+
+
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in its folder that are its own."""
+    return set(filter(_OWNED.fullmatch, names))
+
+
 def open_dcp(path: str) -> Foreign:
     """A folder that torch.distributed.checkpoint wrote."""
     names = os.listdir(path)
@@ -75,6 +83,8 @@ def _tree_of(path: str) -> dict[str, Tree]:
         at = mapping.get(name, (name,))
         if not _is_path(at):
             raise DataError(f"{where}: {show(name)} has no path of str and int")
+        if at in leaves:
+            raise DataError(f"{where}: two of its names have the path {show('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, places)
     return _nested(where, leaves)
 

@@ -13,6 +13,7 @@ stay in the file until they are asked for.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -36,7 +37,7 @@ from jaxckpt._foreign.rank_files import (
     paths_of,
 )
 from jaxckpt._foreign.safetensors import read_header
-from jaxckpt._foreign.shards import FileBlock, flat_boxes, from_boxes, from_ranks, opened, replicas, tiled
+from jaxckpt._foreign.shards import FileBlock, distinct, flat_boxes, from_boxes, from_ranks, opened, replicas, tiled
 from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.layouts import Specs
 from jaxckpt._format.tree import DTYPES, MAX_RANK, component, show
@@ -119,7 +120,7 @@ def mindspore_ranks(
         found = assemble(held, mesh_shape, specs)
     else:
         found = _put_together(held, read_strategy(os.path.abspath(os.path.expanduser(os.fspath(strategy)))))
-    return compose(common_url(paths), found, "mindspore")
+    return compose(common_url(paths), found, "mindspore", files=paths.values())
 
 
 # Strategies -----------------------------------------------------------------------------------------------
@@ -205,8 +206,8 @@ def read_strategy(path: str) -> Strategy:
 
 def _from_json(path: str, content: bytes) -> _StrategyFile:
     try:
-        return msgspec.json.decode(content, type=_StrategyFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.convert(json.loads(content, object_pairs_hook=distinct), _StrategyFile)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"the strategy file {path} is damaged: {error}") from error
 
 
@@ -423,18 +424,19 @@ def _text(path: str, value: _Value, handle: int, n_bytes: int) -> str:
 
 def _values(wire: Message) -> Iterator[_Value]:
     for field in wire.fields(0, wire.size):
-        if field.number == 1:
-            yield _value(wire, field)
+        if field.number != 1:
+            raise wire.damaged(field.start, f"there is field {field.number}, which the format lacks")
+        yield _value(wire, field)
 
 
 def _value(wire: Message, outer: Field) -> _Value:
-    fields = wire.once(outer, "a value", {1, 2, 3})
+    fields = wire.once(outer, "a value", {1, 2, 3}, others=())
     tag = wire.text(fields.get(1), "its name")
     if 3 in fields:
         raise DataError(f"{wire.path}: {show(tag)} is a MapParameter, a table of hashed keys, which JAX lacks")
     if 2 not in fields:
         raise DataError(f"{wire.path} is damaged: {show(tag)} has no tensor")
-    tensor = wire.once(fields[2], f"the tensor {show(tag)}", {2, 3})
+    tensor = wire.once(fields[2], f"the tensor {show(tag)}", {2, 3}, others={1})
     dims = tuple(wire.integers(fields[2], 1, MAX_RANK))
     kind = wire.text(tensor.get(2), f"the type of {show(tag)}")
     if 3 not in tensor or tensor[3].kind != LENGTH:

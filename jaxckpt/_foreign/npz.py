@@ -86,11 +86,29 @@ def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
 def _members(path: str) -> list[zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.infolist()
+            found, expected = archive.infolist(), _count(path)
     except OSError:
         raise
     except Exception as error:  # zipfile lets out whatever its parsing meets
         raise DataError(f"{path} is no .npz file, or is damaged: {error}") from error
+    # A damaged length makes zipfile take an entry for a part of the one before it.
+    if len(found) != expected or any(info.comment for info in found):
+        raise DataError(f"{path} is damaged: its directory has {len(found)} members, expected {expected}")
+    return found
+
+
+def _count(path: str) -> int:
+    """How many members the record at the end of a zip file counts."""
+    with opened(path) as handle:
+        size = os.fstat(handle).st_size
+        end = os.pread(handle, 22, max(0, size - 22))
+        if not end.startswith(b"PK\5\6"):
+            raise ValueError("its end record is not at its end")
+        (count,) = struct.unpack("<H", end[10:12])
+        locator = os.pread(handle, 20, max(0, size - 42))
+        if locator.startswith(b"PK\6\7"):
+            (count,) = struct.unpack("<Q", os.pread(handle, 40, int.from_bytes(locator[8:16], "little"))[32:])
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +254,18 @@ class Plain(FileBlock):
 
     member: _Member | None = None
 
+    def read(self, box: Box, target: Array) -> None:
+        FileBlock.read(self, box, target)
+        if self.member is None or target.shape != self.shape:
+            return
+        stored = as_bits(target) if self.strides is None else as_bits(target).T
+        if not stored.flags.c_contiguous:
+            self.check()
+            return
+        with opened(self.path) as handle:
+            head = os.pread(handle, self.offset - self.member.offset, self.member.offset)
+        self._require(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)), self.member)
+
     def check(self) -> None:
         if (member := self.member) is None:
             return
@@ -243,8 +273,11 @@ class Plain(FileBlock):
         with opened(self.path) as handle:
             for at in range(0, member.n_bytes, READ_BYTES):
                 found = zlib.crc32(os.pread(handle, min(READ_BYTES, member.n_bytes - at), member.offset + at), found)
-        if found != member.crc:
-            raise DataError(f"{self.path} is damaged: a member has checksum {found:#x}, expected {member.crc:#x}")
+        self._require(found, member)
+
+    def _require(self, crc: int, member: _Member) -> None:
+        if crc != member.crc:
+            raise DataError(f"{self.path} is damaged: a member has checksum {crc:#x}, expected {member.crc:#x}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ a file, as OneFlow 1.0 writes by default: a pickle of the object with its tensor
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +67,16 @@ def recognises(path: str, names: Collection[str]) -> bool:
     return head.startswith(b"\x80") and b"protocol_version" in head and _MAGIC in head
 
 
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in its folder that are its own."""
+    folders = {name for name in names if set(_names(os.path.join(path, name))) == {_META, _DATA}}
+    return folders | {_PICKLE, _DONE, _GRAPH}
+
+
+def _names(path: str) -> list[str]:
+    return os.listdir(path) if os.path.isdir(path) else []
+
+
 def open_oneflow(path: str) -> Foreign:
     """What one rank saved: all of it, where its tensors were global."""
     return compose(path, _saved(path), "oneflow")
@@ -117,7 +129,7 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
         tree = unflatten(structures[0], [found[path] for path in next(iter(held.values()))])
     else:  # stages of a pipeline
         tree = nested(found)
-    return compose(common_url(paths), tree, "oneflow")
+    return compose(common_url(paths), tree, "oneflow", files=paths.values())
 
 
 def _saved(path: str) -> Tree:
@@ -142,17 +154,42 @@ def _has_tensor(path: str) -> bool:
 
 
 def _unpickled(path: str, folder: str | None) -> Tree:
-    content = unpickle(path)
+    tensors: list[Object] = []
+
+    def tensor(name: str, *args: Any) -> Object:
+        tensors.append(Object(name, args))
+        return tensors[-1]
+
+    content = unpickle(path, calls={name: functools.partial(tensor, name) for name in _TENSORS})
     match content:
         case {"protocol_version": 1, "data": data}:
-            return as_tree(data, path, lambda found: _tensor(found, path, folder))
+            tree = as_tree(data, path, lambda found: _tensor(found, path, folder))
         case _:
             raise DataError(f"{path} is not a file that flow.save writes: it has no protocol_version 1 with data")
+    if folder is not None:
+        _require_each_once(folder, path, tensors)
+    return tree
+
+
+_TENSORS = ("oneflow.Tensor", "oneflow.nn.Parameter")
+
+
+def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> None:
+    """Raise DataError unless each folder of a tensor is the one of a single tensor in the pickle.
+
+    What shares a tensor refers to one object in the pickle.
+    """
+    counts = collections.Counter(name for one in tensors if isinstance(name := one.fields.get("path"), str))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise DataError(f"{path} is damaged: two of its tensors lie in {min(twice)[:200]!r}")
+    there = {name for name in os.listdir(folder) if _OF_A_PICKLE.fullmatch(name)}
+    if lost := there - counts.keys():
+        raise DataError(f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or of another save")
 
 
 def _tensor(found: Object, path: str, folder: str | None) -> Tree | None:
     """A tensor from what `Tensor.__getstate__` says of it."""
-    if found.name not in ("oneflow.Tensor", "oneflow.nn.Parameter"):
+    if found.name not in _TENSORS:
         return None
     match found.fields:
         case {"path": str(name)} if folder is not None:

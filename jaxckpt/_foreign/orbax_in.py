@@ -29,9 +29,9 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import msgspec
 import numpy as np
 
-from jaxckpt._foreign.shards import opened
+from jaxckpt._foreign.shards import distinct, opened
 from jaxckpt._format.grid import Box, Spec, spec_problem
-from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.names import MANIFEST, is_data
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._format.tree import DTYPES, MAX_DEPTH, Container, Tree, component, decode_value, keys_of, show, unflatten
@@ -61,6 +61,28 @@ def recognises(path: str, names: Collection[str]) -> bool:
     return _kind(path, names) is not None
 
 
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in its folder that are its own. None in the folder of a CheckpointManager."""
+    kind = _kind(path, names)
+    if kind == "item":
+        return _owned_by_item(path, names)
+    if kind == "manager":
+        return set()
+    items = {name: _names(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
+    whole = {name for name, held in items.items() if held and _owned_by_item(f"{path}/{name}", held).issuperset(held)}
+    return whole | {STEP_FILE, _V1_MARK, "_CHECKPOINT_DELETION", "commit_success.txt"}
+
+
+def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
+    record = _decoded(f"{path}/{TREE_FILE}", _TreeRecord)
+    if record is None:
+        return {*_OF_A_SAVE, MANIFEST, "metadata", *filter(is_data, names)}
+    arrays = {".".join(key.key for key in one.key_metadata).split("/")[0] for one in record.tree_metadata.values()}
+    databases = filter(re.compile(r"d|ocdbt\.process_\d+").fullmatch, names)
+    zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # of a tree that is one leaf
+    return {TREE_FILE, *_OF_A_SAVE, *_OF_A_TREE, *databases, *arrays, *zarr}
+
+
 def has_steps(path: str, names: Collection[str]) -> bool:
     """Whether it is a CheckpointManager's folder."""
     return _kind(path, names) == "manager"
@@ -85,7 +107,7 @@ def open_orbax(path: str) -> Native | Foreign:
         ours = _native(f"{path}/default")
         found |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
         return replace(ours, manifest=msgspec.structs.replace(ours.manifest, metadata=found or None))
-    tree, metadata = _open_item(path) if kind == "item" else _open_step(path)
+    tree, metadata = _read_item(path) if kind == "item" else _open_step(path)
     return compose(path, tree, "orbax", metadata=found | metadata or None)
 
 
@@ -93,7 +115,7 @@ def open_orbax(path: str) -> Native | Foreign:
 
 
 def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item"] | None:
-    if TREE_FILE in names:
+    if TREE_FILE in names or _lost_manifest(path, names):
         return "item"
     if not _STEP_MARKS.isdisjoint(names):
         return "step"
@@ -107,7 +129,11 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
 
 def _is_step(path: str) -> bool:
     names = _names(path)
-    return TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names)
+    if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names):
+        return True
+    # A run of ours has folders with a manifest as well: they are named like steps.
+    items = (name for name in names if not _STEP_NAME.fullmatch(name))
+    return any(_is_ours(f"{path}/{name}") for name in itertools.islice(items, _LOOKED_AT))
 
 
 def _has_items(path: str, names: Collection[str]) -> bool:
@@ -158,16 +184,9 @@ def _decoded(path: str, form: type[_T]) -> _T | None:
 def _converted(what: str, text: str | bytes, form: type[_T]) -> _T:
     try:
         # Not msgspec's own decoder: Orbax writes NaN, which JSON lacks.
-        return msgspec.convert(json.loads(text, object_pairs_hook=_distinct), form)
+        return msgspec.convert(json.loads(text, object_pairs_hook=distinct), form)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("two of its keys are the same")
-    return record
 
 
 # Steps ----------------------------------------------------------------------------------------------------
@@ -259,6 +278,8 @@ def _lost_step_file(path: str, items: Iterable[str]) -> bool:
     if os.path.lexists(f"{path}/{_V1_MARK}"):
         return True
     alone = [f"{path}/{item}" for item in items if not os.path.lexists(f"{path}/{item}/{STEP_FILE}")]
+    if any(map(_is_ours, alone)):
+        return True
     trees = (_decoded(f"{item}/{TREE_FILE}", _TreeRecord) for item in alone)
     return any(tree is not None and tree.custom_metadata is not msgspec.UNSET for tree in trees)
 
@@ -281,6 +302,8 @@ def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
         raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
     if _is_ours(path):
         return _open_ours(path)
+    if any(map(is_data, names)):
+        raise DataError(f"{path}/{MANIFEST} is missing: it describes the arrays in this folder")
     if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):
         try:
             return _decoded(f"{path}/{names[0]}", cast("type[Any]", Any)), {}
@@ -325,6 +348,14 @@ def _random_key(path: str) -> Tree:
 
 def _is_ours(path: str) -> bool:
     return os.path.isfile(f"{path}/{MANIFEST}")
+
+
+def _lost_manifest(path: str, names: Collection[str]) -> bool:
+    """Whether it is an item of ours, in a step that Orbax has committed, without its manifest."""
+    if MANIFEST in names or not any(map(is_data, names)):
+        return False
+    step = os.path.dirname(path)
+    return STEP_FILE in _names(step) and not _unfinished(path) and not _unfinished(step)
 
 
 def _native(path: str) -> Native:
@@ -421,6 +452,10 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
 }
 
 
+_STORED = {"jax.Array", "np.ndarray", "scalar", "string"}
+"""Values of `value_type` of leaves that have data."""
+
+
 def _open_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata."""
     record = _decoded(f"{path}/{TREE_FILE}", _TreeRecord)
@@ -510,6 +545,9 @@ def _values(path: str, record: _TreeRecord, leaves: Mapping[_Keys, _Value]) -> d
     if unknown:
         raise DataError(f"{path} has no data for {len(unknown)} of its leaves:\n{listing(unknown)}")
     strings = _decoded(f"{path}/_strings.json", cast("type[Any]", Any))
+    odd = {one.value_type for one in leaves.values()} - _EMPTY.keys() - _STORED
+    if odd:
+        raise DataError(f"{path}/{TREE_FILE} has the value_type {min(odd)[:80]!r}, which is none of Orbax's")
     values: dict[_Keys, Any] = {}
     arrays: dict[_Keys, str] = {}
     for keys, one in leaves.items():

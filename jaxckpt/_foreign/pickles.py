@@ -366,7 +366,10 @@ def _insert(target: dict[Any, Any], items: list[Any]) -> None:
     if len(items) % 2:
         raise ValueError("a key has no value")
     keys = [key if type(key) in _KEYS or (type(key) is int and abs(key) < 1 << 63) else _odd(key) for key in items[::2]]
+    expected = len(target) + len(keys)
     target.update(zip(keys, items[1::2], strict=True))
+    if len(target) < expected:
+        raise ValueError("a dict has one key twice")
 
 
 _KEYS = (str, float, bool, bytes, type(None), Object, Global)

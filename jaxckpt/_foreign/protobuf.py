@@ -86,10 +86,15 @@ class Message:
             yield Field(number, kind, start, stop, value)
             at = stop
 
-    def once(self, outer: Field, what: str, numbers: Collection[int]) -> dict[int, Field]:
-        """The fields of an inner message that can be there once, by number."""
+    def once(
+        self, outer: Field, what: str, numbers: Collection[int], others: Collection[int] | None = None
+    ) -> dict[int, Field]:
+        """The fields of an inner message that occur once, by number. If `others` are given, only those may be there
+        in addition."""
         found: dict[int, Field] = {}
         for field in self.inner(outer, what):
+            if others is not None and field.number not in numbers and field.number not in others:
+                raise self.damaged(field.start, f"{what} has field {field.number}, which the format lacks")
             if field.number in numbers and found.setdefault(field.number, field) is not field:
                 raise self.damaged(field.start, f"{what} has field {field.number} twice")
         return found

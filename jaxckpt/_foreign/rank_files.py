@@ -78,6 +78,7 @@ def rank_files(
         common_url(paths),
         nested(assemble({rank: _read(path) for rank, path in paths.items()}, mesh_shape, specs, offsets, shapes)),
         "rank files",
+        files=paths.values(),
     )
 
 

@@ -9,11 +9,11 @@ import json
 import math
 import os
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from jaxckpt._foreign.shards import FileBlock, opened, read_json
+from jaxckpt._foreign.shards import FileBlock, distinct, opened, read_json, require_named
 from jaxckpt._format.tree import DTYPES, Tree, nested, show
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, InputError, TreeError
@@ -110,19 +110,11 @@ def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str
     try:
         if not text.startswith(b"{"):
             raise ValueError("it does not start with '{'")
-        record = json.loads(text.decode(), object_pairs_hook=_distinct)
+        record = json.loads(text.decode(), object_pairs_hook=distinct)
         metadata = msgspec.convert(record.pop("__metadata__", None), dict[str, str] | None)
         return metadata or {}, msgspec.convert(record, dict[str, _Entry])
     except (ValueError, RecursionError, msgspec.ValidationError) as error:  # UnicodeDecodeError is a ValueError
         raise DataError(f"the header of {path} is damaged: {str(error)[:200]}") from error
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys differ: of equal ones each reader would take another."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("two of its keys are the same")
-    return record
 
 
 # Files and folders as checkpoints --------------------------------------------------------------------------
@@ -135,6 +127,13 @@ def recognises(path: str, names: Collection[str]) -> bool:
     if not names:
         return path.endswith(".safetensors")
     return any(name.endswith(INDEX) for name in names) or len(_tensor_files(names)) == 1
+
+
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in its folder that are its own."""
+    indices = [name for name in names if name.endswith(INDEX)]
+    files = {file for name in indices for file in read_json(os.path.join(path, name), _Index).weight_map.values()}
+    return {*indices, *files} if indices else set(_tensor_files(names))
 
 
 def open_safetensors(path: str) -> Foreign:
@@ -156,6 +155,7 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
     files: dict[str, set[str]] = {}
     for name, file in read_json(index, _Index).weight_map.items():
         files.setdefault(file, set()).add(name)
+    require_named(path, files, index)
     for file, expected in files.items():
         if os.path.basename(file) != file or file not in names:
             raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")

@@ -10,12 +10,14 @@ import contextlib
 import errno
 import functools
 import itertools
+import json
 import math
 import os
+import re
 import stat
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -317,9 +319,28 @@ def read_json(path: str, kind: type[T]) -> T:
             raise DataError(f"{path} is {size} bytes long, over {MAX_INDEX_BYTES}")
         text = os.pread(handle, size, 0)
     try:
-        return msgspec.json.decode(text, type=kind)
+        return msgspec.convert(json.loads(text, object_pairs_hook=distinct), kind)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {str(error)[:200]}") from error
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as a hook of `json.loads`. Of two equal keys, each reader would take another."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("two of its keys are the same")
+    return record
+
+
+_NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
+
+
+def require_named(folder: str, named: Collection[str], index: str) -> None:
+    """Raise DataError if a numbered file belongs to the files that an index names, and the index does not name it."""
+    series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
+    for name in sorted(set(os.listdir(folder)) - {*named}):
+        if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
+            raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -204,8 +204,8 @@ class _Archive:
         if name is None:
             raise ValueError("it has no data.pkl; torch.save writes one since version 1.6")
         self._members, self._prefix = members, name.removesuffix("data.pkl")
-        order = members.get(f"{self._prefix}byteorder")
-        if order is not None and self._content(order, 16) != b"little":
+        order = f"{self._prefix}byteorder"
+        if order in members and self._content(order, 16) != b"little":
             raise ValueError("it was written by a big-endian machine")
         pickled = self._located(name, members[name])
         pickled.check()
@@ -278,13 +278,16 @@ class _Archive:
         head = self._read(header, 30)
         if not head.startswith(_LOCAL):
             raise ValueError(f"{name[:80]!r} is not where its directory says")
-        offset = header + 30 + sum(struct.unpack("<HH", head[26:30]))
+        length, more = struct.unpack("<HH", head[26:30])
+        if self._read(header + 30, length) != name.encode():
+            raise ValueError(f"{name[:80]!r} has another name at byte {header}")
+        offset = header + 30 + length + more
         if offset + size > self._size:
             raise ValueError(f"{name[:80]!r} of {size} bytes at byte {offset} is beyond its {self._size}")
         return _Member(self._path, name, self._start + offset, size, crc32)
 
-    def _content(self, entry: tuple[int, int, int], most: int) -> bytes:
-        member = self._located("byteorder", entry)
+    def _content(self, name: str, most: int) -> bytes:
+        member = self._located(name, self._members[name])
         return self._read(member.offset - self._start, min(member.size, most))
 
     # What the pickle calls

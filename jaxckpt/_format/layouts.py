@@ -70,8 +70,9 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in found}
     chosen = {path: head for path, _ in leaves if (head := longest_head(path, by_prefix)) is not None}
     used = set(chosen.values())
-    unused = [prefix for prefix in by_prefix if prefix not in used]
-    if unused and leaves:
+    # One spec for all leaves is fine if there are none.
+    unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
+    if unused:
         hint = closest(unused[0], (path for path, _ in leaves))
         raise SpecError(f"specs has {show(unused[0])}, but no array leaf is there or below{hint}")
     return {path: by_prefix[head] for path, head in chosen.items()}

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -178,6 +178,9 @@ class Foreign:
     blocks: Sequence[Sequence[Block]] = field(repr=False)
     """The data of each row of each stack."""
 
+    files: Sequence[str] = field(default=(), repr=False)
+    """The files or folders that it was put together from, if they are not the one at `url`."""
+
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass
 
@@ -216,7 +219,7 @@ BLOCK_BYTES = 4 << 20
 """What is read at once of an array that says nothing of units."""
 
 
-def compose(url: str, tree: Tree, format: str, *, metadata: Any = None) -> Foreign:
+def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: Iterable[str] = ()) -> Foreign:
     """A foreign checkpoint from its tree: nested dicts, lists and tuples of ForeignArrays, and of Python values and
     NumPy arrays that are known already.
 
@@ -263,7 +266,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None) -> Forei
         layouts=[msgspec.json.decode(text, type=LayoutRecord) for text in layouts],
         stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
     )
-    return Foreign(url, manifest, list(stacks.values()))
+    return Foreign(url, manifest, list(stacks.values()), tuple(files))
 
 
 def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
@@ -325,6 +328,9 @@ class Format:
     """Whether a local path is one, from the names in its folder; none where it is a file."""
 
     open: Callable[[str], Native | Foreign]
+
+    owned: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
+    """Of the names in its folder those that are its own: `convert(overwrite=True)` deletes no others."""
 
 
 formats: list[Format] = []
