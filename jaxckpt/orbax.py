@@ -50,13 +50,15 @@ _PYTREE_ARGS = (_args.StandardSave, _args.StandardRestore, _args.PyTreeSave, _ar
 _PYTREE_HANDLERS = (ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler)
 
 
-def handler_registry(options: Options | None = None, *, item_handlers: Mapping[str, Any] | None = None) -> Any:
+def handler_registry(
+    options: Options | None = None, *, item_handlers: Mapping[str, Any] | ocp.CheckpointHandler | None = None
+) -> Any:
     """What to pass as `handler_registry=` of an `ocp.CheckpointManager` to have its pytrees written by jaxckpt.
 
     Args:
         options: See `jaxckpt.Options`.
-        item_handlers: The handler of each item, as a program passes them to its `ocp.CheckpointManager`. A `Handler`
-            takes the place of Orbax's handlers of pytrees; the others stay.
+        item_handlers: The handler of each item, or of the only item, as a program passes them to its
+            `ocp.CheckpointManager`. A `Handler` takes the place of Orbax's handlers of pytrees; the others stay.
 
     Returns:
         An `ocp.handlers.DefaultCheckpointHandlerRegistry` in which every item that is saved or restored with `Save`,
@@ -74,6 +76,8 @@ def handler_registry(options: Options | None = None, *, item_handlers: Mapping[s
         {'w': array([0., 1., 2.])}
     """
     ours = Handler(options)
+    if isinstance(item_handlers, ocp.CheckpointHandler):
+        item_handlers = {"default": item_handlers}
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name, own in {None: ours, **(item_handlers or {})}.items():
         if isinstance(own, (Handler, *_PYTREE_HANDLERS)):

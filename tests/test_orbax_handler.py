@@ -697,3 +697,13 @@ def test_weak_types_are_kept_unless_orbaxs_arguments_are_used(tmp_path: Path) ->
             restored = found.restore(1, args=args)
             assert {name: leaf.weak_type for name, leaf in restored.items()} == {"weak": True, "strong": False}
         assert not found.restore(1, args=ocp.args.StandardRestore())["weak"].weak_type  # as Orbax's own
+
+
+def test_the_handler_of_the_only_item(tmp_path: Path) -> None:
+    """As a manager takes it: `item_handlers=` with a handler in place of a mapping."""
+    registry = jaxckpt.orbax.handler_registry(item_handlers=ocp.StandardCheckpointHandler())
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": np.arange(3)}))
+        manager.wait_until_finished()
+        np.testing.assert_array_equal(manager.restore(1)["w"], np.arange(3))
+    assert (tmp_path / "run" / "1" / "default" / "manifest.json").exists()
