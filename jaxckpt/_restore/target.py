@@ -464,7 +464,8 @@ class _Layouts:
         record = self._manifest.leaves[number]
         if record.value is not None:
             return Goal("python")
-        form = self._form(path, record)
+        # All of a saved leaf that its goal depends on. Written out twice: a call for each leaf would double the time.
+        form = (record.kind, record.impl, record.stack, record.layout, record.weak, self._specs.get(path))
         return self._goals.get(form) or self._noted(form, self._saved_goal(path, record))
 
     def _saved_goal(self, path: str, record: LeafRecord) -> Goal:
@@ -480,12 +481,9 @@ class _Layouts:
         tell = _attributes(type(wanted))
         if tell is None or record.value is not None:
             return self._target_goal(path, record, wanted)
-        form = (*self._form(path, record), type(wanted), tell(wanted))
+        saved = (record.kind, record.impl, record.stack, record.layout, record.weak, self._specs.get(path))
+        form = (saved, type(wanted), tell(wanted))
         return self._goals.get(form) or self._noted(form, self._target_goal(path, record, wanted))
-
-    def _form(self, path: str, record: LeafRecord) -> tuple[Hashable, ...]:
-        """All of a saved leaf that its goal depends on."""
-        return record.kind, record.impl, record.stack, record.layout, record.weak, self._specs.get(path)
 
     def _noted(self, form: Hashable, goal: Goal) -> Goal:
         """Remember the goal of a form of leaf; while there are problems not, so that each leaf tells its own."""
