@@ -319,9 +319,9 @@ class Meeting:
             by_seconds.setdefault(self._patience(watched), []).append(process)
         return [
             {
-                "error": f"{_names(processes)} of {self.group.count} silent for {seconds:g} s while {self.what}: dead,"
-                " suspended, or without the same call, which every process must make. Options.timeout_seconds sets how"
-                " long to wait.",
+                "error": f"{process_names(processes)} of {self.group.count} silent for {seconds:g} s while {self.what}:"
+                " dead, suspended, or without the same call, which every process must make. Options.timeout_seconds"
+                " sets how long to wait.",
                 "kind": PeerTimeoutError.__name__,
             }
             for seconds, processes in by_seconds.items()
@@ -338,7 +338,8 @@ class Meeting:
         if len(by_call) < 2:
             return []
         made = "; ".join(
-            f"{_names(made)}: {call}, for the {_ordinal(numbers[call] + 1)} time" for call, made in by_call.items()
+            f"{process_names(made)}: {call}, for the {_ordinal(numbers[call] + 1)} time"
+            for call, made in by_call.items()
         )
         return [
             {
@@ -408,7 +409,8 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def _names(processes: list[int]) -> str:
+def process_names(processes: Sequence[int]) -> str:
+    """Processes for a message: "process 1", "processes 1, 2"."""
     if len(processes) == 1:
         return f"process {processes[0]}"
     shown = ", ".join(map(str, processes[:20])) + (", …" if len(processes) > 20 else "")

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """A wake-up call that an interrupt has swallowed delays whoever waits for it by so much at most."""
 
 
@@ -39,7 +39,7 @@ class Latch:
         """Wait until it is set, or for `timeout` seconds; returns whether it is set."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.is_set:
-            left = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, deadline - time.monotonic())
+            left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
             if left <= 0:
                 return False
             try:

@@ -22,7 +22,7 @@ import msgspec
 
 from jaxckpt._format.tree import show
 from jaxckpt._runtime.errors import PeersDisagreeError, listing
-from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import process_names
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 
@@ -65,7 +65,7 @@ class Bucket:
 
 
 def agreement(
-    draft: Draft, plan: SavePlan, options: Options, metadata: Any, state_names: Sequence[str], process: int
+    draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str], process: int
 ) -> tuple[Agreement, list[Bucket]]:
     """What this process gives, and what the values in it are of."""
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
@@ -100,8 +100,8 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
         others = [process for process, one in enumerate(given) if one.digests[name] != given[0].digests[name]]
         if others:
             raise PeersDisagreeError(
-                f"{_names(others)} {'was' if len(others) == 1 else 'were'} given {reason} than process 0; every process"
-                f" must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
+                f"{process_names(others)} {'was' if len(others) == 1 else 'were'} given {reason} than process 0;"
+                f" every process must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
             )
     problems: list[str] = []
     for number, bucket in enumerate(buckets):
@@ -113,7 +113,7 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
                 show(path) + (f" ({value[:40]} in process 0)" if not first else "") for path, value in bucket.values
             ]
             shown = ", ".join(leaves[:3]) + (f", or one of {len(leaves) - 3} others" if len(leaves) > 3 else "")
-            problems.append(f"{shown}: {_names(others)} and process {first} differ")
+            problems.append(f"{shown}: {process_names(others)} and process {first} differ")
     if problems:
         raise PeersDisagreeError(
             "the processes hold different values of leaves that must be the same in all of them. One may have missed a"
@@ -152,8 +152,3 @@ def _is_replicated_count(value: jax.Array) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _processes(sharding: jax.sharding.Sharding) -> frozenset[int]:
     return frozenset(device.process_index for device in sharding.device_set)
-
-
-def _names(processes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, processes[:20])) + (", …" if len(processes) > 20 else "")
-    return f"process{'es' if len(processes) > 1 else ''} {shown}"

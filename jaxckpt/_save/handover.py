@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from jaxckpt._runtime.threads import Caller
+from jaxckpt._runtime.threads import POLL_SECONDS, Caller
 from jaxckpt._save.staging import Staged
-
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Handover:
     def _make_room(self, one: Staged) -> bool:
         """Wait until it fits; returns whether it does."""
         while not self._fits(one) and not self._closed:
-            left = _POLL_SECONDS if self._deadline is None else min(_POLL_SECONDS, self._deadline - time.monotonic())
+            left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
                 self._given.put(_End(TimeoutError("what was copied by the deadline was not written by then")))
                 return False
@@ -95,7 +93,7 @@ class Handover:
         while True:
             self.check()
             try:
-                one = self._given.get(timeout=_POLL_SECONDS)
+                one = self._given.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if self._feeder.present():
                     continue

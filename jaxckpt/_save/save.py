@@ -203,7 +203,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         skipped = PendingSave(os.fspath(request.path), 0, begun)
         skipped.skip()
         return skipped
-    save = _prepare(request, options, group, background=background)
+    save = _prepare(request, options, group)
     pending = PendingSave(save.store.url, save.plan.process_bytes[group.index], begun)
     background = background and not ending()  # Python at its end would wait for no other thread
     most_bytes = options.staging_bytes if background else options.host_bytes // 2
@@ -256,7 +256,7 @@ def _is_busy(group: Group) -> bool:
 # In the caller's thread -----------------------------------------------------------------------------------
 
 
-def _prepare(request: SaveRequest, options: Options, group: Group, *, background: bool) -> _Prepared:
+def _prepare(request: SaveRequest, options: Options, group: Group) -> _Prepared:
     """Check all that can be checked without the others, and plan."""
     clock = Clock()
     background_saves.settle()
@@ -276,7 +276,7 @@ def _prepare(request: SaveRequest, options: Options, group: Group, *, background
         given, values = Agreement({}, []), list[Bucket]()
         if group.count > 1:
             names = list(request.process_state or ())
-            given, values = agreement(draft, plan, options, request.metadata, names, group.index)
+            given, values = agreement(draft, plan, request.metadata, names, group.index)
     # What the caller may change, and what should be freed when the caller lets go of it, is not held.
     overwrite = flag(request.overwrite, "overwrite")
     request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
