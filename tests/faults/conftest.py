@@ -12,12 +12,8 @@ it counted to results.json and from there into the tables of docs/reliability.md
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import reliability

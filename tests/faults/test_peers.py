@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import peers
+import processes
 import pytest
 from processes import Finished, RunProcesses
 from reliability import Fault
@@ -157,7 +158,7 @@ def test_the_file_system_fills_up(fault: Fault, tmp_path: Path) -> None:
     small.mkdir()
     args = {**places(tmp_path), "path": str(small / "ckpt"), "rounds": rounds}
     program = f"""
-import sys; sys.path[:0] = {sys.path[:2]!r}; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import sys; sys.path[:0] = {sys.path[:2]!r}; sys.path.insert(0, {str(processes.SUPPORT)!r})
 import json, processes
 code, args, limit = json.loads(sys.stdin.read())
 done = processes.run_processes(code, processes={PEERS}, devices_per_process=1, args=args, timeout=limit)

@@ -28,6 +28,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+import processes
 import pytest
 
 import jaxckpt
@@ -40,7 +41,7 @@ OPTIONS = jaxckpt.Options(chunk_bytes=4096, object_bytes=16384)
 SECONDS = 60.0
 """How long a test waits for a child process, at most."""
 
-PYTHONPATH = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+PYTHONPATH = os.pathsep.join(map(str, [Path(__file__).parent, processes.SUPPORT, processes.ROOT]))
 """For processes that import this module, or the library."""
 
 Say = Callable[[Any], None]

@@ -28,7 +28,7 @@ import tensorstore as ts
 
 BUCKET = "checkpoints"
 KEY = SECRET = "S3RVER"  # the only pair that s3rver knows; moto takes any
-CACHE = Path(__file__).parent / ".cache"
+CACHE = Path(__file__).parents[1] / ".cache"
 
 _START_SECONDS = 60
 _MOTO = """

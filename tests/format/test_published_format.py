@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 
-FORMAT_PAGE = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
+FORMAT_PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 SAVE_BLOCK, READER_BLOCK = re.findall(r"^```python\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)
 EXAMPLE = json.loads(re.findall(r"^```json\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)[0])
 

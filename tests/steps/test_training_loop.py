@@ -12,7 +12,7 @@ from processes import Finished, RunProcesses, RunPython
 
 import jaxckpt
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "training_loop.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "training_loop.py"
 STEPS = 60
 
 # The example as a module, in a child process: it sets the devices itself when it is imported.
@@ -26,8 +26,12 @@ folder, steps = Path(sys.argv[1]), {STEPS}
 
 
 def losses_of(printed: str) -> dict[int, str]:
-    """The loss of each step, as text: nothing of it is rounded. The first line tells where the run began."""
-    return {int(step): loss for step, loss in map(str.split, printed.splitlines()[1:])}
+    """The loss of each step, as text, so that nothing is rounded. The first line says where the run began.
+
+    A process that is killed may leave a last line without its end: that step does not count.
+    """
+    lines = [line for line in printed.splitlines(keepends=True)[1:] if line.endswith("\n")]
+    return {int(step): loss for step, loss in map(str.split, lines)}
 
 
 def newest(folder: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import run_python
 
-PROGRAM = Path(__file__).parent / "interrupted.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted.py"
 
 # Every so many moments are tried here: all of them, 11,821, take nine minutes (`--campaign`).
 STRIDES = {"save": 23, "save_async": 23, "wait": 1, "restore": 47, "checkpointer": 79}

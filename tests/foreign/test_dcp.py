@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     @functools.cache
     def write(count: int) -> Path:
         folder = tmp_path_factory.mktemp(f"dcp{count}")
-        program = Path(__file__).with_name("dcp_writer.py")
+        program = Path(__file__).parents[1] / "programs" / "dcp_writer.py"
         commands = [[str(program), str(rank), str(count), str(folder)] for rank in range(count)]
         processes.run_together(commands, timeout=180)
         return folder
@@ -118,7 +119,7 @@ def test_every_bit_comes_back_on_a_mesh(
         assert "torch" not in sys.modules
         print("read")
     """
-    env = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}"}
+    env = {"PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parent, processes.SUPPORT, processes.ROOT]))}
     args = [str(written(count)), kind, *map(str, sides)]
     assert run_python(program, args=args, env=env).strip() == "read"
 
@@ -378,7 +379,7 @@ def test_sharded_safetensors_must_cover(written: Written, tmp_path: Path) -> Non
 
 # Megatron Core --------------------------------------------------------------------------------------------
 
-MEGATRON = Path(__file__).parent / "data" / "megatron"
+MEGATRON = Path(__file__).parents[1] / "data" / "megatron"
 
 
 def megatron(path: Path) -> Any:

@@ -41,7 +41,7 @@ OF_RANKS = [f"{files} of each rank, {kind}" for files in ("file", "files") for k
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("colossalai")
-    processes.run_python(Path(__file__).with_name("colossalai_writer.py"), args=[str(folder)])
+    processes.run_python(Path(__file__).parents[1] / "programs" / "colossalai_writer.py", args=[str(folder)])
     return folder
 
 

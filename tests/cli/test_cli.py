@@ -35,7 +35,7 @@ from jaxckpt._cli.main import main
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.place import store_at
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TIMEOUT = 120
 
 # Tables ---------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_exactly_these(here: Path, name: str, width: int) -> None:
     shown = run(*TABLES[name], width=width, code=name == "diff").stdout
-    expected = (ROOT / f"tests/cli_output/{name}-{width}.txt").read_text()
+    expected = (ROOT / f"tests/cli/output/{name}-{width}.txt").read_text()
     assert shown.replace(days(), "DAYS d") == expected
     assert max(map(len, shown.splitlines())) <= width
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-DATA = json.loads((Path(__file__).parent / "data" / "mindspore_hybrid_parallel.json").read_text())
+DATA = json.loads((Path(__file__).parents[1] / "data" / "mindspore_hybrid_parallel.json").read_text())
 """The numbers of the tutorial "Saving and Loading Models in Hybrid Parallel Mode"."""
 
 # message: (field: (number, label, type)); a type with a capital is a message.

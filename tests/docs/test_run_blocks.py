@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-RUNNER = Path(__file__).parent.parent / "docs" / "run_blocks.py"
+RUNNER = Path(__file__).parents[2] / "docs" / "run_blocks.py"
 
 
 def run(path: Path, text: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-RUNNER = Path(__file__).parent.parent / "docs" / "run_notebooks.py"
+RUNNER = Path(__file__).parents[2] / "docs" / "run_notebooks.py"
 CELL = """
 import datetime, tempfile, uuid
 print(tempfile.mkdtemp(), datetime.datetime.now(datetime.UTC).isoformat(), uuid.uuid4().hex)

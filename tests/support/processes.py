@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-_ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+SUPPORT = Path(__file__).parent
 _SHOWN = 6000  # characters of each stream that a failure shows: its end, where the traceback is
 
 # gloo writes lines of its own to stdout at any moment: sent to stderr, so that stdout is what the program printed.
@@ -77,7 +78,7 @@ def environment(devices: int, env: Mapping[str, str] | None = None) -> dict[str,
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])),
         "PYTHONFAULTHANDLER": "1",  # a child that hangs is told to abort, and says where each thread was
         **(env or {}),
     }
