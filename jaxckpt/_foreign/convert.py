@@ -37,7 +37,8 @@ from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, reporting
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf
-from jaxckpt._save.save import SaveRequest, start
+from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.save import start
 from jaxckpt._storage.place import local_path
 from jaxckpt._storage.store import storage_errors
 

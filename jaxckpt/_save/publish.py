@@ -7,18 +7,18 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any, Protocol
 
 import msgspec
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.checks import FORMAT, VERSION
-from jaxckpt._format.records import Manifest, StackRecord, StepRecord
+from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
+from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._storage.store import Store
 
 
@@ -42,15 +42,6 @@ class Published(msgspec.Struct, frozen=True):
     """Bytes of all objects."""
 
     manifest_sha256: str
-
-
-class Composed(Protocol):
-    """What a manifest takes over from the arguments of a save."""
-
-    @property
-    def metadata(self) -> Any: ...
-    @property
-    def step(self) -> StepRecord | None: ...
 
 
 def publish(
@@ -87,7 +78,7 @@ def compose(
     save_id: str,
     plan: SavePlan,
     draft: Draft,
-    request: Composed,
+    request: SaveRequest,
     shares: Sequence[Share],
 ) -> Manifest:
     """The manifest, from what every process has written."""

@@ -11,39 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from jax.sharding import Mesh
 
-from jaxckpt._format import manifest as manifests
 from jaxckpt._format.layouts import Specs
-from jaxckpt._format.pieces import Pieces
-from jaxckpt._format.records import StepRecord
 from jaxckpt._format.tree import Tree
-from jaxckpt._runtime.clock import Clock
-from jaxckpt._runtime.errors import InputError, PeerError
-from jaxckpt._runtime.options import Options, flag, given
+from jaxckpt._runtime.errors import PeerError
+from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, reporting
-from jaxckpt._runtime.threads import Latch, ending
+from jaxckpt._runtime.threads import ending
 from jaxckpt._save import background as background_saves
-from jaxckpt._save.agreement import Agreement, Bucket, agreement, require_agreement
+from jaxckpt._save.agreement import Agreement, require_agreement
 from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.claim import Claim, claim, require_shared
-from jaxckpt._save.describe import Draft, Recent, describe
 from jaxckpt._save.handover import Handover
-from jaxckpt._save.plan import WRITE_COPIES, SavePlan, plan_save
-from jaxckpt._save.publish import Published, Share, compose, publish
-from jaxckpt._save.staging import Staged, stage
-from jaxckpt._storage.place import store_at
-from jaxckpt._storage.store import ArrayWriter, Pending, Store
+from jaxckpt._save.prepare import Prepared, SaveRequest, prepare
+from jaxckpt._save.publish import Published, compose, publish
+from jaxckpt._save.staging import stage
+from jaxckpt._save.write import write
 
 
 def save(
@@ -136,66 +128,6 @@ def save_async(
         return start(request, given(options), group, background=True)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """The arguments of a save."""
-
-    path: str | os.PathLike[str]
-    tree: Tree = None
-    mesh: Mesh | None = None
-    specs: Specs = None
-    metadata: Any = None
-    overwrite: bool = False
-    process_state: Mapping[str, Any] | None = None
-    draft: Draft | None = None
-    """What is saved instead of a tree."""
-
-    step: StepRecord | None = None
-    """What a Checkpointer notes; its metrics are taken from process 0."""
-
-    components: tuple[str, ...] = ()
-    """Paths of subtrees that are stored apart from all else, so that they can be dropped later."""
-
-    recent: Recent | None = None
-    """Where what is found of the tree is remembered."""
-
-    check: Callable[[], None] | None = None
-    """What process 0 does before anything else; what it raises, all raise."""
-
-    then: Callable[[], None] | None = None
-    """What process 0 does once the checkpoint is published, before the save counts as done."""
-
-    deadline: float | None = None
-    """Until when, on the monotonic clock, the caller waits for room for copies; then the save fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A save that is planned: all that is needed to carry it out, but the data."""
-
-    request: SaveRequest
-    group: Group
-    store: Store
-    draft: Draft
-    plan: SavePlan
-    agreement: Agreement
-    """What must be the same in every process."""
-
-    values: Sequence[Bucket]
-    """The values among that."""
-
-    state: bytes | None
-    """This process's own state, as the file that it is stored in."""
-
-    options: Options
-    clock: Clock
-    claimed: Latch
-    """Set when the path is claimed, or is not going to be."""
-
-    threaded: bool
-    """Whether a thread writes it; else the caller's does, once all is staged."""
-
-
 def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
     """Save to the end, or until the thread that writes needs the caller no more. Every process."""
     begun = time.perf_counter()
@@ -203,7 +135,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         skipped = PendingSave(os.fspath(request.path), 0, begun)
         skipped.skip()
         return skipped
-    save = _prepare(request, options, group)
+    save = prepare(request, options, group)
     pending = PendingSave(save.store.url, save.plan.process_bytes[group.index], begun)
     background = background and not ending()  # Python at its end would wait for no other thread
     most_bytes = options.staging_bytes if background else options.host_bytes // 2
@@ -253,48 +185,10 @@ def _is_busy(group: Group) -> bool:
         return meeting.share("busy" if busy else "free") == "busy"
 
 
-# In the caller's thread -----------------------------------------------------------------------------------
-
-
-def _prepare(request: SaveRequest, options: Options, group: Group) -> _Prepared:
-    """Check all that can be checked without the others, and plan."""
-    clock = Clock()
-    background_saves.settle()
-    if group.index == 0 and request.check is not None:
-        request.check()
-    threaded = background_saves.ready()  # if no thread can be started, this is the time to say so
-    with clock.timed("plan"):
-        store = store_at(request.path, options)
-        metadata = manifests.require_json(request.metadata, "metadata")
-        state = None if request.process_state is None else manifests.encode_state(request.process_state)
-        draft = request.draft or describe(
-            request.tree, request.mesh, request.specs, options, request.components, request.recent
-        )
-        plan = _planned(draft, options, group)
-        if any(plan.moved) and not threaded:
-            raise InputError("leaves that the processes must exchange cannot be saved while the interpreter ends")
-        given, values = Agreement({}, []), list[Bucket]()
-        if group.count > 1:
-            names = list(request.process_state or ())
-            given, values = agreement(draft, plan, request.metadata, names, group.index)
-    # What the caller may change, and what should be freed when the caller lets go of it, is not held.
-    overwrite = flag(request.overwrite, "overwrite")
-    request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
-    return _Prepared(request, group, store, draft, plan, given, values, state, options, clock, Latch(), threaded)
-
-
-def _planned(draft: Draft, options: Options, group: Group) -> SavePlan:
-    """The plan of a tree, made only if it is not like the last one."""
-    made_for = (options, group.index, group.count)
-    if not draft.plans or draft.plans[0][0] != made_for:
-        draft.plans[:] = [(made_for, plan_save(draft.arrays, options, group.index, group.count))]
-    return draft.plans[0][1]
-
-
 # In the thread that writes --------------------------------------------------------------------------------
 
 
-def _carry_out(save: _Prepared, handover: Handover, pending: PendingSave) -> SaveInfo:
+def _carry_out(save: Prepared, handover: Handover, pending: PendingSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     group, clock = save.group, save.clock
     group.check = handover.check
@@ -313,7 +207,7 @@ def _carry_out(save: _Prepared, handover: Handover, pending: PendingSave) -> Sav
         try:
             with group.meeting("saving") as meeting:
                 try:
-                    share = _write(save, claimed, handover, _reports(pending, show))
+                    share = write(save, claimed.data, handover, _reports(pending, show))
                     handover.check()
                 except BaseException:
                     handover.close()
@@ -341,7 +235,7 @@ def _reports(pending: PendingSave, show: Report) -> Report:
     return report
 
 
-def _claim(save: _Prepared) -> Claim:
+def _claim(save: Prepared) -> Claim:
     """What the processes must settle before the first byte: one tree, a fresh data folder, and that all see it."""
     claimed = Claim()
     group, clock = save.group, save.clock
@@ -365,55 +259,7 @@ def _claim(save: _Prepared) -> Claim:
     return replace(claimed, save_id=save_id)
 
 
-def _write(save: _Prepared, claimed: Claim, handover: Handover, report: Report) -> Share:
-    """Write this process's objects as their data comes, and its own state."""
-    with save.clock.timed("write"):
-        written = _write_objects(save, claimed.data, handover, report)
-        state = None
-        if save.state is not None:
-            name = f"{claimed.data}/{manifests.state_name(save.group.index)}"
-            save.store.put(name, save.state, sync=save.options.sync)
-            state = len(save.state), hashlib.sha256(save.state).hexdigest()
-    return Share(written, state, save.clock.reported())
-
-
-def _write_objects(save: _Prepared, data: str, handover: Handover, report: Report) -> list[tuple[int, str, int, str]]:
-    store, stacks, clock = save.store, save.plan.stacks, save.clock
-    flights = _Flights(save.options.host_bytes // WRITE_COPIES)
-    written: list[tuple[int, str, int, str]] = []
-    indices: dict[int, list[tuple[int, ...]]] = {}
-    writers: dict[int, ArrayWriter] = {}
-
-    def land(done: Iterable[Landed]) -> None:
-        for one, (length, digest) in done:
-            handover.landed(one)
-            report(one.obj.n_bytes)
-            written.append((one.obj.stack, "/".join(map(str, one.obj.index)), length, digest))
-
-    try:
-        for one in _timed(handover, clock):
-            obj, stack = one.obj, stacks[one.obj.stack]
-            if obj.stack not in writers:
-                writers[obj.stack] = store.array_writer(data, stack, save.options)
-            indices.setdefault(obj.stack, []).append(obj.index)
-            land(flights.make_room(obj.n_bytes))
-            with clock.timed("device_to_host"):
-                source = one.data()
-            flights.launch(one, writers[obj.stack].write(obj.index, source), source)
-            if handover.starves():
-                land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
-        land(flights.land_all())
-    except BaseException:
-        flights.abandon()  # else a late write would make its file again in a folder that is being deleted
-        raise
-    if save.options.sync:
-        with clock.timed("sync"):
-            for stack, found in indices.items():
-                store.sync_folders(data, stacks[stack], found)
-    return written
-
-
-def _info(save: _Prepared, claimed: Claim, published: Published) -> SaveInfo:
+def _info(save: Prepared, claimed: Claim, published: Published) -> SaveInfo:
     plan = save.plan
     states = 0 if save.state is None else save.group.count
     return SaveInfo(
@@ -430,55 +276,3 @@ def _info(save: _Prepared, claimed: Claim, published: Published) -> SaveInfo:
         blocked_seconds=0.0,
         phase_seconds=save.clock.laps,
     )
-
-
-# Seconds, and writes under way ----------------------------------------------------------------------------
-
-
-def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:
-    waiting = iter(staged)
-    while True:
-        with clock.timed("device_to_host"):
-            one = next(waiting, None)
-        if one is None:
-            return
-        yield one
-
-
-Landed = tuple[Staged, tuple[int, str]]
-"""What was written, its length and its digest."""
-
-
-class _Flights:
-    """Writes under way, at most so many bytes at once."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._bytes = 0
-        self._queue: deque[tuple[Staged, Pending, Pieces]] = deque()
-
-    def make_room(self, n_bytes: int) -> Iterator[Landed]:
-        """Wait until `n_bytes` more may fly; yields those that are done."""
-        while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
-            yield self._land()
-
-    def launch(self, one: Staged, pending: Pending, source: Pieces) -> None:
-        """Add a write whose data is `source`, which is kept until it has landed."""
-        self._queue.append((one, pending, source))
-        self._bytes += one.obj.n_bytes
-
-    def land_all(self) -> Iterator[Landed]:
-        while self._queue:
-            yield self._land()
-
-    def abandon(self) -> None:
-        """Wait until nothing is under way any more, however it ends."""
-        for _, pending, _ in self._queue:
-            with contextlib.suppress(Exception):
-                pending.result()
-
-    def _land(self) -> Landed:
-        one, pending, _ = self._queue.popleft()
-        written = pending.result()
-        self._bytes -= one.obj.n_bytes
-        return one, written

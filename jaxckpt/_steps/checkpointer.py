@@ -41,7 +41,8 @@ from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.describe import Recent
-from jaxckpt._save.save import SaveRequest, start
+from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.save import start
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest, load_states
 from jaxckpt._storage.place import store_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # `phase` of an operation → the call of a function in which it begins; all of them in the victim's own process.
 PHASES = {
-    "plan agreement": ("save", "_save.save.agreement"),
+    "plan agreement": ("save", "_save.prepare.agreement"),
     "folder check": ("save", "_save.save.require_shared"),
     "writing": ("save", "_storage.files.FileWriter.write"),
     "before the barrier": ("save", "_save.save.publish"),

@@ -45,7 +45,7 @@ def serve(prepare, save, passed):
 
 # The moments of a save at which it can be told to stop, each the call of a function.
 MOMENTS = {
-    "planning": ("_save.save", "_planned"),
+    "planning": ("_save.prepare", "_planned"),
     "looking at the path": ("_save.claim", "_previous"),
     "making its folder": ("_storage.folder.Folder", "begin"),
     "making arrays": ("_storage.folder.Folder", "create_array"),

@@ -28,7 +28,7 @@ from processes import RunProcesses, RunPython, environment
 import jaxckpt
 from jaxckpt._save import background as _background
 from jaxckpt._save import describe as _draft
-from jaxckpt._save import save as _save
+from jaxckpt._save import prepare as _prepare
 from jaxckpt._save.handover import Handover
 from jaxckpt._storage.files import FileWriter
 
@@ -500,13 +500,13 @@ except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
 
 def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    made = _save.plan_save
+    made = _prepare.plan_save
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return made(*arguments)
 
-    monkeypatch.setattr(_save, "plan_save", counted)
+    monkeypatch.setattr(_prepare, "plan_save", counted)
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         for step, (shape, plans) in enumerate([((16, 256), 1), ((16, 256), 1), ((8, 8), 2), ((8, 8), 2)]):
             tree = {"w": jax.device_put(jnp.full(shape, step, jnp.float32), jax.devices()[0])}

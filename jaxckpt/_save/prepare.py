@@ -1,0 +1,121 @@
+"""The request of a save, and the save prepared: all that is checked and planned before anything is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxckpt._format import manifest as manifests
+from jaxckpt._format.layouts import Specs
+from jaxckpt._format.records import StepRecord
+from jaxckpt._format.tree import Tree
+from jaxckpt._runtime.clock import Clock
+from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.options import Options, flag
+from jaxckpt._runtime.processes import Group
+from jaxckpt._runtime.threads import Latch
+from jaxckpt._save import background as background_saves
+from jaxckpt._save.agreement import Agreement, Bucket, agreement
+from jaxckpt._save.describe import Draft, Recent, describe
+from jaxckpt._save.plan import SavePlan, plan_save
+from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The arguments of a save."""
+
+    path: str | os.PathLike[str]
+    tree: Tree = None
+    mesh: Mesh | None = None
+    specs: Specs = None
+    metadata: Any = None
+    overwrite: bool = False
+    process_state: Mapping[str, Any] | None = None
+    draft: Draft | None = None
+    """What is saved instead of a tree."""
+
+    step: StepRecord | None = None
+    """What a Checkpointer notes; its metrics are taken from process 0."""
+
+    components: tuple[str, ...] = ()
+    """Paths of subtrees that are stored apart from all else, so that they can be dropped later."""
+
+    recent: Recent | None = None
+    """Where what is found of the tree is remembered."""
+
+    check: Callable[[], None] | None = None
+    """What process 0 does before anything else; what it raises, all raise."""
+
+    then: Callable[[], None] | None = None
+    """What process 0 does once the checkpoint is published, before the save counts as done."""
+
+    deadline: float | None = None
+    """Until when, on the monotonic clock, the caller waits for room for copies; then the save fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A save that is planned: all that is needed to carry it out, but the data."""
+
+    request: SaveRequest
+    group: Group
+    store: Store
+    draft: Draft
+    plan: SavePlan
+    agreement: Agreement
+    """What must be the same in every process."""
+
+    values: Sequence[Bucket]
+    """The values among that."""
+
+    state: bytes | None
+    """This process's own state, as the file that it is stored in."""
+
+    options: Options
+    clock: Clock
+    claimed: Latch
+    """Set when the path is claimed, or is not going to be."""
+
+    threaded: bool
+    """Whether a thread writes it; else the caller's does, once all is staged."""
+
+
+def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
+    """Check all that can be checked without the others, and plan."""
+    clock = Clock()
+    background_saves.settle()
+    if group.index == 0 and request.check is not None:
+        request.check()
+    threaded = background_saves.ready()  # if no thread can be started, this is the time to say so
+    with clock.timed("plan"):
+        store = store_at(request.path, options)
+        metadata = manifests.require_json(request.metadata, "metadata")
+        state = None if request.process_state is None else manifests.encode_state(request.process_state)
+        draft = request.draft or describe(
+            request.tree, request.mesh, request.specs, options, request.components, request.recent
+        )
+        plan = _planned(draft, options, group)
+        if any(plan.moved) and not threaded:
+            raise InputError("leaves that the processes must exchange cannot be saved while the interpreter ends")
+        given, values = Agreement({}, []), list[Bucket]()
+        if group.count > 1:
+            names = list(request.process_state or ())
+            given, values = agreement(draft, plan, request.metadata, names, group.index)
+    # What the caller may change, and what should be freed when the caller lets go of it, is not held.
+    overwrite = flag(request.overwrite, "overwrite")
+    request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
+    return Prepared(request, group, store, draft, plan, given, values, state, options, clock, Latch(), threaded)
+
+
+def _planned(draft: Draft, options: Options, group: Group) -> SavePlan:
+    """The plan of a tree, made only if it is not like the last one."""
+    made_for = (options, group.index, group.count)
+    if not draft.plans or draft.plans[0][0] != made_for:
+        draft.plans[:] = [(made_for, plan_save(draft.arrays, options, group.index, group.count))]
+    return draft.plans[0][1]

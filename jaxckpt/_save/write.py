@@ -1,0 +1,119 @@
+"""Writing a process's share: its objects as their data comes, and its own state."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from jaxckpt._format import manifest as manifests
+from jaxckpt._format.pieces import Pieces
+from jaxckpt._runtime.clock import Clock
+from jaxckpt._runtime.progress import Report
+from jaxckpt._save.handover import Handover
+from jaxckpt._save.plan import WRITE_COPIES
+from jaxckpt._save.prepare import Prepared
+from jaxckpt._save.publish import Share
+from jaxckpt._save.staging import Staged
+from jaxckpt._storage.store import ArrayWriter, Pending
+
+
+def write(save: Prepared, data: str, handover: Handover, report: Report) -> Share:
+    """Write this process's objects as their data comes, and its own state."""
+    with save.clock.timed("write"):
+        written = _write_objects(save, data, handover, report)
+        state = None
+        if save.state is not None:
+            name = f"{data}/{manifests.state_name(save.group.index)}"
+            save.store.put(name, save.state, sync=save.options.sync)
+            state = len(save.state), hashlib.sha256(save.state).hexdigest()
+    return Share(written, state, save.clock.reported())
+
+
+def _write_objects(save: Prepared, data: str, handover: Handover, report: Report) -> list[tuple[int, str, int, str]]:
+    store, stacks, clock = save.store, save.plan.stacks, save.clock
+    flights = _Flights(save.options.host_bytes // WRITE_COPIES)
+    written: list[tuple[int, str, int, str]] = []
+    indices: dict[int, list[tuple[int, ...]]] = {}
+    writers: dict[int, ArrayWriter] = {}
+
+    def land(done: Iterable[Landed]) -> None:
+        for one, (length, digest) in done:
+            handover.landed(one)
+            report(one.obj.n_bytes)
+            written.append((one.obj.stack, "/".join(map(str, one.obj.index)), length, digest))
+
+    try:
+        for one in _timed(handover, clock):
+            obj, stack = one.obj, stacks[one.obj.stack]
+            if obj.stack not in writers:
+                writers[obj.stack] = store.array_writer(data, stack, save.options)
+            indices.setdefault(obj.stack, []).append(obj.index)
+            land(flights.make_room(obj.n_bytes))
+            with clock.timed("device_to_host"):
+                source = one.data()
+            flights.launch(one, writers[obj.stack].write(obj.index, source), source)
+            if handover.starves():
+                land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
+        land(flights.land_all())
+    except BaseException:
+        flights.abandon()  # else a late write would make its file again in a folder that is being deleted
+        raise
+    if save.options.sync:
+        with clock.timed("sync"):
+            for stack, found in indices.items():
+                store.sync_folders(data, stacks[stack], found)
+    return written
+
+
+# Seconds, and writes under way ----------------------------------------------------------------------------
+
+
+def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:
+    waiting = iter(staged)
+    while True:
+        with clock.timed("device_to_host"):
+            one = next(waiting, None)
+        if one is None:
+            return
+        yield one
+
+
+Landed = tuple[Staged, tuple[int, str]]
+"""What was written, its length and its digest."""
+
+
+class _Flights:
+    """Writes under way, at most so many bytes at once."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._queue: deque[tuple[Staged, Pending, Pieces]] = deque()
+
+    def make_room(self, n_bytes: int) -> Iterator[Landed]:
+        """Wait until `n_bytes` more may fly; yields those that are done."""
+        while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
+            yield self._land()
+
+    def launch(self, one: Staged, pending: Pending, source: Pieces) -> None:
+        """Add a write whose data is `source`, which is kept until it has landed."""
+        self._queue.append((one, pending, source))
+        self._bytes += one.obj.n_bytes
+
+    def land_all(self) -> Iterator[Landed]:
+        while self._queue:
+            yield self._land()
+
+    def abandon(self) -> None:
+        """Wait until nothing is under way any more, however it ends."""
+        for _, pending, _ in self._queue:
+            with contextlib.suppress(Exception):
+                pending.result()
+
+    def _land(self) -> Landed:
+        one, pending, _ = self._queue.popleft()
+        written = pending.result()
+        self._bytes -= one.obj.n_bytes
+        return one, written
