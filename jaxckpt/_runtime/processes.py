@@ -40,6 +40,7 @@ from jaxckpt._runtime.errors import (
 )
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.threads import Caller, Task, start_thread
+from jaxckpt._runtime.watch import Watch
 
 _POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
@@ -100,6 +101,9 @@ class Group:
     client: Any
     prefix: str
     call: Call
+    watch: Watch
+    """What this process is doing with storage; once that has stalled, the others are notified."""
+
     meetings: int = 0
     told: BaseException | None = None
     """The error that the other processes were notified of, if any."""
@@ -124,14 +128,17 @@ class Group:
                 " a signal handler or a callback: set a flag there, and make the call once the other has returned"
             )
         timeout_seconds = (options if isinstance(options, Options) else Options()).timeout_seconds
+        watch = Watch(timeout_seconds)
         state: Any = distributed.global_state
         if state.client is None:
-            return cls(0, 1, timeout_seconds, None, "", call)
+            return cls(0, 1, timeout_seconds, None, "", call, watch)
         if _count.client is not state.client:
             # Calls before jax.distributed.initialize, or of an earlier job of this process, were made with others.
             _count = _Count(state.client)
         number, call = _count.counted(call)
-        return cls(state.process_id, state.num_processes, timeout_seconds, state.client, f"jaxckpt/{number}", call)
+        return cls(
+            state.process_id, state.num_processes, timeout_seconds, state.client, f"jaxckpt/{number}", call, watch
+        )
 
     def __enter__(self) -> Self:
         _running.append((Caller(depth=1), self))
@@ -256,9 +263,11 @@ class Meeting:
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
-                    if self._attendee is not None and not self._attendee.present():
-                        # An interrupt ended it before it could say so: the others must not wait for it.
-                        self._fail(KeyboardInterrupt("interrupted"))
+                    gone = self._attendee is not None and not self._attendee.present()
+                    # The attendee may hang, or an interrupt ended it before it could say so: nobody must wait for it.
+                    error = KeyboardInterrupt("interrupted") if gone else self.group.watch.stalled()
+                    if error is not None:
+                        self._fail(error)
                         self._posts.put(None)
                         continue
                     post = "beat", str(beats := beats + 1)

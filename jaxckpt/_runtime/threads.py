@@ -82,8 +82,10 @@ class Task(Generic[T]):
         self._ended.wait()
         return self._error
 
-    def result(self) -> T:
-        self._ended.wait()
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for it. Raises TimeoutError if it is not done by then, and what the work raised."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError
         if self._error is not None:
             raise self._error
         return self._value

@@ -20,9 +20,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.errors import InputError, StorageError
 from jaxckpt._runtime.progress import Progress
-from jaxckpt._runtime.threads import Latch, ending, start_thread
+from jaxckpt._runtime.threads import POLL_SECONDS, Latch, ending, start_thread
+from jaxckpt._runtime.watch import Watch
+from jaxckpt._storage.files import renew_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class SaveInfo:
 class PendingSave:
     """A save that a thread of its own is writing."""
 
-    def __init__(self, path: str, total_bytes: int, begun: float) -> None:
+    def __init__(self, path: str, total_bytes: int, begun: float, watch: Watch) -> None:
         self.path = path
         """Where it is being saved."""
 
@@ -74,6 +76,7 @@ class PendingSave:
         """Whether nothing is saved, because another save was under way and `Options.when_busy` is "skip"."""
 
         self._begun = begun
+        self._watch = watch
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._seconds: float | None = None
@@ -111,7 +114,7 @@ class PendingSave:
         if not self.done and threading.get_ident() == _writer:
             raise InputError(f"wait() for the save to {self.path} was called by its own progress callback")
         wake()
-        if not self._ended.wait(timeout):
+        if not self._await_end(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
         _settled(self)
         if self._error is not None:
@@ -127,7 +130,20 @@ class PendingSave:
 
     def await_end(self) -> None:
         """Wait until it has ended, well or not."""
-        self._ended.wait()
+        self._await_end(None)
+
+    def _await_end(self, timeout: float | None) -> bool:
+        """Wait until it has ended, or for `timeout` seconds; returns whether it has. One whose storage hangs ends."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
+            if self._ended.wait(left):
+                return True
+            if error := self._watch.stalled():
+                _desert(self, error)
+                return True
+            if left <= 0:
+                return False
 
     def skip(self) -> None:
         """Save nothing."""
@@ -143,7 +159,9 @@ class PendingSave:
         self._blocked = time.perf_counter() - self._begun
 
     def end(self, outcome: SaveInfo | BaseException) -> None:
-        """It ended, well or not."""
+        """It ended, well or not; the first outcome counts."""
+        if self.done:
+            return
         if isinstance(outcome, SaveInfo):
             self._info = outcome
         else:
@@ -175,10 +193,14 @@ class _Job:
         self._work: Callable[[PendingSave], SaveInfo] | None = work
         self._taken = threading.Lock()
 
+        self.thread: int | None = None
+        """The thread that carries it out."""
+
     def run(self) -> None:
         """Carry it out, unless another thread does already."""
         if not self._taken.acquire(blocking=False):
             return
+        self.thread = threading.get_ident()
         work, self._work = self._work, None  # it holds all that is saved
         assert work is not None
         try:
@@ -245,7 +267,7 @@ def ready() -> bool:
         if _ran_out is None:
             ran_out = Latch()
             try:
-                start_thread(lambda: _run(ran_out), "jaxckpt-save")
+                start_thread(functools.partial(_run, _wakes, ran_out), "jaxckpt-save")
             except RuntimeError:
                 if not ending():
                     raise
@@ -254,11 +276,11 @@ def ready() -> bool:
     return True
 
 
-def _run(ran_out: Latch) -> None:
+def _run(wakes: queue.SimpleQueue[bool], ran_out: Latch) -> None:
     global _writer
     _writer = threading.get_ident()
     try:
-        while _wakes.get():
+        while wakes.get():
             for job in _jobs.copy():
                 job.run()
                 if job.awaited:
@@ -279,6 +301,17 @@ def _settled(pending: PendingSave) -> None:
         if job.pending is pending:
             with contextlib.suppress(ValueError):
                 _jobs.remove(job)
+
+
+def _desert(pending: PendingSave, error: StorageError) -> None:
+    """Give up a save whose thread hangs in a system call; later saves get another thread."""
+    global _ran_out, _wakes
+    with _starting:
+        if not pending.done and any(job.pending is pending and job.thread == _writer for job in _jobs.copy()):
+            _wakes.put(False)  # should it ever come back
+            _wakes, _ran_out = queue.SimpleQueue(), None
+        renew_workers()
+        pending.end(error)
 
 
 def under_way() -> list[PendingSave]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxckpt._runtime.threads import POLL_SECONDS, Caller
+from jaxckpt._runtime.watch import Watch
 from jaxckpt._save.staging import Staged
 
 
@@ -21,10 +22,11 @@ class _End:
 class Handover:
     """Objects in order, at most so many bytes of copies at once. One thread feeds, another one takes."""
 
-    def __init__(self, most_bytes: int | None, deadline: float | None) -> None:
+    def __init__(self, most_bytes: int | None, deadline: float | None, watch: Watch) -> None:
         """Called by the function that feeds, or that calls it: once that has returned, nothing comes any more."""
         self._most_bytes = most_bytes
         self._deadline = deadline
+        self._watch = watch
         self._held_bytes = 0
         self._given = queue.SimpleQueue[Staged | _End]()
         self._freed = queue.SimpleQueue[int]()
@@ -67,7 +69,7 @@ class Handover:
 
     def _make_room(self, one: Staged) -> bool:
         """Wait until it fits; returns whether it does."""
-        while not self._fits(one) and not self._closed:
+        while not self._fits(one) and not self._closed and not self._watch.stalled():
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
                 self._given.put(_End(TimeoutError("what was copied by the deadline was not written by then")))
@@ -76,7 +78,7 @@ class Handover:
                 self._held_bytes -= self._freed.get(timeout=left)
             except queue.Empty:
                 continue
-        return not self._closed
+        return not self._closed and not self._watch.stalled()
 
     @property
     def closed(self) -> bool:

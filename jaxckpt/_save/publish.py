@@ -55,6 +55,7 @@ def publish(
     clock: Clock,
 ) -> Published:
     """Process 0 publishes the manifest that `make` makes, once all have written their share."""
+    watch = meeting.group.watch
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
     published = Published(0, "")  # what process 0 shares counts
@@ -62,12 +63,13 @@ def publish(
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = make(shares)
         if sync:
-            with clock.timed("sync"):
+            with clock.timed("sync"), watch.doing(f"syncing {store.url}"):
                 store.sync_data(claimed.data, manifest.arrays)
         with clock.timed("publish"):
             content = manifests.encode(manifest)
             meeting.group.check()  # the last moment at which it can be cancelled
-            store.publish(claimed.data, content, claimed.previous, sync=sync)
+            with watch.doing(f"publishing {store.url}"):
+                store.publish(claimed.data, content, claimed.previous, sync=sync)
             stored_bytes = sum(length for share in shares for _, _, length, _ in share.objects)
             published = Published(stored_bytes, hashlib.sha256(content).hexdigest())
     with clock.timed("barrier"):

@@ -26,7 +26,7 @@ from jaxckpt._runtime.errors import PeerError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, reporting
-from jaxckpt._runtime.threads import ending
+from jaxckpt._runtime.threads import POLL_SECONDS, ending
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, require_agreement
 from jaxckpt._save.background import PendingSave, SaveInfo
@@ -132,14 +132,14 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     """Save to the end, or until the thread that writes needs the caller no more. Every process."""
     begun = time.perf_counter()
     if background and options.when_busy == "skip" and _is_busy(group):
-        skipped = PendingSave(os.fspath(request.path), 0, begun)
+        skipped = PendingSave(os.fspath(request.path), 0, begun, group.watch)
         skipped.skip()
         return skipped
     save = prepare(request, options, group)
-    pending = PendingSave(save.store.url, save.plan.process_bytes[group.index], begun)
+    pending = PendingSave(save.store.url, save.plan.process_bytes[group.index], begun, group.watch)
     background = background and not ending()  # Python at its end would wait for no other thread
     most_bytes = options.staging_bytes if background else options.host_bytes // 2
-    handover = Handover(most_bytes if save.threaded else None, request.deadline)
+    handover = Handover(most_bytes if save.threaded else None, request.deadline, group.watch)
     work = functools.partial(_carry_out, save, handover)
     if background and not background_saves.under_way():
         background_saves.finish_at_exit()
@@ -156,8 +156,9 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             begin()  # while it stages, however long that takes, the others hear that it is there
         if any(save.plan.moved):
             # Exchanges are collective, so no process may begin them before all have come through their preparations.
-            save.claimed.wait()
-            if handover.closed:
+            while not save.claimed.wait(POLL_SECONDS) and not group.watch.stalled():
+                pass
+            if handover.closed or group.watch.stalled():
                 pending.wait()  # raises why
         hold = background or not save.threaded
         stack_bytes = options.host_bytes // 2
@@ -246,11 +247,13 @@ def _claim(save: Prepared) -> Claim:
             if len(given) > 1:
                 require_agreement([msgspec.json.decode(text, type=Agreement) for text in given], save.values)
             if group.index == 0:
-                claimed = claim(save.store, save.plan, overwrite=save.request.overwrite)
+                with group.watch.doing(f"preparing {save.store.url}"):
+                    claimed = claim(save.store, save.plan, overwrite=save.request.overwrite)
             with clock.timed("barrier"):
                 save_id = meeting.share(claimed.save_id)
         with group.meeting("looking for the checkpoint's folder") as meeting:
-            require_shared(save.store, f"data-{save_id}", group.index)
+            with group.watch.doing(f"looking for {save.store.url}"):
+                require_shared(save.store, f"data-{save_id}", group.index)
             with clock.timed("barrier"):
                 meeting.barrier()
     except BaseException:

@@ -26,23 +26,26 @@ def write(save: Prepared, data: str, handover: Handover, report: Report) -> Shar
         state = None
         if save.state is not None:
             name = f"{data}/{manifests.state_name(save.group.index)}"
-            save.store.put(name, save.state, sync=save.options.sync)
+            with save.group.watch.doing(f"writing to {save.store.url}"):
+                save.store.put(name, save.state, sync=save.options.sync)
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
     return Share(written, state, save.clock.reported())
 
 
 def _write_objects(save: Prepared, data: str, handover: Handover, report: Report) -> list[tuple[int, str, int, str]]:
-    store, stacks, clock = save.store, save.plan.stacks, save.clock
+    store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
     flights = _Flights(save.options.host_bytes // WRITE_COPIES)
     written: list[tuple[int, str, int, str]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
     writers: dict[int, ArrayWriter] = {}
 
     def land(done: Iterable[Landed]) -> None:
-        for one, (length, digest) in done:
-            handover.landed(one)
-            report(one.obj.n_bytes)
-            written.append((one.obj.stack, "/".join(map(str, one.obj.index)), length, digest))
+        with watch.doing(f"writing to {store.url}"):
+            for one, (length, digest) in done:
+                watch.moved()
+                handover.landed(one)
+                report(one.obj.n_bytes)
+                written.append((one.obj.stack, "/".join(map(str, one.obj.index)), length, digest))
 
     try:
         for one in _timed(handover, clock):
@@ -61,7 +64,7 @@ def _write_objects(save: Prepared, data: str, handover: Handover, report: Report
         flights.abandon()  # else a late write would make its file again in a folder that is being deleted
         raise
     if save.options.sync:
-        with clock.timed("sync"):
+        with clock.timed("sync"), watch.doing(f"syncing {store.url}"):
             for stack, found in indices.items():
                 store.sync_folders(data, stacks[stack], found)
     return written

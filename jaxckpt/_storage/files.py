@@ -403,13 +403,13 @@ class _Workers:
 _workers = _Workers()
 
 
-def _forget() -> None:
-    """In a fork: the threads are its parent's."""
+def renew_workers() -> None:
+    """Leave the threads as they are and start others with the next work: in a fork, or when these hang."""
     global _workers
     _workers = _Workers()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=renew_workers)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
