@@ -47,6 +47,10 @@ class Options:
     """Bytes of host memory that `save_async` may hold in copies: of arrays on accelerators, and of NumPy arrays. When
     they are used up, it returns only once the rest fits. None: as much as this process writes."""
 
+    max_bytes_per_second: float | None = None
+    """Rate at which each process writes in `save_async`, at most, averaged over a few objects; for example so that an
+    upload leaves bandwidth to data loading. None: as fast as the storage takes it. `save` is not slowed down."""
+
     when_busy: Literal["wait", "skip"] = "wait"
     """What `save_async` does while an earlier one is still writing: wait for that, or save nothing this time."""
 
@@ -85,6 +89,9 @@ class Options:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
             if name != "staging_bytes" or self.staging_bytes is not None:
                 object.__setattr__(self, name, whole_number(getattr(self, name), f"Options.{name}", least=1))
+        rate = self.max_bytes_per_second
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not rate > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"Options.max_bytes_per_second must be above zero or None, found {reprlib.repr(rate)}")
         for name in ("timeout_seconds", "retry_seconds"):
             object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
         for name, allowed in (

@@ -140,7 +140,8 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     background = background and not ending()  # Python at its end would wait for no other thread
     most_bytes = options.staging_bytes if background else options.host_bytes // 2
     handover = Handover(most_bytes if save.threaded else None, request.deadline, group.watch)
-    work = functools.partial(_carry_out, save, handover)
+    rate = options.max_bytes_per_second if background and request.deadline is None else None
+    work = functools.partial(_carry_out, save, handover, rate)
     if background and not background_saves.under_way():
         background_saves.finish_at_exit()
     feeding = time.perf_counter()
@@ -189,7 +190,7 @@ def _is_busy(group: Group) -> bool:
 # In the thread that writes --------------------------------------------------------------------------------
 
 
-def _carry_out(save: Prepared, handover: Handover, pending: PendingSave) -> SaveInfo:
+def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: PendingSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     group, clock = save.group, save.clock
     group.check = handover.check
@@ -208,7 +209,7 @@ def _carry_out(save: Prepared, handover: Handover, pending: PendingSave) -> Save
         try:
             with group.meeting("saving") as meeting:
                 try:
-                    share = write(save, claimed.data, handover, _reports(pending, show))
+                    share = write(save, claimed.data, handover, rate, _reports(pending, show))
                     handover.check()
                 except BaseException:
                     handover.close()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.progress import Report
+from jaxckpt._runtime.threads import POLL_SECONDS, ending
 from jaxckpt._save.handover import Handover
 from jaxckpt._save.plan import WRITE_COPIES
 from jaxckpt._save.prepare import Prepared
@@ -19,10 +21,10 @@ from jaxckpt._save.staging import Staged
 from jaxckpt._storage.store import ArrayWriter, Pending
 
 
-def write(save: Prepared, data: str, handover: Handover, report: Report) -> Share:
-    """Write this process's objects as their data comes, and its own state."""
+def write(save: Prepared, data: str, handover: Handover, rate: float | None, report: Report) -> Share:
+    """Write this process's objects as their data comes, at most `rate` bytes a second, and its own state."""
     with save.clock.timed("write"):
-        written = _write_objects(save, data, handover, report)
+        written = _write_objects(save, data, handover, rate, report)
         state = None
         if save.state is not None:
             name = f"{data}/{manifests.state_name(save.group.index)}"
@@ -32,12 +34,15 @@ def write(save: Prepared, data: str, handover: Handover, report: Report) -> Shar
     return Share(written, state, save.clock.reported())
 
 
-def _write_objects(save: Prepared, data: str, handover: Handover, report: Report) -> list[tuple[int, str, int, str]]:
+def _write_objects(
+    save: Prepared, data: str, handover: Handover, rate: float | None, report: Report
+) -> list[tuple[int, str, int, str]]:
     store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
     flights = _Flights(save.options.host_bytes // WRITE_COPIES)
     written: list[tuple[int, str, int, str]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
     writers: dict[int, ArrayWriter] = {}
+    paced_until = 0.0
 
     def land(done: Iterable[Landed]) -> None:
         with watch.doing(f"writing to {store.url}"):
@@ -54,6 +59,9 @@ def _write_objects(save: Prepared, data: str, handover: Handover, report: Report
                 writers[obj.stack] = store.array_writer(data, stack, save.options)
             indices.setdefault(obj.stack, []).append(obj.index)
             land(flights.make_room(obj.n_bytes))
+            if rate is not None:
+                _sleep_until(paced_until, handover.check)
+                paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / rate
             with clock.timed("device_to_host"):
                 source = one.data()
             flights.launch(one, writers[obj.stack].write(obj.index, source), source)
@@ -68,6 +76,13 @@ def _write_objects(save: Prepared, data: str, handover: Handover, report: Report
             for stack, found in indices.items():
                 store.sync_folders(data, stacks[stack], found)
     return written
+
+
+def _sleep_until(moment: float, check: Callable[[], None]) -> None:
+    """Sleep, unless the interpreter waits for the save in order to end."""
+    while (left := moment - time.monotonic()) > 0 and not ending():
+        check()
+        time.sleep(min(left, POLL_SECONDS))
 
 
 # Seconds, and writes under way ----------------------------------------------------------------------------

@@ -640,3 +640,18 @@ def test_blocking_saves_of_two_threads_run_at_once(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     for name in "cd":
         np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / name)["x"], np.arange(3))
+
+
+def test_the_rate_of_a_save_in_the_background_is_bounded(tmp_path: Path) -> None:
+    tree = {"w": np.zeros(1 << 20, np.uint8)}
+    options = jaxckpt.Options(max_bytes_per_second=2 << 20, object_bytes=1 << 17, chunk_bytes=1 << 15)
+    slow = jaxckpt.save_async(tmp_path / "slow", tree, options=options).wait()
+    # Each object but the last waits for its turn: 7 of 8 parts of half a second.
+    assert slow.seconds > 0.43
+    assert slow.objects == 8
+
+
+@pytest.mark.parametrize("rate", [0, -1, True, "fast"])
+def test_a_rate_is_a_number_above_zero(rate: Any) -> None:
+    with pytest.raises(jaxckpt.InputError, match=r"max_bytes_per_second must be above zero or None"):
+        jaxckpt.Options(max_bytes_per_second=rate)
