@@ -1,8 +1,9 @@
 # Each target does all of its own set-up: a fresh machine needs a Python of 3.11 or newer, and nothing else.
 #
 #   make demo    train on one mesh, save, restore on others, serve from one host
-#   make test    the tests
-#   make check   lint, types, docs, examples
+#   make test    all tests, several at a time (JOBS=2 sets how many)
+#   make test-fast  the tests that start no child process, no server and no browser: under two minutes on one core
+#   make check   lint, types, docs, examples, several at a time (JOBS)
 #   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
 #   make bench   saving and restoring beside Orbax, PyTorch DCP, safetensors and one plain file; hours; ARGS=--quick
@@ -19,26 +20,52 @@ READY_FOR_DEMO := .venv/ready-for-demo-$(VERSION)
 READY := .venv/ready-$(VERSION)
 READY_TO_BENCH := .venv/ready-to-bench-$(VERSION)
 
-.PHONY: demo test check faults bench clean
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test test-fast check faults bench clean
 
 demo: $(READY_FOR_DEMO)
 	$(BIN)/python examples/train_reshard_serve.py
 	$(BIN)/python examples/pipeline_stages.py
 
+# Processes that run tests beside each other disturb what measures time or memory: those tests come last, alone.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -m alone
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not child and not slow"
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600
 
+# The longest come first. Each prints all that it has to say when it ends.
+DOCUMENTS := $(wildcard examples/*.ipynb README.md docs/*.md examples/*.py)
+CHECKS := types site $(DOCUMENTS:%=run/%) lint
+SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+.PHONY: $(CHECKS)
+
 check: $(READY)
+	$(MAKE) --no-print-directory --jobs=$(JOBS) $(SYNC) $(CHECKS)
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/basedpyright
+
+site:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	$(BIN)/python docs/run_blocks.py README.md docs/*.md
-	$(BIN)/python docs/run_notebooks.py examples/*.ipynb
-	printf '%s\n' examples/*.py | JAXCKPT_DEMO_QUICK=1 xargs -P 2 -n 1 $(BIN)/python
+
+$(filter %.md,$(CHECKS)): run/%:
+	$(BIN)/python docs/run_blocks.py $*
+
+$(filter %.ipynb,$(CHECKS)): run/%:
+	$(BIN)/python docs/run_notebooks.py $*
+
+$(filter %.py,$(CHECKS)): run/%:
+	JAXCKPT_DEMO_QUICK=1 $(BIN)/python $*
 
 bench: $(READY_TO_BENCH)
 	$(BIN)/python benchmarks/peers.py $(ARGS)

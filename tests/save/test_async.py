@@ -200,6 +200,7 @@ atexit.register(print, "theirs")
     )  # fmt: skip
 
 
+@pytest.mark.child
 def test_a_failure_that_nobody_asked_after_is_told_at_exit(tmp_path: Path) -> None:
     program = """
 def fail(*_): raise jaxckpt.StorageError(28, "no space")
@@ -215,6 +216,7 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
     assert done.stdout == "theirs\n"
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('mine')"])
 def test_a_save_under_way_is_finished_at_exit(tmp_path: Path, end: str) -> None:
     program = f"""
@@ -231,6 +233,7 @@ jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 
 
+@pytest.mark.child
 def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
     program = """
 import os, sys, time, signal
@@ -518,6 +521,7 @@ def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: p
 # Calls at odd moments --------------------------------------------------------------------------------------
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("save", ["save", "save_async"])
 @pytest.mark.parametrize("early", [False, True], ids=["imported first", "registered first"])
 def test_a_save_from_an_exit_function(tmp_path: Path, save: str, early: bool) -> None:

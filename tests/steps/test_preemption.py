@@ -121,6 +121,7 @@ def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: 
         np.testing.assert_array_equal(checkpoints.restore()["x"], np.full(1000, 7))
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("how", ["stuck", "stuck without room"])
 def test_the_deadline_holds_where_storage_hangs(tmp_path: Path, how: str) -> None:
     begun = time.monotonic()
@@ -189,6 +190,7 @@ print("still here")
 """
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("order", ["first first", "last first", "another on top"])
 def test_once_all_are_closed_the_signal_does_what_it_did_before(tmp_path: Path, order: str) -> None:
     done = subprocess.run(
