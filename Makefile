@@ -28,10 +28,9 @@ demo: $(READY_FOR_DEMO)
 	$(BIN)/python examples/train_reshard_serve.py
 	$(BIN)/python examples/pipeline_stages.py
 
-# Processes that run tests beside each other disturb what measures time or memory: those tests come last, alone.
+# What a test measures is its own process's: memory, calls, bytes. No test compares times closer than by seconds.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not child and not slow"

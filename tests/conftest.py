@@ -23,13 +23,13 @@ hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profil
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> processes.RunPython:
     """Runs a program in a child process with its own number of simulated devices; returns what it printed."""
     return processes.run_python
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_processes() -> processes.RunProcesses:
     """Runs a program in several real processes of one jax.distributed job."""
     return processes.run_processes

@@ -100,7 +100,6 @@ print(peak - before - sum(leaf.nbytes for leaf in tree.values()))
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("case", ["as saved", "3x2", "rows", "one device", "cast", "numpy"])
 def test_a_restore_takes_the_bytes_it_may_beside_the_arrays(
     case: str, saved: Path, run_python: processes.RunPython
@@ -110,7 +109,6 @@ def test_a_restore_takes_the_bytes_it_may_beside_the_arrays(
     assert taken <= HOST_BYTES + SLACK
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("case", ["as saved", "3x2", "one device", "cast"])
 def test_so_does_the_way_of_accelerators(case: str, saved: Path, run_python: processes.RunPython) -> None:
     taken = int(run_python(CHILD, args=[json.dumps([str(saved), case, HOST_BYTES, True, SHAPES])], env=ALLOCATOR))
