@@ -33,7 +33,7 @@ test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not child and not slow"
+	$(BIN)/python -m pytest -m "not child and not fault and not slow"
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600

@@ -119,6 +119,7 @@ def test_so_does_the_way_of_accelerators(case: str, saved: Path, run_python: pro
 # Counted --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passing", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (8,), (1,)], ids=str)
 def test_however_little_memory_there_is_no_chunk_is_read_twice(

@@ -687,6 +687,7 @@ def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) ->
 # Damage ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_bit_of_an_npz_directory_loses_an_array(tmp_path: Path) -> None:
     arrays = {f"p{n}": np.full(5, n) for n in range(4)}
     np.savez(tmp_path / "x.npz", **arrays)
