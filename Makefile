@@ -1,9 +1,10 @@
 # Each target does all of its own set-up: a fresh machine needs a Python of 3.11 or newer, and nothing else.
 #
 #   make demo    train on one mesh, save, restore on others, serve from one host
-#   make test    all tests, several at a time (JOBS=2 sets how many)
-#   make test-fast  the tests that start no child process, no server and no browser: under two minutes on one core
-#   make check   lint, types, docs, examples, several at a time (JOBS)
+#   make test    all tests, as many at a time as there are cores (JOBS=1: one at a time)
+#   make test-fast
+#                the tests that start no child process, server or browser, and take no seconds; on one core
+#   make check   lint, types, docs, examples; as many at a time as there are cores (JOBS)
 #   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
 #   make bench   saving and restoring beside Orbax, PyTorch DCP, safetensors and one plain file; hours; ARGS=--quick
@@ -28,7 +29,7 @@ demo: $(READY_FOR_DEMO)
 	$(BIN)/python examples/train_reshard_serve.py
 	$(BIN)/python examples/pipeline_stages.py
 
-# What a test measures is its own process's: memory, calls, bytes. No test compares times closer than by seconds.
+# A test measures memory, calls and bytes of its own process or of its child, so that other tests do not disturb it.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
