@@ -291,6 +291,7 @@ ASKING: dict[str, Callable[[tuple[int, ...], str], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asking", [*ASKING, "mesh"])
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
