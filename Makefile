@@ -1,8 +1,10 @@
 # Each target does all of its own set-up: a fresh machine needs a Python of 3.11 or newer, and nothing else.
 #
 #   make demo    train on one mesh, save, restore on others, serve from one host
-#   make test    the tests
-#   make check   lint, types, docs, examples
+#   make test    all tests, as many at a time as there are cores (JOBS=1: one at a time)
+#   make test-fast
+#                the tests that start no child process, server or browser, and take no seconds; on one core
+#   make check   lint, types, docs, examples; as many at a time as there are cores (JOBS)
 #   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
 #   make bench   saving and restoring beside Orbax, PyTorch DCP, safetensors and one plain file; hours; ARGS=--quick
@@ -19,26 +21,51 @@ READY_FOR_DEMO := .venv/ready-for-demo-$(VERSION)
 READY := .venv/ready-$(VERSION)
 READY_TO_BENCH := .venv/ready-to-bench-$(VERSION)
 
-.PHONY: demo test check faults bench clean
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test test-fast check faults bench clean
 
 demo: $(READY_FOR_DEMO)
 	$(BIN)/python examples/train_reshard_serve.py
 	$(BIN)/python examples/pipeline_stages.py
 
+# A test measures memory, calls and bytes of its own process or of its child, so that other tests do not disturb it.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not child and not fault and not slow"
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600
 
+# The longest come first. Each prints all that it has to say when it ends.
+DOCUMENTS := $(wildcard examples/*.ipynb README.md docs/*.md examples/*.py)
+CHECKS := types site $(DOCUMENTS:%=run/%) lint
+SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+.PHONY: $(CHECKS)
+
 check: $(READY)
+	$(MAKE) --no-print-directory --jobs=$(JOBS) $(SYNC) $(CHECKS)
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/basedpyright
+
+site:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	$(BIN)/python docs/run_blocks.py README.md docs/*.md
-	$(BIN)/python docs/run_notebooks.py examples/*.ipynb
-	printf '%s\n' examples/*.py | JAXCKPT_DEMO_QUICK=1 xargs -P 2 -n 1 $(BIN)/python
+
+$(filter %.md,$(CHECKS)): run/%:
+	$(BIN)/python docs/run_blocks.py $*
+
+$(filter %.ipynb,$(CHECKS)): run/%:
+	$(BIN)/python docs/run_notebooks.py $*
+
+$(filter %.py,$(CHECKS)): run/%:
+	JAXCKPT_DEMO_QUICK=1 $(BIN)/python $*
 
 bench: $(READY_TO_BENCH)
 	$(BIN)/python benchmarks/peers.py $(ARGS)

@@ -1,8 +1,9 @@
-"""Eight simulated devices for every test, set before JAX is imported; child processes with a limit of time."""
+"""Eight simulated devices for every test, set before JAX is imported; child processes with a time limit, and marked."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -22,13 +23,13 @@ hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profil
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> processes.RunPython:
     """Runs a program in a child process with its own number of simulated devices; returns what it printed."""
     return processes.run_python
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_processes() -> processes.RunProcesses:
     """Runs a program in several real processes of one jax.distributed job."""
     return processes.run_processes
@@ -76,6 +77,38 @@ def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucke
     """A fresh s3:// path, where a proxy counts the requests and spoils them when told to."""
     with servers.bucket(moto, monkeypatch) as found:
         yield found
+
+
+# The mark `child` -----------------------------------------------------------------------------------------
+
+STARTS_A_CHILD = {"run_python", "run_processes", "moto"}
+"""Fixtures: a test that uses one of them has the mark `child` without writing it."""
+
+_unmarked: str | None = None  # the test that runs, if it has no such mark
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and STARTS_A_CHILD.intersection(item.fixturenames):
+            item.add_marker("child")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _unmarked
+    _unmarked = None if item.get_closest_marker("child") else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _unmarked = None
+
+
+def _refuse_a_child(event: str, _: Any) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn") and _unmarked is not None:
+        raise AssertionError(f"{_unmarked} starts a process ({event}): mark it with @pytest.mark.child")
+
+
+sys.addaudithook(_refuse_a_child)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -99,6 +99,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_restore_reads_what_it_needs(
     name: str, memory: Path, counted: Counted, record_property: Callable[[str, object], None]
@@ -183,6 +184,7 @@ def test_pieces_are_written_and_read_megabytes_at_a_time(memory: Path, monkeypat
     assert calls["preadv"] <= most
 
 
+@pytest.mark.slow
 def test_two_thousand_small_leaves_make_few_files(memory: Path, counted: Counted) -> None:
     mesh = mesh_of(8)
     specs = (P("x"), P(None, "x"), P())

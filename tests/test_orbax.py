@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunProcesses
+from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
 import jaxckpt.orbax
@@ -497,38 +497,10 @@ def test_item_handlers_of_a_program(tmp_path: Path) -> None:
     assert (tmp_path / "run/0/items/manifest.json").is_file()
 
 
-PROGRAM = """
-import jax, jax.numpy as jnp, numpy as np
-import orbax.checkpoint as ocp
-import jaxckpt.orbax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-def make(over, spec, step):
-    sharding = NamedSharding(over, spec)
-    whole = np.arange(64.0, dtype=np.float32).reshape(8, 8) + step
-    return {"w": jax.make_array_from_callback((8, 8), sharding, lambda index: whole[index]), "step": step}
-
-grid = np.array(jax.devices())
-mesh = Mesh(grid.reshape(2, 2), ("data", "model"))
-options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
-manager = ocp.CheckpointManager(args, options=options, handler_registry=jaxckpt.orbax.handler_registry())
-for step in range(4):
-    manager.save(step, args=ocp.args.StandardSave(make(mesh, P("data", "model"), step)))
-manager.wait_until_finished()
-assert manager.latest_step() == 3, manager.all_steps()
-other = NamedSharding(Mesh(grid.reshape(4, 1), ("data", "model")), P(None, "data"))
-target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=other), "step": 0}
-restored = manager.restore(2, args=ocp.args.StandardRestore(target))
-for shard in restored["w"].addressable_shards:
-    wanted = (np.arange(64.0, dtype=np.float32).reshape(8, 8) + 2)[shard.index]
-    assert np.asarray(shard.data).tobytes() == wanted.tobytes()
-print(restored["step"], restored["w"].sharding == other, len(manager.all_steps()))
-manager.close()
-"""
-
-
 def test_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
-    done = run_processes(PROGRAM, processes=2, devices_per_process=2, args=str(tmp_path / "run"))
+    done = run_processes(
+        PROGRAMS / "orbax_interface.py", processes=2, devices_per_process=2, args=str(tmp_path / "run")
+    )
     assert [one.stdout.splitlines()[-1] for one in done] == ["2 True 2"] * 2
     assert jaxckpt.verify(tmp_path / "run/3/default").ok
     assert jaxckpt.load_numpy(tmp_path / "run/3/default")["w"][7, 7] == 66
@@ -586,39 +558,8 @@ def test_a_step_of_several_items_of_ours_is_opened(tmp_path: Path) -> None:
     assert [problem.leaf for problem in jaxckpt.verify(tmp_path / "run/3").problems] == ["ema/w"]
 
 
-SEVERAL_ITEMS = """
-import jax, jax.numpy as jnp, numpy as np
-import orbax.checkpoint as ocp
-import jaxckpt.orbax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
-
-def made(number):
-    whole = np.arange(64.0, dtype=np.float32) + number
-    return {"w": jax.make_array_from_callback((64,), sharding, lambda index: whole[index]), "number": number}
-
-def run(folder, names, **others):
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
-    with ocp.CheckpointManager(folder, options=options, handler_registry=jaxckpt.orbax.handler_registry()) as manager:
-        for step in range(12):
-            items = {name: ocp.args.StandardSave(made(10 * step + n)) for n, name in enumerate(names)}
-            manager.save(step, args=ocp.args.Composite(**items, **others))
-        manager.wait_until_finished()
-        found = manager.restore(11)
-        for n, name in enumerate(names):
-            assert found[name]["number"] == 110 + n, (name, found[name])
-            for shard in found[name]["w"].addressable_shards:
-                assert (shard.data == np.arange(64.0)[shard.index] + 110 + n).all()
-        print(manager.all_steps(), found.get("config"))
-
-run(f"{args}/two", ("params", "opt"))
-run(f"{args}/three", ("params", "opt", "ema"), config=ocp.args.JsonSave({"a": 1}))
-"""
-
-
 def test_several_items_a_step_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
-    done = run_processes(SEVERAL_ITEMS, processes=2, devices_per_process=2, args=str(tmp_path))
+    done = run_processes(PROGRAMS / "orbax_several_items.py", processes=2, devices_per_process=2, args=str(tmp_path))
     assert [one.stdout.splitlines()[-2:] for one in done] == [["[10, 11] None", "[10, 11] {'a': 1}"]] * 2
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.child
+
 ROOT = Path(__file__).parent.parent
 USER = "tests/typing/user_project.py"
 

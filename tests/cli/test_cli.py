@@ -236,6 +236,7 @@ def test_an_interrupt_amid_work() -> None:
         run(name, code=130)
 
 
+@pytest.mark.child
 def test_an_interrupt_at_the_prompt(here: Path) -> None:
     with command("rm", "small", stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
@@ -253,6 +254,7 @@ def test_an_interrupt_at_the_prompt(here: Path) -> None:
     assert jaxckpt.verify("small").ok
 
 
+@pytest.mark.child
 def test_a_reader_that_goes_away(here: Path) -> None:
     child = command("show", "run1/00000300", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
@@ -265,6 +267,7 @@ def test_a_reader_that_goes_away(here: Path) -> None:
 # Processes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.child
 def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
     """JAX_PLATFORMS names a platform that does not exist: whatever asks for a device fails."""
     commands = [
@@ -299,6 +302,7 @@ except RuntimeError:
     assert done.stdout.endswith("no backend is here\n"), done.stdout + done.stderr
 
 
+@pytest.mark.child
 def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:
     with command("show", "run1/00000300", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         shown, told = child.communicate(timeout=TIMEOUT)
@@ -307,6 +311,7 @@ def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:
     assert "params/" in shown
 
 
+@pytest.mark.child
 def test_colour_and_a_bar_are_for_terminals(here: Path) -> None:
     """On a pseudo-terminal of 70 columns."""
     assert "verify" in on_terminal(["verify", "run1/00000300"])
@@ -347,6 +352,7 @@ def commands_of(page: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.child
 def test_the_page_shows_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/command-line.md").read_text()
     (setup,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

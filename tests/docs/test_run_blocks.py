@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.child
+
 RUNNER = Path(__file__).parents[2] / "docs" / "run_blocks.py"
 
 

@@ -49,6 +49,7 @@ def test_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:
             subject.judge(fault, what, {area.file: area.hit(place)}, quick=small)
 
 
+@pytest.mark.child
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.fault(7, "a bit flipped in any file", "", system="orbax", quick=1, full=1200)
 def test_orbax_with_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:

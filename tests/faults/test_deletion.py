@@ -15,6 +15,8 @@ from victims import OPTIONS, Saver, needs_strace, version, version_at, versions_
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
+
 DELETES = ("unlink", "unlinkat", "rmdir", "fsync", "rename")
 
 

@@ -18,6 +18,8 @@ from victims import Saver, version
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
+
 FILL = """
 import errno, json, os, subprocess, sys
 import jaxckpt, victims

@@ -308,6 +308,7 @@ def test_what_is_no_manifest_is_refused(saved: Path, tmp_path: Path, content: by
             jaxckpt.open(tmp_path)
 
 
+@pytest.mark.child
 def test_depth_is_told_before_a_parser_recurses(saved: Path, tmp_path: Path) -> None:
     """Training programs raise Python's limit of recursion; a parser that relies on it would overflow the stack."""
     path = copied(saved, tmp_path, "deep")
@@ -525,6 +526,7 @@ def test_a_checkpoint_may_itself_be_reached_by_a_link(saved: Path, tmp_path: Pat
 # Fuzzing ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.child
 @pytest.mark.fault(25, "forged inputs of a fuzzer (tests/faults/fuzz.py)", PROMISE, quick=1, full=1)
 def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
     seconds = float(os.environ.get("JAXCKPT_FUZZ_SECONDS", "600")) if fault.campaign else 6

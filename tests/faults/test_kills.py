@@ -16,6 +16,8 @@ from processes import environment
 from reliability import Fault
 from victims import SECONDS, Saver, version_at, versions_in
 
+pytestmark = pytest.mark.child
+
 
 @pytest.mark.fault(
     1,

@@ -25,6 +25,8 @@ from victims import OPTIONS, Saver, require_version, version, version_at
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
+
 meshes = st.sampled_from([(8, 1), (4, 2), (2, 4), (1, 8), (2, 1), (1, 1)])
 names = st.sampled_from(["one", "two"])
 

@@ -20,6 +20,8 @@ from reliability import Fault
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
+
 STRACE, UNSHARE = shutil.which("strace"), shutil.which("unshare")
 PEERS = 4
 TIMEOUT = 2.0

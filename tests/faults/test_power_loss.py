@@ -24,6 +24,8 @@ from victims import needs_strace, version, version_at
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
+
 CALLS = "fsync,fdatasync,rename,openat,mkdir,write,writev,unlink,unlinkat,rmdir,sendto"
 
 

@@ -17,6 +17,8 @@ from rivals import MOMENTS, ORBAX_CHECKPOINTER, ORBAX_MANAGER, Saver, data_folde
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
+
 PROMISE = "one wins, the other raises; never a mix"
 
 

@@ -14,6 +14,8 @@ from victims import needs_strace, version, version_at
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
+
 CHANGES = ("mkdir", "openat", "write", "writev", "fsync", "rename", "unlink", "unlinkat", "rmdir")
 """All the calls by which a save changes the disk: found by tracing one without a filter."""
 

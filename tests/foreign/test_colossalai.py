@@ -18,10 +18,13 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import DataError, InputError, Options
 
-pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("safetensors")),
-    reason="torch and safetensors make the checkpoints",
-)
+pytestmark = [
+    pytest.mark.child,
+    pytest.mark.skipif(
+        not (importlib.util.find_spec("torch") and importlib.util.find_spec("safetensors")),
+        reason="torch and safetensors make the checkpoints",
+    ),
+]
 
 SHAPES = {
     "embed.weight": (14, 8),

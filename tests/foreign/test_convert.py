@@ -474,6 +474,7 @@ def test_what_was_there_is_back_when_the_new_one_cannot_be_renamed(
     assert jaxckpt.load_numpy(tmp_path / "to")["w"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
 @pytest.mark.parametrize("at", ["write", "rename"])
 def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path, to: str, at: str) -> None:
@@ -686,6 +687,7 @@ def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) ->
 # Damage ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_bit_of_an_npz_directory_loses_an_array(tmp_path: Path) -> None:
     arrays = {f"p{n}": np.full(5, n) for n in range(4)}
     np.savez(tmp_path / "x.npz", **arrays)

@@ -23,6 +23,7 @@ import jaxckpt
 from jaxckpt import DataError, NotACheckpointError
 
 pytestmark = [
+    pytest.mark.child,
     pytest.mark.filterwarnings("ignore:.*records neither how many files:UserWarning"),
     pytest.mark.skipif(
         not (importlib.util.find_spec("torch") and importlib.util.find_spec("safetensors")),

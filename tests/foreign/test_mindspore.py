@@ -382,6 +382,7 @@ def test_a_damaged_ckpt_gives_an_error_or_what_is_left(tmp_path_factory: pytest.
             assert (value.view(np.uint8) != TENSORS[name].view(np.uint8)).sum() <= (len(case[0]) == len(CKPT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @given(data=st.data())
 @settings(max_examples=300)

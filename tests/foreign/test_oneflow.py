@@ -93,6 +93,7 @@ def test_each_file_of_oneflow_is_missed(tmp_path: Path) -> None:
                 jaxckpt.oneflow_ranks({0: copy})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adam", "python"])
 def test_damaged_pickles_of_oneflow_raise_our_errors(name: str, tmp_path: Path) -> None:
     shutil.copytree(REAL / name, tmp_path / "x")

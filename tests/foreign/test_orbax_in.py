@@ -466,6 +466,7 @@ def database(path: Path, **options: Any) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.slow
 def test_any_byte_of_a_checkpoint_may_be_flipped(tmp_path: Path) -> None:
     """The manifest and the nodes of a database have checksums. The bytes of arrays have none, in Orbax's format as in
     zstd's frames: what zstd does not find out is an array with other values, as it would be in Orbax's hands."""

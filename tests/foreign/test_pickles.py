@@ -56,6 +56,7 @@ DATA = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(DATA, st.integers(0, 5), st.integers(0, 3))
 def test_data_comes_back(tmp_path_factory, data: Any, protocol: int, start: int) -> None:
     found = read(tmp_path_factory.getbasetemp(), pickle.dumps(data, protocol), start)
@@ -127,6 +128,7 @@ TUPLES = (
 MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "told"),
     [

@@ -17,7 +17,10 @@ import jaxckpt
 from jaxckpt import DataError, NotACheckpointError
 from jaxckpt._foreign.torch import read_saved, recognises
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch writes the files")
+pytestmark = [
+    pytest.mark.child,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch writes the files"),
+]
 
 WRITE = """
 import argparse, collections, sys, warnings

@@ -84,6 +84,7 @@ def tree_of_all_kinds() -> dict[str, Any]:
     }
 
 
+@pytest.mark.child
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,6 +108,7 @@ def test_the_reader_of_the_page_reads_every_kind_of_leaf(tmp_path: Path, options
     assert not found
 
 
+@pytest.mark.child
 def test_a_leaf_that_eight_devices_wrote_is_one_array(tmp_path: Path) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     # Pieces above the size below which rows are packed: an object of its own for each device.

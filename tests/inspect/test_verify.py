@@ -286,6 +286,7 @@ def test_progress_and_memory(run_python: RunPython, tmp_path: Path) -> None:
     assert int(printed) < 128, "MiB of memory, for 384 MiB of data"
 
 
+@pytest.mark.child
 def test_on_a_pipe_it_does_not_hang(path: Path) -> None:
     file = one(path, "*float32-64/c/0/0")
     file.unlink()

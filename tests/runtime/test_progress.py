@@ -64,6 +64,7 @@ def test_lines_are_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["10", "20", "30"]
 
 
+@pytest.mark.child
 def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "c")],
@@ -73,6 +74,7 @@ def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
     assert done.stderr.startswith("jaxckpt: save: 781.2 KiB of 781.2 KiB, ")
 
 
+@pytest.mark.child
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     child = subprocess.Popen(

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
+import json
 import queue
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunProcesses, RunPython, environment
+from processes import PROGRAMS, RunProcesses, RunPython, environment
 
 import jaxckpt
 from jaxckpt._save import background as _background
@@ -200,6 +201,7 @@ atexit.register(print, "theirs")
     )  # fmt: skip
 
 
+@pytest.mark.child
 def test_a_failure_that_nobody_asked_after_is_told_at_exit(tmp_path: Path) -> None:
     program = """
 def fail(*_): raise jaxckpt.StorageError(28, "no space")
@@ -215,6 +217,7 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
     assert done.stdout == "theirs\n"
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('mine')"])
 def test_a_save_under_way_is_finished_at_exit(tmp_path: Path, end: str) -> None:
     program = f"""
@@ -231,6 +234,7 @@ jaxckpt.save_async(sys.argv[1], {{"x": np.arange(3)}})
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 
 
+@pytest.mark.child
 def test_a_fork_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
     program = """
 import os, sys, time, signal
@@ -255,104 +259,68 @@ if child:
 
 # Several processes -----------------------------------------------------------------------------------------
 
-TOGETHER = """
-import os, signal, time
-import numpy as np, jax, jaxckpt
-from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxckpt._storage.files import FileWriter
 
-mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-def made(spec, value):
-    return jax.make_array_from_callback((8, 8), NamedSharding(mesh, spec), lambda i: np.full((8, 8), value, "f")[i])
-"""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("together")
 
 
-def test_steps_with_collectives_run_while_it_is_written(run_processes: RunProcesses, tmp_path: Path) -> None:
-    program = """
-tree = {"x": made(P("a", "b"), 1), "y": made(P(), 1)}
-step = jax.jit(lambda tree: jax.tree.map(lambda x: x + (x * 0 + 1).sum() / 64, tree), donate_argnums=0)
-write = FileWriter.write
-def slow(*arguments):
-    time.sleep(0.3 * (1 + process_id))
-    return write(*arguments)
-FileWriter.write = slow
-saves = []
-for number in range(1, 4):
-    saves.append(jaxckpt.save_async(f"{args}/{number}", tree, mesh=mesh, specs=P("b")))
-    while True:
-        tree = jax.block_until_ready(step(tree))  # the same number of steps in both
-        if float(tree["y"].addressable_data(0)[0, 0]) % 10 == 1:
-            break
-print([pending.wait().process_bytes for pending in saves])
-"""
-    done = run_processes(TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=90)
-    assert len({one.stdout for one in done}) == 1
+@pytest.fixture(scope="module")
+def cases(run_processes: RunProcesses, folder: Path) -> dict[str, list[Any]]:
+    """For each case of programs/background_saves.py, what each of its two processes noted."""
+    done = run_processes(PROGRAMS / "background_saves.py", processes=2, devices_per_process=2, args=str(folder))
+    noted: dict[str, list[Any]] = {}
+    for process in done:
+        for line in process.stdout.splitlines():
+            for name, lines in json.loads(line).items():
+                noted.setdefault(name, []).append(lines)
+    return noted
+
+
+def test_steps_with_collectives_run_while_it_is_written(cases: dict[str, list[Any]], folder: Path) -> None:
+    first, second = cases["steps_meanwhile"]
+    assert first == second
     for number in range(1, 4):
-        tree = jaxckpt.load_numpy(tmp_path / str(number))
+        tree = jaxckpt.load_numpy(folder / "steps_meanwhile" / str(number))
         wanted = np.full((8, 8), 1 + 10 * (number - 1), np.float32)
         np.testing.assert_array_equal(tree["x"], wanted)
         np.testing.assert_array_equal(tree["y"], wanted)
 
 
-def test_what_fails_in_one_is_raised_by_wait_in_all(run_processes: RunProcesses, tmp_path: Path) -> None:
-    program = """
-if process_id == 1:
-    def fail(*_): raise jaxckpt.StorageError(28, "no space")
-    FileWriter.write = fail
-pending = jaxckpt.save_async(args, {"x": made(P("a", "b"), 1)})
-try:
-    pending.wait(60)
-except jaxckpt.StorageError as error:
-    print("own", error)
-except jaxckpt.PeerFailedError as error:
-    print("other's", error)
-"""
-    done = run_processes(
-        TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path / "c"), timeout=90
-    )  # fmt: skip
-    assert done[0].stdout.startswith("other's process 1 failed with StorageError: [Errno 28] no space")
-    assert done[1].stdout.startswith("own [Errno 28] no space")
-    assert not (tmp_path / "c" / "manifest.json").exists()
+def test_what_fails_in_one_is_raised_by_wait_in_all(cases: dict[str, list[Any]], folder: Path) -> None:
+    (others,), (own,) = cases["one_fails"]
+    assert others.startswith("PeerFailedError process 1 failed with StorageError: [Errno 28] no space")
+    assert own.startswith("StorageError [Errno 28] no space")
+    assert not (folder / "one_fails" / "c" / "manifest.json").exists()
 
 
-def test_one_that_cannot_even_begin_is_named_by_the_others(run_processes: RunProcesses, tmp_path: Path) -> None:
-    program = """
-tree = {"x": made(P("a", "b"), 1), "bad": object() if process_id == 1 else 1}
-try:
-    jaxckpt.save_async(args, tree).wait(60)
-except jaxckpt.JaxckptError as error:
-    print(type(error).__name__, error)
-jaxckpt.save_async(args, {"x": tree["x"]}).wait(60)
-"""
-    done = run_processes(
-        TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path / "c"), timeout=90
-    )  # fmt: skip
-    assert done[0].stdout.startswith("PeerFailedError process 1 failed with TreeError")
-    assert done[1].stdout.startswith("TreeError")
-    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.ones((8, 8), np.float32))
+def test_one_that_cannot_even_begin_is_named_by_the_others(cases: dict[str, list[Any]], folder: Path) -> None:
+    (others,), (own,) = cases["one_cannot_begin"]
+    assert others.startswith("PeerFailedError process 1 failed with TreeError")
+    assert own.startswith("TreeError")
+    tree = jaxckpt.load_numpy(folder / "one_cannot_begin" / "c")
+    np.testing.assert_array_equal(tree["x"], np.ones((8, 8), np.float32))
 
 
-def test_skipping_is_agreed_on(run_processes: RunProcesses, tmp_path: Path) -> None:
-    program = """
-write = FileWriter.write
-def slow(*arguments):
-    time.sleep(process_id)  # process 0 has written its part long before
-    return write(*arguments)
-FileWriter.write = slow
-options = jaxckpt.Options(when_busy="skip")
-skipped = []
-for number in range(12):
-    pending = jaxckpt.save_async(f"{args}/{number}", {"x": made(P("a", "b"), number)}, options=options)
-    skipped.append(pending.skipped)
-    time.sleep(0.1 * (1 + process_id))
-print(skipped)
-"""
-    done = run_processes(TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=90)
-    assert done[0].stdout == done[1].stdout
-    skipped = eval(done[0].stdout)
+def test_skipping_is_agreed_on(cases: dict[str, list[Any]], folder: Path) -> None:
+    skipped, second = cases["skipping"]
+    assert skipped == second
     assert True in skipped
     assert skipped.count(False) >= 2
-    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [n for n, one in enumerate(skipped) if not one]
+    saved = sorted(int(path.name) for path in (folder / "skipping").iterdir())
+    assert saved == [n for n, one in enumerate(skipped) if not one]
+
+
+def test_what_others_still_write_when_process_0_fails_is_deleted_too(cases: dict[str, list[Any]], folder: Path) -> None:
+    assert cases["process_0_fails_while_others_write"] == [["StorageError"] * 4, ["PeerFailedError"] * 4]
+    attempts = list((folder / "process_0_fails_while_others_write").iterdir())
+    assert len(attempts) == 4  # by save and save_async, with leaves as they lie and exchanged
+    assert [list(attempt.iterdir()) for attempt in attempts] == [[]] * 4
+
+
+def test_exchanged_leaves_of_other_devices_are_sent(cases: dict[str, list[Any]], folder: Path) -> None:
+    tree = jaxckpt.load_numpy(folder / "exchanged_from_other_devices" / "c")
+    np.testing.assert_array_equal(tree["x"], np.arange(64, dtype=np.float32).reshape(8, 8))
 
 
 # The last tree is remembered --------------------------------------------------------------------------------
@@ -473,31 +441,6 @@ def test_nothing_of_a_tree_outlives_its_save_or_its_checkpointer(tmp_path: Path)
     assert [model() for model in gone] == [None, None]
 
 
-@pytest.mark.parametrize("save", ["save", "save_async"])
-@pytest.mark.parametrize("specs", ["P('a', 'b')", "P(None, 'a')"], ids=["as it lies", "exchanged"])
-def test_what_others_still_write_when_process_0_fails_is_deleted_too(
-    run_processes: RunProcesses, tmp_path: Path, save: str, specs: str
-) -> None:
-    program = f"""
-tree = {{"x": made(P("a", "b"), 1), "y": [made(P("a", "b"), n) for n in range(4)]}}
-write = FileWriter.write
-def slow(*arguments):
-    if process_id == 0:
-        raise jaxckpt.StorageError(28, "no space")
-    time.sleep(0.5)
-    return write(*arguments)
-FileWriter.write = slow
-options = jaxckpt.Options(timeout_seconds=20, object_bytes=256, chunk_bytes=256)
-try:
-    jaxckpt.{save}(args, tree, mesh=mesh, specs={specs}, options=options){".wait()" if save == "save_async" else ""}
-except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
-    print("raised", type(error).__name__)
-"""
-    done = run_processes(TOGETHER + program, processes=2, devices_per_process=2, args=str(tmp_path / "c"), timeout=60)
-    assert [one.stdout for one in done] == ["raised StorageError\n", "raised PeerFailedError\n"]
-    assert list((tmp_path / "c").iterdir()) == []
-
-
 def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     made = _prepare.plan_save
@@ -518,6 +461,7 @@ def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: p
 # Calls at odd moments --------------------------------------------------------------------------------------
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("save", ["save", "save_async"])
 @pytest.mark.parametrize("early", [False, True], ids=["imported first", "registered first"])
 def test_a_save_from_an_exit_function(tmp_path: Path, save: str, early: bool) -> None:

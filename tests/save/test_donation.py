@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt._save import staging as _staging
@@ -83,6 +82,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
+@pytest.mark.slow
 def test_200_rounds_of_a_step_that_donates(tmp_path: Path) -> None:
     tree = state()
     options = jaxckpt.Options(sync=False)
@@ -178,24 +178,6 @@ def test_arrays_offloaded_to_host_memory(
     pending.wait()
     require_equal(tmp_path / "c", {"x": x})
     assert jaxckpt.restore(tmp_path / "c")["x"].sharding.memory_kind == "pinned_host"
-
-
-def test_exchanged_leaves_of_other_devices_are_sent(run_processes: RunProcesses, tmp_path: Path) -> None:
-    program = """
-import numpy as np, jax, jaxckpt
-from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxckpt._save import staging as _staging
-
-_staging.lies_in_host_memory = lambda value: False
-mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-x = np.arange(64, dtype=np.float32).reshape(8, 8)
-tree = {"x": jax.make_array_from_callback((8, 8), NamedSharding(mesh, P("a")), lambda index: x[index])}
-pending = jaxckpt.save_async(args, tree, mesh=mesh, specs=P(None, "a"))
-tree["x"].delete()
-pending.wait(60)
-"""
-    run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path / "c"))
-    require_equal(tmp_path / "c", {"x": np.arange(64, dtype=np.float32).reshape(8, 8)})
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["host memory", "other devices"])

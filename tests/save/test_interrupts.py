@@ -14,6 +14,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted.py"
 STRIDES = {"save": 23, "save_async": 23, "wait": 1, "restore": 47, "checkpointer": 79}
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("operation", STRIDES)
 def test_ctrl_c_at_every_call(tmp_path: Path, request: pytest.FixtureRequest, operation: str) -> None:
     every = bool(request.config.getoption("--campaign"))

@@ -71,6 +71,7 @@ def check_cover(leaves: Sequence[ArrayLeaf], options: Options, processes: int) -
     assert sum(plan.process_bytes) == sum(math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize for leaf in leaves)
 
 
+@pytest.mark.slow
 @given(strategies.array_leaves(), options)
 def test_who_holds_an_element_writes_it_once(leaves: list[ArrayLeaf], options: Options) -> None:
     check_cover(leaves, options, 4)

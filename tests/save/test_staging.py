@@ -39,6 +39,7 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("save", [jaxckpt.save, lambda *arguments: jaxckpt.save_async(*arguments).wait()])
 def test_every_dtype_keeps_its_bits(name: str, save: Any, tmp_path: Path, stacked: list[str]) -> None:

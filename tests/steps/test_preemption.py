@@ -12,39 +12,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import RunProcesses, RunPython, environment
+from processes import PROGRAMS, RunProcesses, RunPython, environment
 
 import jaxckpt
 from jaxckpt._storage.files import FileWriter
-
-TOGETHER = """
-import os, signal, time
-import numpy as np, jax, jaxckpt
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-sharding = NamedSharding(mesh, P("a", "b"))
-x = jax.make_array_from_callback((8, 8), sharding, lambda index: np.zeros((8, 8), np.float32)[index])
-add = jax.jit(lambda x: x + 1 + 0 * x.sum(), donate_argnums=0)
-with jaxckpt.Checkpointer(args, every=1000) as checkpoints:
-    for step in range(1, 400):
-        x = add(x)
-        if step == 7 and process_id == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        try:
-            checkpoints.save(step, {"x": x, "step": step}, process_state={"at": step})
-        except SystemExit:
-            print("last", step, flush=True)
-            raise
-        time.sleep(0.02 * (1 + process_id))
-"""
 
 
 def test_one_of_two_processes_is_told_and_both_save_the_same_last_step(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     done = run_processes(
-        TOGETHER, processes=2, devices_per_process=2, args=str(tmp_path / "s"), timeout=90, check=False
+        PROGRAMS / "preempted_together.py",
+        processes=2,
+        devices_per_process=2,
+        args=str(tmp_path / "s"),
+        timeout=90,
+        check=False,
     )
     assert [one.returncode for one in done] == [143, 143], "\n".join(map(str, done))
     (said,) = {one.stdout for one in done}
@@ -56,36 +39,6 @@ def test_one_of_two_processes_is_told_and_both_save_the_same_last_step(
     assert tree["step"] == last
     np.testing.assert_array_equal(tree["x"], np.full((8, 8), last, np.float32))
     assert jaxckpt.open(tmp_path / "s" / f"{last:08d}").process_states == [{"at": last}] * 2
-
-
-ALONE = """
-import os, signal, sys, time
-import numpy as np, jaxckpt
-how = sys.argv[2]
-if "stuck" in how:
-    from jaxckpt._storage.files import FileWriter
-    FileWriter.write = lambda *_: time.sleep(1000)
-earlier = []
-if how == "chained":
-    signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))
-with jaxckpt.Checkpointer(
-    sys.argv[1], every=1000, preemption_seconds=2, on_preemption="continue" if how == "continue" else "exit",
-    options=jaxckpt.Options(staging_bytes=1 if how == "stuck without room" else None),
-) as checkpoints:
-    for step in range(1, 100):
-        if step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-            begun = time.monotonic()
-        try:
-            saved = checkpoints.save(step, {"x": np.full(1000, step), "y": np.full(10, step)})
-        except jaxckpt.Preempted as told:
-            print(step, *earlier, told, flush=True)
-            raise
-        if checkpoints.preempted:
-            print(step, saved, "goes on", flush=True)
-            assert not checkpoints.save(step + 1, {"x": np.full(1000, step + 1)})
-            break
-"""
 
 
 def test_a_step_beyond_31_bits_is_saved_by_two(run_processes: RunProcesses, tmp_path: Path) -> None:
@@ -113,7 +66,7 @@ def test_a_thread_that_cannot_listen_says_so(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.parametrize("how", ["exit", "continue", "chained"])
 def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "s"
-    said = run_python(ALONE, args=[str(folder), how], check=False, devices=1)
+    said = run_python(PROGRAMS / "preempted_alone.py", args=[str(folder), how], check=False, devices=1)
     saved = f"the job was told to stop: step 7 is saved in {folder}\n"
     assert said == {"exit": f"7 {saved}", "continue": "7 True goes on\n", "chained": f"7 told {saved}"}[how]
     with jaxckpt.Checkpointer(folder) as checkpoints:
@@ -121,11 +74,12 @@ def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: 
         np.testing.assert_array_equal(checkpoints.restore()["x"], np.full(1000, 7))
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("how", ["stuck", "stuck without room"])
 def test_the_deadline_holds_where_storage_hangs(tmp_path: Path, how: str) -> None:
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path / "s"), how],
+        [sys.executable, PROGRAMS / "preempted_alone.py", str(tmp_path / "s"), how],
         env=environment(1), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
@@ -171,28 +125,11 @@ with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
     assert "step 0 was not saved within the deadline" in said
 
 
-CLOSED = """
-import os, signal, sys, time
-import numpy as np, jaxckpt
-runs = [jaxckpt.Checkpointer(f"{sys.argv[1]}/{name}") for name in ("model", "ema")]
-for run in runs:
-    run.save(0, {"w": np.arange(3)})
-if sys.argv[2] == "another on top":
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *told: before(*told))
-for run in runs if sys.argv[2] != "last first" else reversed(runs):
-    run.close()
-print("closed", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.1)
-print("still here")
-"""
-
-
+@pytest.mark.child
 @pytest.mark.parametrize("order", ["first first", "last first", "another on top"])
 def test_once_all_are_closed_the_signal_does_what_it_did_before(tmp_path: Path, order: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CLOSED, str(tmp_path), order],
+        [sys.executable, PROGRAMS / "closed_checkpointers.py", str(tmp_path), order],
         env=environment(1), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == (f"closed {order != 'another on top'}\n", -signal.SIGTERM), done.stderr

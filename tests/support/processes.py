@@ -20,18 +20,10 @@ from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path(__file__).parent
+PROGRAMS = Path(__file__).parents[1] / "programs"
 _SHOWN = 6000  # characters of each stream that a failure shows: its end, where the traceback is
 
-# gloo writes lines of its own to stdout at any moment: sent to stderr, so that stdout is what the program printed.
-_JOIN = """
-import json as _json, os as _os, sys as _sys
-_sys.stdout = _os.fdopen(_os.dup(1), "w", buffering=1)
-_os.dup2(2, 1)
-process_id, args = int(_sys.argv[1]), _json.loads(_sys.argv[4])
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(_sys.argv[3], int(_sys.argv[2]), process_id, initialization_timeout=60)
-"""
+_JOIN = "from joined import args, jax, process_id\n"  # what a program that is text may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,7 @@ class RunPython(Protocol):
 class RunProcesses(Protocol):
     def __call__(
         self,
-        code: str,
+        code: str | Path,
         *,
         processes: int,
         devices_per_process: int,
@@ -101,13 +93,20 @@ def run_python(
 
 
 def run_processes(
-    code: str, *, processes: int, devices_per_process: int, timeout: float = 120, args: Any = None, check: bool = True
+    code: str | Path,
+    *,
+    processes: int,
+    devices_per_process: int,
+    timeout: float = 120,
+    args: Any = None,
+    check: bool = True,
 ) -> list[Finished]:
-    """Run a program in the processes of one jax.distributed job; it finds `process_id` and `args` as globals."""
+    """Run a program in the processes of one jax.distributed job. A file joins the job with `from joined import args,
+    process_id`; text finds both, and jax, as globals."""
     address = f"127.0.0.1:{free_port()}"
-    program = _JOIN + textwrap.dedent(code)
+    program = [str(code)] if isinstance(code, Path) else ["-c", _JOIN + textwrap.dedent(code)]
     commands = [
-        [sys.executable, "-c", program, str(number), str(processes), address, json.dumps(args)]
+        [sys.executable, *program, str(number), str(processes), address, json.dumps(args)]
         for number in range(processes)
     ]
     done = _run(commands, environment(devices_per_process), timeout)

@@ -1,0 +1,45 @@
+"""Brings boxes of arrays of every dtype to every process of a job, and compares their bits with the whole array's."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import joined  # noqa: F401
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt._format.tree import DTYPES
+from jaxckpt._save.exchange import box_everywhere
+
+SPECS = [P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")]
+BOXES = [((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))]
+IN_EVERY_WAY = {"float32", "complex64"}
+"""A dtype decides how values become unsigned integers, with one more dimension if it is complex. The spec and the box
+decide which of these integers are taken: for the other dtypes, one spec and one box show that the bits are right."""
+
+mesh, other = jax.make_mesh((2, 2), ("a", "b")), jax.make_mesh((4,), ("x",))
+rng = np.random.default_rng(0)  # the same in every process
+compared = 0
+for name, dtype in DTYPES.items():
+    jax.config.update("jax_enable_x64", dtype.itemsize >= 8)
+    raw = rng.integers(0, 256, (8, 12 * dtype.itemsize), dtype=np.uint8)
+    if name == "bool":
+        raw &= 1
+    small = "int4" in name or "int2" in name
+    host = (raw % 2).astype(dtype) if small else (raw % 16).view(dtype) if "float4" in name else raw.view(dtype)
+    every = name in IN_EVERY_WAY
+    for spec, box in itertools.product(SPECS if every else SPECS[:1], BOXES if every else BOXES[:1]):
+        array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
+        with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of them
+            got = box_everywhere(array, box)
+        wanted = host[tuple(slice(*side) for side in box)]
+        for shard in got.addressable_shards:
+            assert shard.data.shape == wanted.shape, (name, spec, box)
+            assert np.asarray(shard.data).tobytes() == wanted.tobytes(), (name, spec, box)
+            compared += 1
+jax.config.update("jax_enable_x64", False)
+scalar = jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(-0.0))
+assert np.signbit(np.asarray(box_everywhere(scalar, ()).addressable_data(0)))
+print(compared)

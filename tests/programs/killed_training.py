@@ -1,0 +1,120 @@
+"""Trains, is killed at random moments, and resumes: `FOLDER KILLS STEPS SEED`.
+
+Each life of the loop is a fork, so that Python and JAX are imported once. The parent itself reads nothing, since a fork
+has none of its parent's threads: a child looks at the directory, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+import jaxckpt
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks
+folder, kills, steps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+rng = random.Random(seed)
+losses = [abs((step * 7919) % 1009 - 300.5) for step in range(10 * steps)]
+
+
+def checkpointer():
+    return jaxckpt.Checkpointer(
+        folder, every=2, keep_last=3, keep_every=100, keep_best=("loss", "min"), components={"opt": 2}
+    )
+
+
+def state(step):
+    params = {"w": np.full((64, 64), step, np.float32), "b": np.full(999, step)}
+    return {"params": params, "opt": {"m": np.full((64, 64), -step, np.float32)}, "step": step}
+
+
+def check(tree, step):
+    assert tree["step"] == step
+    assert (tree["params"]["w"] == step).all()
+    assert (tree["params"]["b"] == step).all()
+    assert "opt" not in tree or (tree["opt"]["m"] == -step).all()
+
+
+def train(until, told):
+    with checkpointer() as checkpoints:
+        last, tree = checkpoints.restore_or_init(lambda: state(0))
+        if last is not None:
+            check(tree, last)
+            assert "opt" in tree  # the newest step is whole
+        for step in range(0 if last is None else last + 1, until):
+            checkpoints.save(step, state(step), metrics={"loss": losses[step]})
+            os.write(told, b".")
+
+
+def look(tidy):
+    there = sorted(name for name in os.listdir(folder) if os.path.exists(f"{folder}/{name}/manifest.json"))
+    for name in there:  # whatever moment it was killed at: what is there is whole
+        check(jaxckpt.load_numpy(f"{folder}/{name}"), int(name))
+    if not tidy:
+        return int(there[-1]) if there else -1
+    with checkpointer() as checkpoints:  # the next start
+        found = checkpoints.steps()
+    saved = range(0, found[-1] + 1, 2) if found else range(0)
+    best = max(saved, key=lambda step: (-losses[step], step), default=None)
+    assert set(found) == {*saved[-3:], *(step for step in saved if step % 100 == 0), best} - {None}, found
+    assert sorted(os.listdir(folder)) == [f"{step:08d}" for step in found]
+    for step in found:
+        manifest = json.loads(Path(f"{folder}/{step:08d}/manifest.json").read_text())
+        data = f"data-{manifest['save_id']}"
+        assert sorted(os.listdir(f"{folder}/{step:08d}")) == [data, "manifest.json"]
+        names = sorted(stack["name"] for stack in manifest["stacks"])
+        assert sorted(os.listdir(f"{folder}/{step:08d}/{data}")) == names
+        assert ("opt/m" in [leaf["path"] for leaf in manifest["leaves"]]) == (step in found[-2:])
+    return found[-1] if found else -1
+
+
+def fork(work, *args):
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(told, str(work(*args, *([told] if work is train else []))).encode())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(9)
+        os._exit(0)
+    os.close(told)
+    return child, heard
+
+
+def looked(tidy):
+    child, heard = fork(look, tidy)
+    assert os.waitpid(child, 0)[1] == 0
+    found = int(os.read(heard, 100))
+    os.close(heard)
+    return found
+
+
+os.makedirs(folder)
+newest = -1
+for kill in range(kills):
+    child, heard = fork(train, 10 * steps)  # it gets to about `steps` before the last kill
+    for _ in range(rng.randint(1, steps // kills - 2)):
+        assert os.read(heard, 1), "it ended by itself"
+    time.sleep(rng.random() * 0.02)
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    os.close(heard)
+    found = looked(tidy=False)
+    assert found >= newest, (found, newest)  # what was published stays
+    newest = found
+    if kill % 5 == 4:
+        assert looked(tidy=True) == newest
+child, heard = fork(train, steps)
+while os.read(heard, 4096):
+    pass
+assert os.waitpid(child, 0)[1] == 0
+print("killed", kills, "times; the newest step is", looked(tidy=True))

@@ -1,0 +1,41 @@
+"""Trains, and gets SIGTERM at step 7: `FOLDER exit|continue|chained|stuck|'stuck without room'`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import jaxckpt
+
+how = sys.argv[2]
+if "stuck" in how:
+    from jaxckpt._storage.files import FileWriter
+
+    FileWriter.write = lambda *_: time.sleep(1000)
+earlier = []
+if how == "chained":
+    signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))
+with jaxckpt.Checkpointer(
+    sys.argv[1],
+    every=1000,
+    preemption_seconds=2,
+    on_preemption="continue" if how == "continue" else "exit",
+    options=jaxckpt.Options(staging_bytes=1 if how == "stuck without room" else None),
+) as checkpoints:
+    for step in range(1, 100):
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+            begun = time.monotonic()
+        try:
+            saved = checkpoints.save(step, {"x": np.full(1000, step), "y": np.full(10, step)})
+        except jaxckpt.Preempted as told:
+            print(step, *earlier, told, flush=True)
+            raise
+        if checkpoints.preempted:
+            print(step, saved, "goes on", flush=True)
+            assert not checkpoints.save(step + 1, {"x": np.full(1000, step + 1)})
+            break

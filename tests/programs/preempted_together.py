@@ -1,0 +1,31 @@
+"""Trains in two processes, of which one gets SIGTERM at step 7."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from joined import args, process_id
+
+import jaxckpt
+
+mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+sharding = NamedSharding(mesh, P("a", "b"))
+x = jax.make_array_from_callback((8, 8), sharding, lambda index: np.zeros((8, 8), np.float32)[index])
+add = jax.jit(lambda x: x + 1 + 0 * x.sum(), donate_argnums=0)
+with jaxckpt.Checkpointer(args, every=1000) as checkpoints:
+    for step in range(1, 400):
+        x = add(x)
+        if step == 7 and process_id == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            checkpoints.save(step, {"x": x, "step": step}, process_state={"at": step})
+        except SystemExit:
+            print("last", step, flush=True)
+            raise
+        time.sleep(0.02 * (1 + process_id))

@@ -1,0 +1,32 @@
+"""Restores a tree in the processes of a job; each prints the bytes that it has read, planned and needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from joined import args, process_id
+from sharded_tree import check, mesh_of
+
+import jaxckpt
+
+preadv = os.preadv
+counts: list[int] = []
+
+
+def counted(*arguments: Any) -> int:
+    counts.append(preadv(*arguments))
+    return counts[-1]
+
+
+os.preadv = counted
+mesh = mesh_of(2, 2)
+tree = jaxckpt.restore(args, mesh=mesh)
+read = sum(counts)
+check(tree)
+assert tree["both"].sharding == NamedSharding(mesh, P("data", "model"))
+plan = jaxckpt.open(args).plan(mesh=mesh).processes[process_id].cost
+print(json.dumps({"read": read, "planned": plan.read_bytes, "needed": plan.needed_bytes}))

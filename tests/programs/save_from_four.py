@@ -1,0 +1,13 @@
+"""Saves a tree from the processes of a job; each prints what the save reports."""
+
+from __future__ import annotations
+
+import json
+
+from joined import args
+from sharded_tree import make, mesh_of
+
+import jaxckpt
+
+info = jaxckpt.save(args, make(mesh_of(2, 4)))
+print(json.dumps({"total": info.total_bytes, "each": info.process_bytes, "sha256": info.manifest_sha256}))

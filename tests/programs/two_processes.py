@@ -1,0 +1,287 @@
+"""What two processes see of saves and restores, case after case in one job: each prints {case: lines} as JSON.
+
+Every case has a folder of its own, and ends with both processes in step, so that the next one can begin.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from joined import args, process_id
+from sharded_tree import check, make, mesh_of, put, value
+
+import jaxckpt
+from jaxckpt._save import save
+from jaxckpt._storage.files import FileReader, FileWriter
+
+OPTIONS = jaxckpt.Options(timeout_seconds=10)
+mesh = mesh_of(2, 2)
+lines: list[Any] = []
+CASES: dict[str, Callable[[str], None]] = {}
+
+
+def case(run: Callable[[str], None]) -> Callable[[str], None]:
+    CASES[run.__name__] = run
+    return run
+
+
+def attempt(call: Callable[[], Any]) -> None:
+    try:
+        call()
+        lines.append("fine")
+    except (jaxckpt.JaxckptError, TypeError) as error:
+        lines.append(f"{type(error).__name__}: {error}".replace("\n", " "))
+
+
+def rows(step: int) -> jax.Array:
+    return put(np.full((8, 8), step, np.float32), mesh, P("data"))
+
+
+# Which process writes what ----------------------------------------------------------------------------------
+
+
+@case
+def storage_mesh_of_the_first_process(folder: str) -> None:
+    first = mesh_of(2, 1, devices=jax.devices()[:2])
+    specs = lambda path, leaf: P("data") if leaf.ndim == 2 else P()  # noqa: E731
+    info = jaxckpt.save(f"{folder}/c", make(mesh), mesh=first, specs=specs)
+    restored = jaxckpt.restore(f"{folder}/c", mesh=mesh)
+    check(restored)
+    assert restored["both"].sharding == NamedSharding(mesh, P("data"))
+    lines.append({"total": info.total_bytes, "each": info.process_bytes})
+
+
+@case
+def a_leaf_of_one_process(folder: str) -> None:
+    whole, second = value("alone", (256, 256)), mesh_of(1, 2, devices=jax.devices()[2:])
+    tree = {"alone": put(whole, second, P(None, "model")), "rows": make(mesh)["rows"]}
+    info = jaxckpt.save(f"{folder}/c", tree)
+    for restored in (jaxckpt.restore(f"{folder}/c"), jaxckpt.restore(f"{folder}/c", mesh=mesh)):
+        assert restored["alone"].shape == whole.shape
+        assert restored["rows"].sharding == tree["rows"].sharding
+        for shard in restored["alone"].addressable_shards:
+            assert np.array_equal(shard.data, whole[shard.index])
+    assert len(restored["alone"].addressable_shards) == 2
+    lines.append(info.process_bytes)
+
+
+@case
+def a_replicated_count_of_one_process(folder: str) -> None:
+    second = mesh_of(1, 2, devices=jax.devices()[2:])
+    stage, count = put(np.array(7, np.int32), second, P()), np.array(3, np.int32)
+    attempt(lambda: jaxckpt.save(f"{folder}/c", {"stage": stage, "all": put(count, mesh, P())}, options=OPTIONS))
+    differs = {"stage": stage, "all": put(np.array(process_id, np.int32), mesh, P())}
+    attempt(lambda: jaxckpt.save(f"{folder}/c", differs, overwrite=True))
+
+
+# A process that fails ---------------------------------------------------------------------------------------
+
+
+@case
+def a_path_that_is_not_shared(folder: str) -> None:
+    before = Path.cwd()
+    os.mkdir(f"{folder}/of-process-{process_id}")
+    os.chdir(f"{folder}/of-process-{process_id}")
+    attempt(lambda: jaxckpt.save("c", make(mesh)))
+    os.chdir(before)
+
+
+@case
+def one_cannot_save(folder: str) -> None:
+    path, options = f"{folder}/c", jaxckpt.Options(timeout_seconds=20)
+    jaxckpt.save(path, make(mesh))
+
+    def attempt_save(tree: Any) -> None:
+        attempt(lambda: jaxckpt.save(path, tree, overwrite=True, options=options))
+        check(jaxckpt.restore(path))
+
+    spoilt, other = make(mesh), make(mesh)
+    if process_id == 1:
+        spoilt["both"].delete()
+        other["host"] = other["host"][:3]
+    attempt_save(spoilt)
+    attempt_save(other)
+
+    def refuse(*_: Any) -> None:
+        raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
+
+    write = FileWriter.write
+    if process_id == 1:
+        FileWriter.write = refuse  # type: ignore[method-assign]
+    attempt_save(make(mesh))
+    FileWriter.write = write  # type: ignore[method-assign]
+    attempt_save(make(mesh))
+    assert len([name for name in os.listdir(path) if name.startswith("data-")]) == 1
+
+
+@case
+def one_cannot_restore(folder: str) -> None:
+    path, options = f"{folder}/c", jaxckpt.Options(timeout_seconds=20)
+    jaxckpt.save(path, make(mesh))
+
+    def fail(*_: Any) -> None:
+        raise jaxckpt.DataError("this disk is bad")
+
+    read = FileReader.read
+    if process_id == 1:
+        FileReader.read = fail  # type: ignore[method-assign]
+    attempt(lambda: jaxckpt.restore(path, options=options))
+    FileReader.read = read  # type: ignore[method-assign]
+    attempt(lambda: jaxckpt.save(path, make(mesh), options=options))
+    attempt(lambda: jaxckpt.restore(f"{folder}/nothing", options=options))
+    attempt(lambda: jaxckpt.restore(path if process_id else f"{folder}/nothing", options=options))
+    attempt(lambda: check(jaxckpt.restore(path)))
+
+
+@case
+def a_bad_argument_in_one(folder: str) -> None:
+    for attempts in range(2):
+        path = "" if (process_id, attempts) == (1, 0) else f"{folder}/c"
+        options = jaxckpt.Options(timeout_seconds=4)
+        attempt(lambda: jaxckpt.save(path, make(mesh), overwrite=True, options=options))  # noqa: B023
+
+
+@case
+def bad_arguments_of_a_checkpointer(folder: str) -> None:
+    with jaxckpt.Checkpointer(folder, options=OPTIONS) as steps:
+        bad: Any = {"loss": "low"} if process_id == 1 else {"loss": 0.5}
+        metadata: Any = {1: 2} if process_id else None
+        attempt(lambda: steps.save(0, {"w": rows(0)}, metrics=bad) and steps.wait())
+        attempt(lambda: steps.save(1, {"w": rows(1)}, metrics={"loss": 0.5}) and steps.wait())
+        attempt(lambda: steps.save(2, {"w": rows(2)}, metadata=metadata) and steps.wait())
+        attempt(lambda: steps.save(2, {"w": rows(2)}, metrics={"loss": 0.5}) and steps.wait())
+        attempt(lambda: steps.restore(7 if process_id else 1))
+        attempt(lambda: steps.restore(2))
+        attempt(lambda: steps.process_state("data" if process_id else 3))  # type: ignore[arg-type]
+        lines.append([steps.steps(), steps.metrics(1)])
+
+
+@case
+def ctrl_c_while_the_other_is_missing(folder: str) -> None:
+    raised = Path(folder, "raised")
+    if process_id == 0:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    else:
+        deadline = time.monotonic() + 30
+        while not raised.exists():  # process 0 is interrupted before this process comes
+            assert time.monotonic() < deadline, "process 0 waits for this process although it was interrupted"
+            time.sleep(0.05)
+    try:
+        jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=jaxckpt.Options(timeout_seconds=60))
+    except KeyboardInterrupt:
+        raised.touch()
+        lines.append("interrupted")
+    except jaxckpt.PeerFailedError as error:
+        lines.append(str(error))
+    attempt(lambda: jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=OPTIONS))
+
+
+@case
+def one_stages_for_longer_than_the_timeout(folder: str) -> None:
+    stage = save.stage
+
+    def late(*arguments: Any, **named: Any) -> Iterator[Any]:
+        time.sleep(5 * (process_id == 0))  # as if a leaf were still being computed
+        yield from stage(*arguments, **named)
+
+    save.stage = late  # type: ignore[assignment]
+    attempt(lambda: jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=jaxckpt.Options(timeout_seconds=2)))
+    save.stage = stage  # type: ignore[assignment]
+
+
+# Processes out of step --------------------------------------------------------------------------------------
+
+
+def skip_a_step(path: str, name: str, of_step: Callable[[int], Any]) -> None:
+    """Process 1 skips step 1, and would save its shards of step 2 along with process 0's of step 1."""
+    for step in range(4):
+        if (process_id, step) not in ((1, 1), (0, 3)):
+            tree = {"w": rows(step), name: of_step(step)}
+            attempt(lambda: jaxckpt.save(path, tree, overwrite=True, options=OPTIONS))  # noqa: B023
+
+
+@case
+def a_missed_call_and_a_number(folder: str) -> None:
+    skip_a_step(f"{folder}/c", "step", lambda step: step)
+
+
+@case
+def a_missed_call_and_a_string(folder: str) -> None:
+    skip_a_step(f"{folder}/c", "name", lambda step: f"step {step}")
+
+
+@case
+def different_calls(folder: str) -> None:
+    path = f"{folder}/c"
+    attempt(lambda: jaxckpt.save(path, {"w": rows(0)}, options=OPTIONS))
+    if process_id == 0:
+        attempt(lambda: jaxckpt.restore(path, options=OPTIONS))
+    else:
+        attempt(lambda: jaxckpt.save(path, {"w": rows(1)}, overwrite=True, options=OPTIONS))
+    with jaxckpt.Checkpointer(f"{folder}/steps", options=OPTIONS) as steps:
+        attempt(lambda: steps.save(3 + process_id, {"w": rows(3)}) and steps.wait())
+        attempt(lambda: steps.save(5, {"w": rows(5)}) and steps.wait())
+
+
+@case
+def arguments_that_differ(folder: str) -> None:
+    other_options = jaxckpt.Options(timeout_seconds=10, chunk_bytes=(1 + process_id) << 6)
+    for name, arguments in {
+        "options": {"options": other_options},
+        "metadata": {"options": OPTIONS, "metadata": {"run": process_id}},
+        "names": {"options": OPTIONS, "process_state": {f"at{process_id}": 1}},
+        "specs": {"options": OPTIONS, "mesh": mesh, "specs": P("data", "model") if process_id else P("data")},
+    }.items():
+        named: Any = arguments
+        path = f"{folder}/{name}"
+        attempt(lambda: jaxckpt.save(path, {"w": rows(0)}, **named))  # noqa: B023
+        attempt(lambda: jaxckpt.save(path, {"w": rows(0)}, options=OPTIONS))  # noqa: B023
+
+
+@case
+def trees_that_differ(folder: str) -> None:
+    for name, trees in {
+        "containers": ({"x": [1, 2]}, {"x": (1, 2)}),
+        "empty": ({"x": 1}, {"x": 1, "y": {}}),
+        "keys": ({"x": {1: 1}}, {"x": {"1": 1}}),
+        "long": ({"x": "a" * 9000}, {"x": "b" * 9000}),
+    }.items():
+        attempt(lambda: jaxckpt.save(f"{folder}/{name}", trees[process_id], options=OPTIONS))  # noqa: B023
+    metadata = {"b": 1, "a": 2} if process_id else {"a": 2, "b": 1}
+    attempt(lambda: jaxckpt.save(f"{folder}/order", {"x": 1}, metadata=metadata))
+
+
+# The end of the program: this case comes last -----------------------------------------------------------------
+
+
+@case
+def an_exchange_after_the_main_thread(folder: str) -> None:
+    tree = {"w": rows(0)}
+    jax.block_until_ready(tree)
+
+    def last() -> None:
+        threading.main_thread().join()
+        lines.clear()
+        attempt(lambda: jaxckpt.save_async(f"{folder}/c", tree, mesh=mesh, specs=P(None, "data"), options=OPTIONS))
+        print(json.dumps({"after the main thread": lines}), flush=True)
+
+    threading.Thread(target=last).start()
+
+
+for name in CASES:
+    os.makedirs(f"{args}/{name}", exist_ok=True)
+    lines.clear()
+    CASES[name](f"{args}/{name}")
+    print(json.dumps({name: lines}), flush=True)
