@@ -38,8 +38,8 @@ from jaxckpt._runtime.progress import Report, reporting
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf
 from jaxckpt._save.save import SaveRequest, start
+from jaxckpt._storage.errors import storage_errors
 from jaxckpt._storage.place import local_path
-from jaxckpt._storage.store import storage_errors
 
 
 def convert(

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._format.layouts import Placement, PlannedSharding, Specs, distinct, partition_spec, placement, show_layout
+from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, closest, decode_value, show, unflatten
 from jaxckpt._inspect.drawing import (
@@ -40,7 +41,6 @@ from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.manifests import load_states
-from jaxckpt._storage.store import Array
 
 
 def open(path: Location, *, options: Options | None = None) -> Checkpoint:

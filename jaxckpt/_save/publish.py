@@ -19,7 +19,7 @@ from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
-from jaxckpt._storage.store import Store
+from jaxckpt._storage.claims import Claims
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class Composed(Protocol):
 
 def publish(
     meeting: Meeting,
-    store: Store,
+    store: Claims,
     claimed: Claim,
     share: Share,
     make: Callable[[Sequence[Share]], Manifest],

@@ -42,8 +42,9 @@ from jaxckpt._save.handover import Handover
 from jaxckpt._save.plan import WRITE_COPIES, SavePlan, plan_save
 from jaxckpt._save.publish import Published, Share, compose, publish
 from jaxckpt._save.staging import Staged, stage
+from jaxckpt._storage.objects import ArrayWriter, Pending
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.store import ArrayWriter, Pending, Store
+from jaxckpt._storage.store import Store
 
 
 def save(
@@ -394,7 +395,7 @@ def _write_objects(save: _Prepared, data: str, handover: Handover, report: Repor
         for one in _timed(handover, clock):
             obj, stack = one.obj, stacks[one.obj.stack]
             if obj.stack not in writers:
-                writers[obj.stack] = store.array_writer(data, stack, save.options)
+                writers[obj.stack] = store.array_writer(data, stack, sync=save.options.sync)
             indices.setdefault(obj.stack, []).append(obj.index)
             land(flights.make_room(obj.n_bytes))
             with clock.timed("device_to_host"):

@@ -1,4 +1,4 @@
-"""A checkpoint on an object store.
+"""A checkpoint on an object store: claimed and published by conditional writes.
 
 There a key is written whole or not at all, and a write can be made to depend on what the key holds. Nothing else can
 be relied on: no locks, no renames, no folders. So
@@ -6,8 +6,7 @@ be relied on: no locks, no renames, no folders. So
 - a save is published by a conditional write of the manifest,
 - whether a save may publish is settled at one key, the note of its writer: the writer turns it from "writing" to
   "publishing", publishes, and turns it to "published"; who deletes its data turns it to "swept" before that; each only
-  in the place of what it has read, so one of them fails,
-- objects pass through memory: encoded there and put in one request, fetched in one request and checked as a whole.
+  in the place of what it has read, so one of them fails.
 """
 
 from __future__ import annotations
@@ -19,32 +18,19 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import numpy as np
 import tensorstore as ts
 
 from jaxckpt._format import zarr
 from jaxckpt._format.names import MANIFEST, WRITER, is_data, may_name, names_data
-from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.errors import DataError, InputError, StorageError
-from jaxckpt._runtime.options import Options
-from jaxckpt._storage.store import (
-    MANIFEST_LIMIT_BYTES,
-    ROOT_CONTEXT,
-    Pending,
-    Store,
-    TensorReader,
-    Writer,
-    begin_write,
-    open_spec,
-    readable,
-    storage_errors,
-)
+from jaxckpt._runtime.errors import StorageError
+from jaxckpt._storage.bucket_objects import BucketObjects
+from jaxckpt._storage.claims import overtaken
+from jaxckpt._storage.store import Writer
 
 MARKS = "_steps/"
 """Keys below it name the folders of a directory that hold checkpoints: listing all keys would cost a request for each
@@ -52,153 +38,13 @@ thousand objects. A mark is made before the checkpoint is published, so it alone
 
 _PROBE = "probe"
 _RACERS = 4
-_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
-_STALLED_SECONDS = 30
-_MOST_RETRIES = 100_000
-
-
-@cache
-def _context(retry_seconds: float) -> ts.Context:
-    # Delays double up to the longest: as many tries as fill the time.
-    delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
-    while waited < retry_seconds and retries < _MOST_RETRIES:
-        waited += delay
-        delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
-        retries += 1
-    settings = {
-        "max_retries": retries,
-        "initial_delay": f"{_FIRST_DELAY_SECONDS}s",
-        "max_delay": f"{_LONGEST_DELAY_SECONDS}s",
-    }
-    # tensorstore waits for ever for a server that says nothing, unless its HTTP library is told not to. Read once.
-    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    return ts.Context(
-        {"s3_request_retries": settings, "gcs_request_retries": settings, "http_request_retries": settings},
-        parent=ROOT_CONTEXT,
-    )
-
-
-@cache
-def _opened(spec: str, retry_seconds: float) -> ts.KvStore:
-    # Kept, one for all paths of a bucket: each opening looks the credentials up again.
-    with storage_errors("cannot open the object store"):
-        return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
-
-
-def _in_memory(path: str) -> ts.KvStore:
-    """Keys in this process's own memory."""
-    return ts.KvStore.open({"driver": "memory", "path": path}, context=ROOT_CONTEXT).result()
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket(Store):
-    """The keys below one path of an object store."""
+class Bucket(BucketObjects):
+    """The keys of one checkpoint on an object store."""
 
-    spec: str
-    """tensorstore's spec of the whole store, without a path, as JSON."""
-
-    path: str
-    """What all keys of this one begin with."""
-
-    retry_seconds: float
-
-    @classmethod
-    def at(cls, url: str, options: Options) -> Self:
-        spec = _spec_of(url, options.storage or {})
-        path = spec.pop("path", "")
-        try:
-            return cls(url, json.dumps(spec), path, options.retry_seconds)
-        except TypeError as error:
-            raise InputError(f"Options.storage must be of JSON values: {error}") from None
-
-    # Small files -----------------------------------------------------------------------------------------
-
-    def read(self, key: str) -> bytes | None:
-        return self._get(key)[0]
-
-    def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
-        """All of them at once."""
-        begun = [(key, self.get(key)) for key in keys]
-        return [self._landed(key, pending)[0] for key, pending in begun]
-
-    def _get(self, key: str) -> tuple[bytes | None, bytes]:
-        """(what a key holds, the generation that a conditional write wants)."""
-        return self._landed(key, self.get(key))
-
-    def _landed(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
-        with self._refused("read", key):
-            found = pending.result()
-        if len(found.value) > MANIFEST_LIMIT_BYTES:
-            raise DataError(f"{self.url}/{key} is over {MANIFEST_LIMIT_BYTES} bytes: no such file of ours is")
-        return found.value if found.state == "value" else None, found.stamp.generation
-
-    def get(self, key: str) -> Pending:
-        """Begin to read a key whole."""
-        return self._keys.read(key)
-
-    def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
-        self.begin_put(key, content).result()
-
-    def begin_put(self, key: str, content: bytes, digest: str = "") -> _Put:
-        return _Put(self, key, self._keys.write(key, content), (len(content), digest))
-
-    def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
-        """Write a key if it still holds what was read with `generation`. Content must be the writer's own."""
-        with self._refused("write", key):
-            stamp = self._keys.write(key, content, if_equal=generation).result()
-        # An empty generation means that the condition failed, unless it was our own write whose answer was lost.
-        return bool(stamp.generation) or self.read(key) == content
-
-    def race(self, key: str) -> int:
-        """Write a key several times at once, each in the place of what it holds now; how many succeeded."""
-        generation = self._get(key)[1]
-        with self._refused("write", key):
-            # Each its own: on S3 the generation is a digest of the content.
-            racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
-            return sum(bool(racer.result().generation) for racer in racers)
-
-    def remove(self, key: str) -> None:
-        with self._refused("delete", key):
-            self._keys.write(key, None).result()
-
-    def delete(self, name: str) -> None:
-        with self._refused("delete", name):
-            self._keys.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
-
-    def names(self) -> list[str]:
-        """Costs a request for each thousand keys below."""
-        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # which S3's console makes of a folder
-
-    def _list(self, prefix: str) -> list[str]:
-        """The keys below a prefix, without it."""
-        until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        with self._refused("list", prefix):
-            found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
-        return [key.decode(errors="replace") for key in found]
-
-    def child(self, name: str) -> Self:
-        return type(self)(f"{self.url}/{name}", self.spec, f"{self.path}{name}/", self.retry_seconds)
-
-    def folders(self) -> dict[str, bool]:
-        """One request, and one for each mark."""
-        names = sorted(self._list(MARKS))
-        heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
-        with self._refused("read", MANIFEST):
-            return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
-
-    def mark(self, name: str) -> None:
-        self.put(f"{MARKS}{name}", b"{}")
-
-    def unmark(self, name: str) -> None:
-        self.remove(f"{MARKS}{name}")
-
-    @property
-    def sees_writers(self) -> bool:
-        return False
-
-    # A save's own folder ----------------------------------------------------------------------------------
+    # Claim and publish ------------------------------------------------------------------------------------
 
     def begin(self, save_id: str, previous: bytes | None) -> Writer:
         data = f"data-{save_id}"
@@ -208,11 +54,18 @@ class Bucket(Store):
         if not self._exchange(key, self._get(key)[1], content):
             raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it exists already")
         try:
-            _require_conditions(self, f"{data}/{_PROBE}")
+            self._require_conditions(f"{data}/{_PROBE}")
         except BaseException:
             self.delete(data)
             raise
         return Writer(self, data)
+
+    def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
+        """Write a key if it still holds what was read with `generation`. Content must be the writer's own."""
+        with self._refused("write", key):
+            stamp = self._keys.write(key, content, if_equal=generation).result()
+        # An empty generation means that the condition failed, unless it was our own write whose answer was lost.
+        return bool(stamp.generation) or self.read(key) == content
 
     def _turn(self, data: str, before: Collection[str], after: str) -> bool:
         """Turn the note of a writer from one state to another, unless somebody else was faster."""
@@ -225,23 +78,26 @@ class Bucket(Store):
             return note.get("state") == after
         return self._exchange(key, generation, json.dumps({**note, "state": after}).encode())
 
+    def create_array(self, data: str, stack: Stack) -> None:
+        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
+
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         found, generation = self._get(MANIFEST)
         if found != previous:
-            raise self.overtaken()
+            raise overtaken(self.url)
         # What is published already, and now without some leaves, has no writer any more.
         by_writer = not names_data(previous, data)
         if by_writer and not self._turn(data, ["writing"], "publishing"):
-            raise self.overtaken()
+            raise overtaken(self.url)
         if not self._exchange(MANIFEST, generation, manifest):
-            raise self.overtaken()
+            raise overtaken(self.url)
         if by_writer:
             self._require_unswept(data, manifest, previous)
 
     def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
-        """Take back what was just published where its data was swept meanwhile.
+        """Take back what was just published if its data was swept meanwhile.
 
-        It was if another save took this one's place, and was itself deleted since: so only where this one found nothing
+        It was if another save took this one's place, and was itself deleted since: so only if this one found nothing
         there to replace. A note that cannot be read says nothing, and what is published stays.
         """
         with contextlib.suppress(StorageError):
@@ -254,7 +110,7 @@ class Bucket(Store):
         if found == manifest:
             with self._refused("delete", MANIFEST):
                 self._keys.write(MANIFEST, None, if_equal=generation).result()
-        raise self.overtaken()
+        raise overtaken(self.url)
 
     def unpublish(self, *, sync: bool) -> None:
         self.remove(MANIFEST)
@@ -268,9 +124,10 @@ class Bucket(Store):
         """A save that meant to replace another manifest than the present one can never publish."""
         return self._sweep(current, all_writers=False)
 
-    def clear(self) -> None:
-        """A live writer is told by its note that its data is gone."""
-        self._sweep(None, all_writers=True)
+    def clear(self, *, evict: bool = True) -> None:
+        """A live writer learns from its note that its data is gone. Nothing shows whether it lives."""
+        if evict:
+            self._sweep(None, all_writers=True)
 
     def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
         left = False
@@ -284,11 +141,11 @@ class Bucket(Store):
                 continue
             note = _note(content)
             if content is not None and not note:
-                left = True  # it may be anybody's, and say anything
+                left = True  # anybody may have written it
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
-            told = all_writers or note.get("replaces") != _identity(manifest)
-            if no_writer or (told and self._turn(name, ["writing", "publishing"], "swept")):
+            outdated = all_writers or note.get("replaces") != _identity(manifest)
+            if no_writer or (outdated and self._turn(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
             else:
                 left = True
@@ -305,201 +162,85 @@ class Bucket(Store):
             if name not in named:
                 folder.delete(name)
 
-    # Arrays -----------------------------------------------------------------------------------------------
-
-    def array_writer(self, data: str, stack: Stack, options: Options) -> _Encoder:
-        memory = {"driver": "memory", "path": f"{self._aside}{data}/{stack.name}/"}
-        return _Encoder(self, data, stack, open_spec(memory, stack, ROOT_CONTEXT))
-
-    def array_reader(self, data: str, stack: Stack, expected: Mapping[str, tuple[int, str]]) -> TensorReader:
-        return TensorReader(open_spec(self.below(f"{data}/{stack.name}/"), stack, self.context))
-
-    def encoded(self, key: str) -> bytes:
-        """An object that was encoded in memory, which is let go."""
-        memory = _in_memory(self._aside)
-        with self._refused("encode", key):
-            content = memory.read(key).result().value
-            memory.write(key, None).result()
-        return content
-
-    def misfits(self, expected: Mapping[str, int]) -> dict[str, str]:
-        """One request for each, of its last byte."""
-        reads = {
-            key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in expected.items()
-        }
-        found = {key: self._misfit(key, read, expected[key]) for key, read in reads.items()}
-        return {key: problem for key, problem in found.items() if problem}
-
-    def _misfit(self, key: str, pending: Any, length: int) -> str | None:
-        try:
-            with self._refused("read", key, reading=True):
-                tail = pending.result()
-        except DataError:  # beyond its end
-            return f"is shorter than the expected {length} bytes"
-        if tail.state != "value":
-            return "is missing"
-        found = max(0, length - 1) + len(tail.value)
-        return None if found == length else f"is {found} bytes long, expected {length}"
-
-    @contextlib.contextmanager
-    def ranges(self, key: str) -> Generator[zarr.ReadRange]:
-        def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-            with self._refused("read", key, reading=True):
-                found = self._keys.read(key, byte_range=slice(start, stop)).result()
-            if len(found.value) != stop - start:
-                raise DataError(f"{self.url}/{key} was cut while it was read")
-            return np.frombuffer(found.value, np.uint8)
-
-        yield read
-
-    # Durability: what is put is durable -------------------------------------------------------------------
-
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        pass
+        pass  # what is put is durable
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         pass
 
-    # Inside -----------------------------------------------------------------------------------------------
+    def _require_conditions(self, key: str) -> None:
+        """Raise StorageError if the server ignores the conditions of writes. Once for a process and bucket.
 
-    @property
-    def context(self) -> ts.Context:
-        """What tensorstore opens arrays of this store with."""
-        return _context(self.retry_seconds)
+        Several writes race to create a key, then to replace it, of which one may win each time. One after the other
+        would show nothing: tensorstore asks with a HEAD whether the condition holds before it writes.
+        """
+        if self.spec in _proven:
+            return
+        for header in ("If-None-Match", "If-Match"):
+            if self._race(key) > 1:
+                raise StorageError(
+                    errno.EOPNOTSUPP,
+                    f"cannot save to {self.url}: the server ignores the condition {header} of writes, without which two"
+                    " saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google Cloud"
+                    " Storage do",
+                )
+        self.remove(key)
+        _proven.add(self.spec)
 
-    @property
-    def _keys(self) -> ts.KvStore:
-        return _opened(self.spec, self.retry_seconds) + self.path
+    def _race(self, key: str) -> int:
+        """Write a key several times at once, each in the place of what it holds now; how many succeeded."""
+        generation = self._get(key)[1]
+        with self._refused("write", key):
+            # Each its own: on S3 the generation is a digest of the content.
+            racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
+            return sum(bool(racer.result().generation) for racer in racers)
 
-    @property
-    def _aside(self) -> str:
-        """Where in memory objects are encoded before they are put."""
-        return f"jaxckpt-aside/{self.url}/"
+    # The directory that it is -----------------------------------------------------------------------------
 
-    def below(self, folder: str) -> dict[str, Any]:
-        """tensorstore's spec of the keys below a folder."""
-        return {**json.loads(self.spec), "path": f"{self.path}{folder}"}
+    def anchored(self) -> Self:
+        return self
 
-    def _refused(self, verb: str, key: str, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
-        return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
+    def is_file(self) -> bool:
+        return False  # a key of that name takes no room from the keys below
+
+    def names(self) -> list[str]:
+        """Costs a request for each thousand keys below."""
+        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # which S3's console makes of a folder
+
+    def _list(self, prefix: str) -> list[str]:
+        """The keys below a prefix, without it."""
+        until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        with self._refused("list", prefix):
+            found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
+        return [key.decode(errors="replace") for key in found]
+
+    def folders(self) -> dict[str, bool]:
+        """One request, and one for each mark."""
+        names = sorted(self._list(MARKS))
+        heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
+        with self._refused("read", MANIFEST):
+            return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
+
+    def child(self, name: str) -> Self:
+        return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")
+
+    def above(self) -> tuple[Self, str] | None:
+        path, _, name = self.path.rstrip("/").rpartition("/")
+        url = self.url.rpartition("/")[0]
+        return (replace(self, url=url, path=f"{path}/" if path else ""), name) if name else None
+
+    def mark(self, name: str) -> None:
+        self.put(f"{MARKS}{name}", b"{}")
+
+    def unmark(self, name: str) -> None:
+        self.remove(f"{MARKS}{name}")
+
+    def delete(self, name: str) -> None:
+        with self._refused("delete", name):
+            self._keys.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
 
 
 _proven: set[str] = set()  # stores that were seen to honour conditions, by driver, endpoint and bucket
-
-
-def _require_conditions(store: Bucket, key: str) -> None:
-    """Raise StorageError where a server ignores the conditions of writes. Once a process and bucket.
-
-    Several writes race to create a key, then to replace it, of which one may win each time. One after the other would
-    tell nothing: tensorstore asks with a HEAD whether the condition holds before it writes.
-    """
-    if store.spec in _proven:
-        return
-    for header in ("If-None-Match", "If-Match"):
-        if store.race(key) > 1:
-            raise StorageError(
-                errno.EOPNOTSUPP,
-                f"cannot save to {store.url}: the server ignores the condition {header} of writes, without which two"
-                " saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google Cloud"
-                " Storage do",
-            )
-    store.remove(key)
-    _proven.add(store.spec)
-
-
-@dataclass(frozen=True, slots=True)
-class _Put:
-    """A write under way, which depends on nothing."""
-
-    store: Bucket
-    key: str
-    pending: Any
-
-    written: tuple[int, str]
-    """Length and digest of what is put."""
-
-    def done(self) -> bool:
-        return self.pending.done()
-
-    def result(self) -> tuple[int, str]:
-        what = f"cannot write {self.store.url}/{self.key}"
-        with storage_errors(what):
-            stamp = self.pending.result()
-        if not stamp.generation:  # so tensorstore tells of a condition that failed, though none was set
-            raise StorageError(errno.EIO, f"{what}: the server refused it (HTTP 412)")
-        return self.written
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoder:
-    """Writes objects that are encoded in memory, at once; what is left to wait for is one request."""
-
-    store: Bucket
-    data: str
-    stack: Stack
-    memory: ts.TensorStore
-
-    def write(self, index: tuple[int, ...], pieces: Pieces) -> _Put:
-        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        with storage_errors(f"cannot encode {self.store.url}/{key}"):
-            begin_write(self.memory, pieces).result()
-        content = self.store.encoded(key)
-        view = np.frombuffer(content, np.uint8)
-        digest = zarr.digest(lambda start, stop: view[start:stop], self.stack, len(content))
-        return self.store.begin_put(key, content, digest)
-
-
-class Held:
-    """Objects that are in memory while they are read: each fetched in one request, and checked as a whole."""
-
-    def __init__(self, store: Bucket, data: str) -> None:
-        self._store = store
-        self._data = data
-        self._path = f"jaxckpt-held/{uuid.uuid4().hex}/"
-        self._memory = _in_memory(self._path)
-        self._coming: dict[str, Any] = {}
-        self._here: set[str] = set()
-
-    def fetch(self, key: str) -> None:
-        """Begin to fetch an object, unless that was done before."""
-        if key not in self._coming and key not in self._here:
-            self._coming[key] = self._store.get(f"{self._data}/{key}")
-
-    def problem(self, key: str, stack: Stack, index: tuple[int, ...], length: int, digest: str) -> str | None:
-        """Wait for an object; what is wrong with it, or None where it is as expected, and ready to be read."""
-        if key in self._here:
-            return None
-        with storage_errors(f"cannot read {self._store.url}/{self._data}/{key}", reading=True):
-            found = self._coming.pop(key).result()
-        if found.state != "value":
-            return "is missing"
-        if len(found.value) != length:
-            return f"is {len(found.value)} bytes long, expected {length}"
-        content = np.frombuffer(found.value, np.uint8)
-        for _, reason in zarr.problems(lambda start, stop: content[start:stop], stack, index, length, digest):
-            return reason
-        self._memory.write(key, found.value).result()
-        self._here.add(key)
-        return None
-
-    def array_reader(self, stack: Stack, keys: Iterable[str]) -> TensorReader:
-        """The stack, the objects `keys` of it in memory and all others where they are stored."""
-        folder = f"{stack.name}/"
-        layers: list[dict[str, Any]] = [{"base": self._store.below(f"{self._data}/{folder}")}]
-        for key in keys:
-            base = {"driver": "memory", "path": f"{self._path}{key}"}
-            layers.append({"exact": key.removeprefix(folder), "base": base})
-        return TensorReader(open_spec({"driver": "kvstack", "layers": layers}, stack, self._store.context))
-
-    def drop(self, key: str) -> None:
-        """Nobody reads it any more."""
-        self._here.discard(key)
-        self._memory.write(key, None).result()
-
-    def close(self) -> None:
-        """Nobody reads anything any more: what an error left is let go."""
-        for key in list(self._here):
-            self.drop(key)
 
 
 def _note(content: bytes | None) -> dict[str, Any]:
@@ -513,44 +254,3 @@ def _note(content: bytes | None) -> dict[str, Any]:
 
 def _identity(manifest: bytes | None) -> str | None:
     return None if manifest is None else hashlib.sha256(manifest).hexdigest()
-
-
-def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
-    """tensorstore's spec of a URL: with the endpoint and the region that the environment names, which it does not look
-    for, and with what `Options.storage` says. Raises InputError.
-
-    The variables are those of the AWS command line: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION,
-    AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; without these two, credentials come from wherever
-    tensorstore finds them (profile, instance).
-    """
-    scheme, _, rest = url.partition("://")
-    if "@" in rest.partition("/")[0]:
-        raise InputError(
-            f"path {scheme}://…@{rest.rpartition('@')[2]} has a user's name or password: credentials belong into the"
-            " environment, or into Options.storage"
-        )
-    plain = url.partition("?")[0].partition("#")[0]
-    if plain != url:
-        raise InputError(f"path {plain!r} has a query or a fragment: what they say belongs into Options.storage")
-    try:
-        spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
-    except ValueError as error:
-        raise InputError(f"path {url!r} is no URL that tensorstore takes: {str(error).partition(' [')[0]}") from None
-    if spec["driver"] == "s3":
-        environment = os.environ.get
-        endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
-        region = environment("AWS_REGION") or environment("AWS_DEFAULT_REGION")
-        if endpoint:
-            spec["endpoint"] = endpoint.rstrip("/")
-        if region or endpoint:  # without one, the server is asked first
-            spec["aws_region"] = region or "us-east-1"
-        if environment("AWS_ACCESS_KEY_ID"):
-            spec["aws_credentials"] = {"type": "environment"}
-    for name in ("driver", "bucket", "path"):
-        if name in storage:
-            raise InputError(f"Options.storage must not have {name!r}: the path {url!r} says that")
-    try:
-        ts.KvStore.Spec({**spec, **storage})
-    except (ValueError, TypeError) as error:
-        raise InputError(f"Options.storage does not fit {url!r}: {readable(str(error))}") from None
-    return {**spec, **storage}

@@ -112,8 +112,8 @@ def test_blocks_are_the_chunks_that_a_box_touches_in_order(stack: Stack, data: s
     )
     most = data.draw(st.sampled_from([1, 3 * stack.chunk_stored_bytes, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_zarr, "BLOCK_BYTES", most)
-        found = list(_zarr.blocks(stack, index, part))
+        patch.setattr(_zarr, "RUN_BYTES", most)
+        found = list(_zarr.chunk_runs(stack, index, part))
     touched: list[int] = []
     for block in found:
         assert block.chunks == 1 or block.chunks * stack.chunk_stored_bytes <= most
@@ -385,12 +385,12 @@ def test_a_boolean_is_true_or_false(tmp_path: Path) -> None:
 def test_threads_that_come_first_at_once_start_the_workers_once(run_python: RunPython) -> None:
     program = """
 import os, sys, threading
-from jaxckpt._storage import files as _files
+from jaxckpt._storage import workers as _workers
 sys.setswitchinterval(1e-6)
 together = threading.Barrier(8)
 def submit():
     together.wait()
-    _files.submit(lambda: None).result()
+    _workers.submit(lambda: None).result()
 threads = [threading.Thread(target=submit) for _ in range(8)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
