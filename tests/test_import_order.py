@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 
-TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "fetching", "folder_objects", "bucket_objects", "bucket")]
+TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "fetching", "folder", "bucket")]
 """The modules that may import tensorstore."""
 
 FLOORS = [

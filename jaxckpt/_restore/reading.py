@@ -82,7 +82,7 @@ def read(
         filling = _Filling(step, DTYPES[stacks[stack].dtype], window, delivery)
         if stack not in arrays:
             plan = (read.boxes for planned_step in planned[stack] for read in planned_step.reads)
-            arrays[stack] = source.array_reader(stack, plan, read_bytes(options.host_bytes))
+            arrays[stack] = source.array_reader(stack, plan)
         for read in step.reads:
             held_bytes = arrays[stack].held_bytes(read.boxes)
             window.take(read.held_bytes + held_bytes)

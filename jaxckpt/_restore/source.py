@@ -48,7 +48,7 @@ class Source(Protocol):
         """Raise DataError unless the small files that describe these stacks are as they were saved."""
         ...
 
-    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = (), most_bytes: int = 0) -> ArrayReader:
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         """Reads boxes of a stack, as `Objects.array_reader`."""
         ...
 
@@ -82,10 +82,10 @@ class Native:
         if problems:
             raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
 
-    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = (), most_bytes: int = 0) -> ArrayReader:
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         manifest = self.manifest
         stored = manifest.stacks[stack].objects
-        return self.store.array_reader(manifest.data, manifest.arrays[stack], stored, plan, most_bytes)
+        return self.store.array_reader(manifest.data, manifest.arrays[stack], stored, plan)
 
     def fate(self) -> str | None:
         try:
@@ -186,7 +186,7 @@ class Foreign:
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass
 
-    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = (), most_bytes: int = 0) -> ArrayReader:
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         return _BlockReader(self.blocks[stack])
 
     def fate(self) -> str | None:

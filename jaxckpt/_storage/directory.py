@@ -30,7 +30,6 @@ class Directory(Protocol):
 
     def above(self) -> tuple[Self, str] | None:
         """The directory that this one is in, and its name there; None at the top."""
-        ...
 
     def mark(self, name: str) -> None:
         """Note that a folder directly below may hold a checkpoint, if listing all keys would be the way to know."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +61,7 @@ class EncodingWriter:
 
 @dataclass(slots=True)
 class _Object:
-    """An object that boxes are read of."""
+    """An object that is fetched whole."""
 
     index: tuple[int, ...]
     key: str
@@ -111,12 +113,13 @@ class FetchingReader(ArrayReader):
     ) -> None:
         self._url = url  # these three are of the stack's folder
         self._keys = keys
-        self._base = base
         self._stack = stack
         self._objects = objects
-        self._context = _own_memory(context)
-        self._memory = ts.KvStore.open(_in_memory(), context=self._context).result()
-        self._direct = TensorReader(open_array(base, stack, context))
+        context = _own_memory(context)
+        self._memory = ts.KvStore.open(_in_memory(), context=context).result()
+        layers = [{"exact": one.key, "base": _in_memory(one.key)} for one in objects.values()]
+        layered = {"driver": "kvstack", "layers": [{"base": base}, *layers]} if layers else base
+        self._array = TensorReader(open_array(layered, stack, context))
 
     def _fetched(self, box: Box) -> list[_Object]:
         """The objects that a box touches and that are fetched whole."""
@@ -129,91 +132,66 @@ class FetchingReader(ArrayReader):
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
         touched = [self._fetched(box) for box, _ in wanted]
         if not any(touched):
-            return self._direct.read(wanted)
-        reading = _Reading(self, wanted, touched)
-        for one in reading.objects.values():
+            return self._array.read(wanted)
+        for one in itertools.chain.from_iterable(touched):
             if one.coming is None and not one.is_here:
                 one.coming = self._keys.read(one.key)
-        return [_BoxOfReading(reading, number) for number in range(len(wanted))]
+        land = functools.cache(functools.partial(self._land, wanted, touched))
+        return [_Box(land, number) for number in range(len(wanted))]
 
-    def problem(self, one: _Object) -> str | None:
-        """Wait for an object; what is wrong with it, or None if it is in memory now."""
-        if one.is_here:
-            return None
-        assert one.coming is not None
-        with storage_errors(f"cannot read {self._url}{one.key}", reading=True):
-            found = one.coming.result()
-        one.coming = None
-        if found.state != "value":
-            return f"{self._url}{one.key} is missing"
-        if len(found.value) != one.length:
-            return f"{self._url}{one.key} is {len(found.value)} bytes long, expected {one.length}"
-        content = np.frombuffer(found.value, np.uint8)
-        read = lambda start, stop: content[start:stop]  # noqa: E731
-        for _, reason in zarr.problems(read, self._stack, one.index, one.length, one.digest):
-            return f"{self._url}{one.key} {reason}"
-        self._memory.write(one.key, found.value).result()
-        one.is_here = True
-        return None
-
-    def decode(self, objects: Iterable[_Object], wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        """Start to read boxes, of these objects from memory and of others from the store."""
-        layers: list[dict[str, Any]] = [{"base": self._base}]
-        layers += [{"exact": one.key, "base": _in_memory(one.key)} for one in objects]
-        stacked = open_array({"driver": "kvstack", "layers": layers}, self._stack, self._context)
-        return TensorReader(stacked).read(wanted)
-
-    def drop(self, objects: Iterable[_Object]) -> None:
-        """One read takes nothing more of these objects."""
-        for one in objects:
+    def _land(
+        self, wanted: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
+    ) -> list[Exception | None]:
+        """Wait for the objects of a read and decode its boxes; for each box its error."""
+        objects = {one.key: one for one in itertools.chain.from_iterable(touched)}
+        problems = {key: self._problem(one) for key, one in objects.items()}
+        errors: list[Exception | None] = [
+            next((DataError(found) for one in ones if (found := problems[one.key])), None) for ones in touched
+        ]
+        sound = [number for number, error in enumerate(errors) if error is None]
+        for number, pending in zip(sound, self._array.read([wanted[number] for number in sound]), strict=True):
+            try:
+                pending.result()
+            except (ValueError, NotImplementedError) as error:  # tensorstore's
+                errors[number] = error
+        for one in objects.values():
             one.reads -= 1
             if not one.reads:
                 one.is_here = False
                 self._memory.write(one.key, None).result()
+        return errors
 
-
-class _Reading:
-    """A read of several boxes, whose objects are on their way."""
-
-    def __init__(
-        self, reader: FetchingReader, wanted: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
-    ) -> None:
-        self.objects = {one.key: one for objects in touched for one in objects}
-        self._reader = reader
-        self._wanted = wanted
-        self._touched = touched
-        self._to_come = len(wanted)
-        self._problems: dict[str, str] = {}
-        self._pending: dict[int, Pending] | None = None
-
-    def result(self, number: int) -> None:
-        """Wait for one of the boxes."""
-        if self._pending is None:
-            self._pending = self._begin()
-        for one in self._touched[number]:
-            if one.key in self._problems:
-                raise DataError(self._problems[one.key])
-        self._pending[number].result()
-        self._to_come -= 1
-        if not self._to_come:
-            self._reader.drop(self.objects.values())
-
-    def _begin(self) -> dict[int, Pending]:
-        """Wait for the objects, and start to decode the boxes that are sound."""
-        for key, one in self.objects.items():
-            if problem := self._reader.problem(one):
-                self._problems[key] = problem
-        sound = [n for n, found in enumerate(self._touched) if not any(one.key in self._problems for one in found)]
-        if not sound:
-            return {}
-        here = [one for key, one in self.objects.items() if key not in self._problems]
-        return dict(zip(sound, self._reader.decode(here, [self._wanted[n] for n in sound]), strict=True))
+    def _problem(self, one: _Object) -> str | None:
+        """Wait for an object; what is wrong with it, or None if it is in memory now."""
+        if one.is_here:
+            return None
+        where = f"{self._url}{one.key}"
+        assert one.coming is not None
+        with storage_errors(f"cannot read {where}", reading=True):
+            found = one.coming.result()
+        one.coming = None
+        if found.state != "value":
+            return f"{where} is missing"
+        if len(found.value) != one.length:
+            return f"{where} is {len(found.value)} bytes long, expected {one.length}"
+        content = np.frombuffer(found.value, np.uint8)
+        problems = zarr.problems(
+            lambda start, stop: content[start:stop], self._stack, one.index, one.length, one.digest
+        )
+        for _, reason in problems:
+            return f"{where} {reason}"
+        self._memory.write(one.key, found.value).result()
+        one.is_here = True
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class _BoxOfReading:
-    reading: _Reading
+class _Box:
+    """A box of a read, which lands as a whole."""
+
+    land: Callable[[], list[Exception | None]]
     number: int
 
     def result(self) -> None:
-        self.reading.result(self.number)
+        if error := self.land()[self.number]:
+            raise error

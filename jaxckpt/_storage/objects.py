@@ -54,12 +54,10 @@ class Objects(Protocol):
         stack: Stack,
         stored: Mapping[str, tuple[int, str]],
         plan: Iterable[Sequence[Box]] = (),
-        most_bytes: int = 0,
     ) -> ArrayReader:
         """Of a stack whose objects have these lengths and digests, by place in the grid.
 
-        `plan` has the boxes of each read to come. A read may hold `most_bytes` of an object in addition to its boxes.
-        Nothing is read: the array's metadata is built from the manifest.
+        `plan` has the boxes of each read to come. Nothing is read: the array's metadata is built from the manifest.
         """
         ...
 
@@ -91,6 +89,7 @@ class ArrayReader(abc.ABC):
     @abc.abstractmethod
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
         """Start to read boxes, each into an array of its shape; neighbours are read together."""
+        ...
 
     def held_bytes(self, boxes: Sequence[Box]) -> int:
         """Bytes that a read of these boxes holds, in addition to the arrays, until all its results are there."""

@@ -64,26 +64,40 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
-    """Have a piece of work done by the threads that move bytes; it must not wait for another such piece."""
+    """Have the threads that move bytes do some work, which must not wait for other such work."""
     return _workers.submit(work)
 
 
 @dataclass(frozen=True, slots=True)
-class All:
-    """Several pieces of work as one."""
+class Then:
+    """Work under way, and what makes its result."""
 
-    parts: Sequence[Any]
-    """Tasks, futures of another library, or others of this kind."""
+    pending: Any
+    finish: Callable[[Any], Any]
+    """Called with the work, whose own result may raise."""
 
     def done(self) -> bool:
-        return all(part.done() for part in self.parts)
+        return self.pending.done()
+
+    def result(self) -> Any:
+        return self.finish(self.pending)
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """Several works as one."""
+
+    works: Sequence[Any]
+
+    def done(self) -> bool:
+        return all(work.done() for work in self.works)
 
     def result(self) -> None:
         """Raises what the first of them raised, once none is under way: they write into the caller's memory."""
         error = None
-        for part in self.parts:
+        for work in self.works:
             try:
-                part.result()
+                work.result()
             except Exception as found:
                 error = error or found
         if error is not None:
