@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,12 @@ def offences(module: str, source: str) -> list[str]:
         elif package == "orbax" and name in imports.on_load and module != "orbax":
             found.append(f"{name}: it takes seconds; import it in the function that uses it")
     return found
+
+
+def test_reading_a_manifest_loads_no_tensorstore() -> None:
+    command = [sys.executable, str(Path(__file__).parent / "programs" / "manifest_imports.py"), str(PACKAGE)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    assert "tensorstore" not in loaded
 
 
 def test_the_top_is_small() -> None:

@@ -332,8 +332,7 @@ class _Layouts:
         self.meshes = list(manifest.meshes)
         self.layouts = list(manifest.layouts)
         if self._axes is not None:
-            n_devices = int(np.prod(list(self._axes.values())))
-            self.meshes = [MeshRecord(self._axes, list(range(n_devices)), ["Auto"] * len(self._axes))]
+            self.meshes = [MeshRecord.numbered(tuple(self._axes.items()))]
             self.layouts = []
 
     def _as_leaf(self, leaf: LeafRecord) -> Any:

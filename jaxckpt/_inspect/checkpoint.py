@@ -610,7 +610,7 @@ def _where(goal: Goal) -> Where:
     if sharding is None:
         return Where("", "default device" if goal.kind in ("jax", "key") else "host")
     if isinstance(sharding, PlannedSharding):
-        mesh, spec = _planned_mesh(sharding.axes), sharding.spec
+        mesh, spec = MeshRecord.numbered(sharding.axes), sharding.spec
         return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, Mesh):
         mesh, spec = _real_mesh(sharding.mesh), spec_of(sharding.spec)
@@ -621,12 +621,6 @@ def _where(goal: Goal) -> Where:
 
 
 # Thousands of leaves share a mesh of thousands of devices.
-@functools.lru_cache(maxsize=16)
-def _planned_mesh(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
-    n_devices = math.prod(size for _, size in axes)
-    return MeshRecord(dict(axes), list(range(n_devices)), ["Auto"] * len(axes))
-
-
 @functools.lru_cache(maxsize=16)
 def _real_mesh(mesh: Mesh) -> MeshRecord:
     return MeshRecord(dict(mesh.shape), [device.id for device in mesh.devices.flat], ["Auto"] * len(mesh.shape))
