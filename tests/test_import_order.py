@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
+
+TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "fetching", "folder", "bucket")]
+"""The modules that may import tensorstore."""
 
 FLOORS = [
     "__main__",
@@ -71,7 +76,7 @@ def offences(module: str, source: str) -> list[str]:
             found.append(f"{name}: import from the private module that has it")
         elif package == "jaxckpt" and FLOORS.index(inner) < FLOORS.index(here):
             found.append(f"{name}: {inner} is above {here}")
-        elif package == "tensorstore" and module not in ("_storage.store", "_storage.folder", "_storage.bucket"):
+        elif package == "tensorstore" and module not in TENSORSTORE:
             found.append(f"{name}: only the stores do")
         elif (package, inner) == ("jax", "_src") and module != "_runtime.processes":
             found.append(f"{name}: only _runtime.processes does, for the coordination service")
@@ -80,6 +85,12 @@ def offences(module: str, source: str) -> list[str]:
         elif package == "orbax" and name in imports.on_load and module != "orbax":
             found.append(f"{name}: it takes seconds; import it in the function that uses it")
     return found
+
+
+def test_reading_a_manifest_loads_no_tensorstore() -> None:
+    command = [sys.executable, str(Path(__file__).parent / "programs" / "manifest_imports.py"), str(PACKAGE)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    assert "tensorstore" not in loaded
 
 
 def test_the_top_is_small() -> None:
@@ -136,7 +147,7 @@ def test_modules_of_a_folder_import_each_other_in_one_direction() -> None:
         ("_format.stacks", "if TYPE_CHECKING:\n    pass\nelse:\n    from jaxckpt._storage.store import Store", False),
         ("_inspect.checkpoint", "import jaxckpt", False),
         ("_inspect.checkpoint", "from jaxckpt import restore", False),
-        ("_storage.store", "import tensorstore as ts", True),
+        ("_storage.tensors", "import tensorstore as ts", True),
         ("_inspect.checkpoint", "from tensorstore import open", False),
         ("_runtime.processes", "from jax._src import distributed", True),
         ("_format.stacks", "from jax import _src", False),

@@ -7,6 +7,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,8 +94,14 @@ def assert_pieces(array: jax.Array, expected: np.ndarray[Any, Any]) -> None:
 # Any tree, any mesh ---------------------------------------------------------------------------------------
 
 
+def engines(draw: st.DrawFn) -> tuple[jaxckpt.Options, jaxckpt.Options]:
+    """Options of a save and of a restore: each engine reads what the other wrote."""
+    options, engine = draw(st.sampled_from(OPTIONS)), st.sampled_from(["auto", "tensorstore"])
+    return replace(options, io=draw(engine)), replace(options, io=draw(engine))
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, jaxckpt.Options, dict[str, int]]:
+def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, tuple[jaxckpt.Options, jaxckpt.Options], dict[str, int]]:
     """A tree, another mesh, the tree as a target on other shardings, options, and what counts as large."""
     on = draw(strategies.mesh_sets())
     tree = draw(strategies.trees(on))
@@ -105,7 +112,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, jaxckpt.Options, dict[str, i
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=draw(shardings(leaf.shape, [other, *on])))
 
-    return tree, other, jax.tree.map(target, tree), draw(st.sampled_from(OPTIONS)), draw(st.sampled_from(SIZES))
+    return tree, other, jax.tree.map(target, tree), engines(draw), draw(st.sampled_from(SIZES))
 
 
 def on_other_mesh(leaf: jax.Array, other: Mesh) -> NamedSharding:
@@ -128,12 +135,12 @@ def shares_no_axis(tree: Any, other: Mesh) -> bool:
 
 @given(cases())
 def test_every_tree_comes_back_bit_for_bit(
-    case: tuple[Any, Mesh, Any, jaxckpt.Options, dict[str, int]],
+    case: tuple[Any, Mesh, Any, tuple[jaxckpt.Options, jaxckpt.Options], dict[str, int]],
 ) -> None:
-    tree, other, target, options, sizes = case
+    tree, other, target, (saving, options), sizes = case
     with tempfile.TemporaryDirectory() as folder, with_sizes(sizes):
         path = Path(folder, "ckpt")
-        info = jaxckpt.save(path, tree, options=options)
+        info = jaxckpt.save(path, tree, options=saving)
         assert info.leaves == len(jax.tree.leaves(tree))
 
         as_saved = jaxckpt.restore(path, options=options)
@@ -149,7 +156,7 @@ def test_every_tree_comes_back_bit_for_bit(
         for one, wanted in zip(jax.tree.leaves(targeted), jax.tree.leaves(target), strict=True):
             assert not isinstance(wanted, jax.ShapeDtypeStruct) or one.sharding == wanted.sharding
 
-        carried = jaxckpt.Options(indivisible="replicate")
+        carried = jaxckpt.Options(indivisible="replicate", io=options.io)
         if shares_no_axis(tree, other):
             with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
                 jaxckpt.restore(path, mesh=other, options=carried)
@@ -160,7 +167,7 @@ def test_every_tree_comes_back_bit_for_bit(
                 if isinstance(saved, jax.Array):
                     assert one.sharding.is_equivalent_to(on_other_mesh(saved, other), saved.ndim)
 
-        on_host = jaxckpt.load_numpy(path)
+        on_host = jaxckpt.load_numpy(path, options=options)
         assert shape_of(on_host) == shape_of(tree)
         for one, saved in zip(jax.tree.leaves(on_host), jax.tree.leaves(tree), strict=True):
             assert not isinstance(one, jax.Array)
@@ -177,10 +184,10 @@ def test_any_mesh_to_any_mesh(data: st.DataObject) -> None:
     array = bits(dtype, shape, data.draw(st.integers(0, 99)))
     saved = jax.device_put(array, NamedSharding(before, fitting(data.draw, before, shape)))
     wanted = NamedSharding(after, fitting(data.draw, after, shape))
-    options = data.draw(st.sampled_from(OPTIONS))
+    saving, options = engines(data.draw)
     sizes = data.draw(st.sampled_from(SIZES))
     with tempfile.TemporaryDirectory() as folder, with_sizes(sizes):
-        jaxckpt.save(f"{folder}/ckpt", saved, options=options)
+        jaxckpt.save(f"{folder}/ckpt", saved, options=saving)
         restored = jaxckpt.restore(f"{folder}/ckpt", wanted, options=options)
         assert restored.sharding == wanted
         assert_pieces(restored, array)
@@ -194,15 +201,15 @@ def test_stored_in_another_layout_it_is_the_same(data: st.DataObject) -> None:
     arrays = [bits(np.dtype("float32"), shape, number) for number, shape in enumerate(shapes)]
     tree = [jax.device_put(array, data.draw(shardings(array.shape, on))) for array in arrays]
     specs = [fitting(data.draw, other, shape) for shape in shapes]
-    options = data.draw(st.sampled_from(OPTIONS))
+    saving, options = engines(data.draw)
     sizes = data.draw(st.sampled_from(SIZES))
     with tempfile.TemporaryDirectory() as folder, with_sizes(sizes):
-        jaxckpt.save(f"{folder}/ckpt", tree, mesh=other, specs=specs, options=options)
+        jaxckpt.save(f"{folder}/ckpt", tree, mesh=other, specs=specs, options=saving)
         restored = jaxckpt.restore(f"{folder}/ckpt", options=options)
         for one, array, spec in zip(restored, arrays, specs, strict=True):
             assert one.sharding == NamedSharding(other, spec)
             assert_pieces(one, array)
-        for one, array in zip(jaxckpt.load_numpy(f"{folder}/ckpt"), arrays, strict=True):
+        for one, array in zip(jaxckpt.load_numpy(f"{folder}/ckpt", options=options), arrays, strict=True):
             assert raw(one) == raw(array)
 
 
@@ -225,8 +232,10 @@ def test_64_bits_come_back_where_jax_has_them(data: st.DataObject) -> None:
         assert_same(moved, tree)
 
 
+@pytest.mark.parametrize("by", [("auto", "auto"), ("auto", "tensorstore"), ("tensorstore", "auto")], ids="-".join)
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_bit_pattern_of_every_dtype_comes_back(name: str, tmp_path: Path) -> None:
+def test_every_bit_pattern_of_every_dtype_comes_back(name: str, by: tuple[Any, Any], tmp_path: Path) -> None:
+    saving, options = (replace(QUICK, io=io) for io in by)
     dtype = DTYPES[name]
     if dtype.itemsize == 1 and name.startswith(("float8", "int8", "uint8")):
         array = np.arange(256, dtype=np.uint8).view(dtype)
@@ -237,10 +246,10 @@ def test_every_bit_pattern_of_every_dtype_comes_back(name: str, tmp_path: Path) 
     mesh = Mesh(np.array(jax.devices()), ("x",))
     with jax.enable_x64(name in strategies.WIDE_DTYPES):
         tree = {"host": array, "split": jax.device_put(array, NamedSharding(mesh, P("x")))}
-        jaxckpt.save(tmp_path / "c", tree, options=QUICK)
-        assert_same(jaxckpt.restore(tmp_path / "c"), tree)
-        assert_pieces(jaxckpt.restore(tmp_path / "c", mesh=mesh)["split"], array)
-    assert raw(jaxckpt.load_numpy(tmp_path / "c")["split"]) == raw(array)
+        jaxckpt.save(tmp_path / "c", tree, options=saving)
+        assert_same(jaxckpt.restore(tmp_path / "c", options=options), tree)
+        assert_pieces(jaxckpt.restore(tmp_path / "c", mesh=mesh, options=options)["split"], array)
+    assert raw(jaxckpt.load_numpy(tmp_path / "c", options=options)["split"]) == raw(array)
 
 
 # Large leaves ---------------------------------------------------------------------------------------------

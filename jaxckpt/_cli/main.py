@@ -431,10 +431,9 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         raise NotACheckpointError(f"{path} was deleted meanwhile")
     store.unpublish(sync=options.sync)
     store.clear()
-    above, _, name = path.rstrip("/").rpartition("/")
-    # An object store keeps a list of steps; this one may have been published again meanwhile.
-    if "://" in above and local_path(path) is None and store.read(MANIFEST) is None:
-        store_at(above, options).unmark(name)
+    # A directory may keep a list of steps; this one may have been published again meanwhile.
+    if (above := store.above()) and store.read(MANIFEST) is None:
+        above[0].unmark(above[1])
     left = store.names()
     _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
     if left:

@@ -26,11 +26,11 @@ from jaxckpt._cli.terminal import (
     terminal_width,
 )
 from jaxckpt._format.grid import show_axes, show_spec, spec_of
+from jaxckpt._format.pieces import Array
 from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
 from jaxckpt._runtime.errors import InputError, counted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
-from jaxckpt._storage.store import Array
 
 _SHOWN_BYTES = 16 << 20
 """Of an array that `cat` shows."""

@@ -39,8 +39,8 @@ from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
+from jaxckpt._storage.errors import storage_errors
 from jaxckpt._storage.place import local_path
-from jaxckpt._storage.store import storage_errors
 
 
 def convert(
@@ -333,8 +333,7 @@ class _Layouts:
         self.meshes = list(manifest.meshes)
         self.layouts = list(manifest.layouts)
         if self._axes is not None:
-            n_devices = int(np.prod(list(self._axes.values())))
-            self.meshes = [MeshRecord(self._axes, list(range(n_devices)), ["Auto"] * len(self._axes))]
+            self.meshes = [MeshRecord.numbered(tuple(self._axes.items()))]
             self.layouts = []
 
     def _as_leaf(self, leaf: LeafRecord) -> Any:

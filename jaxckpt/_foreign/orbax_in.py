@@ -38,9 +38,11 @@ from jaxckpt._format.tree import DTYPES, MAX_DEPTH, Container, Tree, component, 
 from jaxckpt._restore.source import Foreign, ForeignArray, Native, StartedBlock, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing
 from jaxckpt._runtime.options import Options
+from jaxckpt._storage.errors import storage_errors
 from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.objects import MOST_BYTES, ArrayReader, Pending
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.store import MANIFEST_LIMIT_BYTES, ArrayFolder, ArrayReader, Pending, storage_errors
+from jaxckpt._storage.tensors import ArrayFolder
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder whose save is under way, or died."""
@@ -175,8 +177,8 @@ def _decoded(path: str, form: type[_T]) -> _T | None:
         return None
     with opened(path) as handle:
         size = os.fstat(handle).st_size
-        if size > MANIFEST_LIMIT_BYTES:
-            raise DataError(f"{path} is {size} bytes long; at most {MANIFEST_LIMIT_BYTES} are read")
+        if size > MOST_BYTES:
+            raise DataError(f"{path} is {size} bytes long; at most {MOST_BYTES} are read")
         text = os.read(handle, 0) + b"".join(iter(lambda: os.read(handle, 1 << 24), b""))
     return _converted(path, text, form)
 

@@ -204,13 +204,7 @@ def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, 
         numbers = [functools.reduce(lambda n, axis: n * axes[axis] + place[axis], names, 0) for names in dims]
         boxes[rank] = tuple((n * side, (n + 1) * side) for n, side in zip(numbers, first.shape, strict=True))
     shape = tuple(side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, dims, strict=True))
-    return replace(from_boxes(path, parts, boxes, shape), mesh=_mesh(tuple(axes.items())), spec=spec)
-
-
-@functools.lru_cache(maxsize=64)
-def _mesh(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
-    """Devices numbered row by row: one record for all arrays that lay on such a mesh."""
-    return MeshRecord(dict(axes), list(range(math.prod(side for _, side in axes))), ["Auto"] * len(axes))
+    return replace(from_boxes(path, parts, boxes, shape), mesh=MeshRecord.numbered(tuple(axes.items())), spec=spec)
 
 
 def from_boxes(

@@ -37,6 +37,12 @@ class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     types: list[str]
     """For each axis: "Auto", "Explicit" or "Manual"."""
 
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def numbered(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
+        """A mesh of these axes on devices 0, 1, …: one record for all leaves on such a mesh."""
+        return MeshRecord(dict(axes), list(range(math.prod(size for _, size in axes))), ["Auto"] * len(axes))
+
 
 class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How leaves lay on devices when they were saved: on a mesh by a spec, or on one device they were committed to.
@@ -105,32 +111,17 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @classmethod
     def of(cls, stack: Stack, objects: dict[str, tuple[int, str]]) -> StackRecord:
-        return cls(
-            stack.name,
-            stack.dtype,
-            list(stack.shape),
-            stack.rows,
-            list(stack.chunk),
-            list(stack.object),
-            hashlib.sha256(zarr.metadata(stack)).hexdigest(),
-            objects,
-            stack.compression,
-        )
+        sides = list(stack.chunk), list(stack.object)
+        sha256 = hashlib.sha256(zarr.metadata(stack)).hexdigest()
+        return cls(stack.name, stack.dtype, list(stack.shape), stack.rows, *sides, sha256, objects, stack.compression)
 
     def stored(self, index: tuple[int, ...]) -> tuple[int, str]:
         """Length and digest of the object at a place in the grid."""
         return self.objects["/".join(map(str, index))]
 
     def stack(self) -> Stack:
-        return Stack(
-            self.name,
-            self.dtype,
-            tuple(self.shape),
-            self.rows,
-            tuple(self.chunk),
-            tuple(self.object),
-            self.compression,
-        )
+        sides = tuple(self.chunk), tuple(self.object)
+        return Stack(self.name, self.dtype, tuple(self.shape), self.rows, *sides, self.compression)
 
 
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -21,7 +21,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ReadRange = Callable[[int, int], Bytes]
 """(start, stop) → these bytes of an object, valid until the next call."""
 
-BLOCK_BYTES = 1 << 20
+RUN_BYTES = 1 << 20
 """Bytes of chunks that are gathered, checksummed and written, or read, together: they stay in a core's cache."""
 
 WINDOW_BYTES = 4 << 20
@@ -114,7 +114,7 @@ def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ChunkRun:
     """Chunks that follow each other in an object, and in C order make up one box."""
 
     first: int
@@ -126,15 +126,15 @@ class Block:
     """What they hold of the stack, were it not to end before."""
 
 
-def blocks(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Block]:
-    """The chunks of an object that `part`, a box of the stack in it, touches, in order; no block is much larger than
-    `BLOCK_BYTES` unless a chunk is."""
+def chunk_runs(stack: Stack, index: tuple[int, ...], wanted: Box) -> Iterator[ChunkRun]:
+    """The chunks of an object that a box within it touches, in order; no run is much larger than `RUN_BYTES` unless a
+    chunk is."""
     counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
     first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
-    ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched(wanted, stack.chunk), first_chunks, strict=True)]
     # Chunks are neighbours along one dimension: those after it have one chunk, in those before it a chunk is 1 long.
     along = max((dim for dim, count in enumerate(counts) if count > 1), default=0)
-    most = max(1, BLOCK_BYTES // stack.chunk_stored_bytes) if all(c == 1 for c in stack.chunk[:along]) else 1
+    most = max(1, RUN_BYTES // stack.chunk_stored_bytes) if all(c == 1 for c in stack.chunk[:along]) else 1
     strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
     for lead in itertools.product(*(range(*bounds) for bounds in ranges[:along])):
         begun, end = ranges[along]
@@ -144,7 +144,7 @@ def blocks(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Block]:
                 ((f + a) * c, (f + b) * c) for (a, b), f, c in zip(places, first_chunks, stack.chunk, strict=True)
             )
             first = sum(a * stride for (a, _), stride in zip(places, strides, strict=True))
-            yield Block(first, min(at + most, end) - at, box)
+            yield ChunkRun(first, min(at + most, end) - at, box)
 
 
 def problems(

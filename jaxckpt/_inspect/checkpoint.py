@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._format.layouts import Placement, PlannedSharding, Specs, distinct, partition_spec, placement, show_layout
+from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, closest, decode_value, show, unflatten
 from jaxckpt._inspect.drawing import (
@@ -40,7 +41,6 @@ from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.manifests import load_states
-from jaxckpt._storage.store import Array
 
 
 def open(path: Location, *, options: Options | None = None) -> Checkpoint:
@@ -610,7 +610,7 @@ def _where(goal: Goal) -> Where:
     if sharding is None:
         return Where("", "default device" if goal.kind in ("jax", "key") else "host")
     if isinstance(sharding, PlannedSharding):
-        mesh, spec = _planned_mesh(sharding.axes), sharding.spec
+        mesh, spec = MeshRecord.numbered(sharding.axes), sharding.spec
         return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, Mesh):
         mesh, spec = _real_mesh(sharding.mesh), spec_of(sharding.spec)
@@ -621,12 +621,6 @@ def _where(goal: Goal) -> Where:
 
 
 # Thousands of leaves share a mesh of thousands of devices.
-@functools.lru_cache(maxsize=16)
-def _planned_mesh(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
-    n_devices = math.prod(size for _, size in axes)
-    return MeshRecord(dict(axes), list(range(n_devices)), ["Auto"] * len(axes))
-
-
 @functools.lru_cache(maxsize=16)
 def _real_mesh(mesh: Mesh) -> MeshRecord:
     return MeshRecord(dict(mesh.shape), [device.id for device in mesh.devices.flat], ["Auto"] * len(mesh.shape))

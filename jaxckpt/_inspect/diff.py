@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxckpt._format.grid import Box, cut_down, volume, whole
+from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.tree import DTYPES, Select, Structure, decode_value, prune, selector, show
 from jaxckpt._restore.reading import read_box
@@ -19,7 +20,6 @@ from jaxckpt._restore.target import Goal
 from jaxckpt._runtime.errors import counted, listing
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting
-from jaxckpt._storage.store import Array
 
 _TOGETHER = 1 << 18
 """Elements that are compared at once."""

@@ -22,7 +22,7 @@ from jaxckpt._restore.source import Foreign, Location, Native, source_at
 from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
-from jaxckpt._storage.store import Store
+from jaxckpt._storage.objects import Objects
 
 _THREADS = 8
 T = TypeVar("T")
@@ -225,7 +225,7 @@ def _files(manifest: Manifest) -> Iterator[_File]:
             yield _File(key, stack, index, box, length, digest, rows.get(number, {}))
 
 
-def _check(store: Store, file: _File) -> list[Problem]:
+def _check(store: Objects, file: _File) -> list[Problem]:
     found: list[Problem] = []
     try:
         with store.ranges(file.key) as read:
@@ -244,7 +244,7 @@ def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield f"{manifest.data}/{manifests.state_name(process)}", sha256
 
 
-def _check_small(store: Store, file: tuple[str, str]) -> list[Problem]:
+def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     key, sha256 = file
     try:
         content = store.read(key)

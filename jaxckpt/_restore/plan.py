@@ -90,6 +90,10 @@ class Read:
     held_bytes: int
     """Bytes of host memory it takes beside the buffers: the chunks as they are stored, and what is staged."""
 
+    @property
+    def boxes(self) -> list[Box]:
+        return [region.box for region in self.regions]
+
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:

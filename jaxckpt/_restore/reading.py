@@ -17,18 +17,17 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxckpt._format import zarr
 from jaxckpt._format.grid import Box, cut_down, extent, intersection, volume, whole, within
-from jaxckpt._format.records import Manifest
-from jaxckpt._format.stacks import Stack, indexed_objects_of
+from jaxckpt._format.pieces import Array
+from jaxckpt._format.stacks import Stack
 from jaxckpt._format.tree import DTYPES
 from jaxckpt._restore.plan import Read, ReadStep, Region, Run, Want, plan_read, read_bytes
-from jaxckpt._restore.source import Native, Source, leaves_at
+from jaxckpt._restore.source import Source, leaves_at
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report, unseen
-from jaxckpt._storage.bucket import Bucket, Held
-from jaxckpt._storage.store import Array, ArrayReader, Pending, aligned_empty, storage_errors
+from jaxckpt._storage.errors import storage_errors
+from jaxckpt._storage.objects import ArrayReader, Pending
 
 
 @contextlib.contextmanager
@@ -71,110 +70,27 @@ def read(
     report: Report,
 ) -> None:
     """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
-    source.require_metadata(list(dict.fromkeys(step.stack for step in steps)))
+    planned: dict[int, list[ReadStep]] = {}
+    for step in steps:
+        planned.setdefault(step.stack, []).append(step)
+    source.require_metadata(list(planned))
     window = _Window(options.host_bytes)
     arrays: dict[int, ArrayReader] = {}
-    with contextlib.ExitStack() as ended:
-        fetched = None
-        if isinstance(source, Native) and isinstance(source.store, Bucket):
-            fetched = _Fetched(source.store, source.manifest, stacks, steps, options)
-            ended.callback(fetched.close)
-        for step in steps:
-            stack = stacks[step.stack]
-            window.take(step.held_bytes)
-            filling = _Filling(step, DTYPES[stack.dtype], window, delivery)
-            if step.stack not in arrays and fetched is None:
-                arrays[step.stack] = source.array_reader(step.stack)
-            for read in step.reads:
-                window.take(read.held_bytes)
-                leaves = functools.partial(leaves_at, source.manifest, step.stack)
-                reading = _Reading(read, filling, report, leaves)
-                if fetched is None:
-                    reading.begin(arrays[step.stack])
-                    window.later(reading.land)
-                else:
-                    fetched.begin(step.stack, read, reading, window)
-        window.drain()
-
-
-@dataclass(slots=True)
-class _Touched:
-    """An object that will be read from."""
-
-    index: tuple[int, ...]
-    key: str
-    length: int
-    digest: str
-    n_elements: int
-    wanted: int = 0
-    """Elements that are wanted of it."""
-
-    uses: int = 0
-    """Reads that have yet to take something of it."""
-
-
-class _Fetched:
-    """Objects of an object store that are wanted whole: each is fetched in one request, checked, and read in memory."""
-
-    def __init__(
-        self, store: Bucket, manifest: Manifest, stacks: Sequence[Stack], steps: Sequence[ReadStep], options: Options
-    ) -> None:
-        self._store = store
-        self._manifest = manifest
-        self._stacks = stacks
-        self._held = Held(store, manifest.data)
-        self._most_bytes = read_bytes(options.host_bytes)
-        self._touched: dict[int, dict[tuple[int, ...], _Touched]] = {}
-        for step in steps:
-            found = self._touched.setdefault(step.stack, {})
-            for region in step.regions:
-                for index, part, obj in indexed_objects_of(stacks[step.stack], region.box):
-                    if index not in found:
-                        key = zarr.object_key(stacks[step.stack], index)
-                        found[index] = _Touched(index, key, *manifest.stacks[step.stack].stored(index), volume(obj))
-                    found[index].wanted += volume(part)
-        for step in steps:
-            for read in step.reads:
-                for one in self._of(step.stack, read):
-                    one.uses += 1
-
-    def _of(self, number: int, read: Read) -> list[_Touched]:
-        """The objects that a read wants something of, and that are fetched whole."""
-        found = self._touched[number]
-        indices = {
-            index for region in read.regions for index, _, _ in indexed_objects_of(self._stacks[number], region.box)
-        }
-        ones = [found[index] for index in sorted(indices)]
-        return [one for one in ones if one.wanted == one.n_elements and one.length <= self._most_bytes]
-
-    def begin(self, number: int, read: Read, reading: _Reading, window: _Window) -> None:
-        """Ask for what a read wants, once there is room for it."""
-        wanted = self._of(number, read)
-        window.take(sum(one.length for one in wanted))
-        for one in wanted:
-            self._held.fetch(one.key)
-        window.later(functools.partial(self._land, number, wanted, reading, window))
-
-    def _land(self, number: int, wanted: list[_Touched], reading: _Reading, window: _Window) -> None:
-        """Wait for the objects of a read, then for the read itself."""
-        stack = self._stacks[number]
-        for one in wanted:
-            problem = self._held.problem(one.key, stack, one.index, one.length, one.digest)
-            if problem:
-                rows = stack.object[0]
-                leaves = leaves_at(self._manifest, number, (one.index[0] * rows, (one.index[0] + 1) * rows))
-                where = f"{self._store.url}/{self._manifest.data}/{one.key}"
-                raise DataError(f"{where} {problem}; it holds {leaves}")
-        reading.begin(self._held.array_reader(stack, [one.key for one in wanted]))
-        reading.land()
-        for one in wanted:
-            one.uses -= 1
-            if not one.uses:
-                self._held.drop(one.key)
-        window.release(sum(one.length for one in wanted), None)
-
-    def close(self) -> None:
-        self._held.close()
+    for step in steps:
+        stack = step.stack
+        window.take(step.held_bytes)
+        filling = _Filling(step, DTYPES[stacks[stack].dtype], window, delivery)
+        if stack not in arrays:
+            plan = (read.boxes for planned_step in planned[stack] for read in planned_step.reads)
+            arrays[stack] = source.array_reader(stack, plan)
+        for read in step.reads:
+            held_bytes = arrays[stack].held_bytes(read.boxes)
+            window.take(read.held_bytes + held_bytes)
+            leaves = functools.partial(leaves_at, source.manifest, stack)
+            reading = _Reading(read, held_bytes, filling, report, leaves)
+            reading.begin(arrays[stack])
+            window.later(reading.land)
+    window.drain()
 
 
 class _Window:
@@ -217,7 +133,7 @@ class _Window:
         if block is None:
             if total:
                 self._free.clear()  # so that what lies idle does not add to what is in use
-            block = aligned_empty((total,), np.dtype(np.uint8))
+            block = _aligned_empty((total,), np.dtype(np.uint8))
         else:
             self._free = [found for found in self._free if found is not block]
         cut = [
@@ -282,9 +198,17 @@ class _Filling:
 class _Reading:
     """A read that is in flight."""
 
-    def __init__(self, read: Read, filling: _Filling, report: Report, leaves: Callable[[tuple[int, int]], str]) -> None:
+    def __init__(
+        self,
+        read: Read,
+        held_bytes: int,
+        filling: _Filling,
+        report: Report,
+        leaves: Callable[[tuple[int, int]], str],
+    ) -> None:
         self._pending: list[Pending] = []
         self._read = read
+        self._held_bytes = held_bytes
         self._filling = filling
         self._report = report
         self._leaves = leaves
@@ -296,7 +220,7 @@ class _Reading:
 
     def begin(self, array: ArrayReader) -> None:
         """Start reading all of it."""
-        boxes = [region.box for region in self._read.regions]
+        boxes = self._read.boxes
         with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
             self._pending = array.read(list(zip(boxes, self._targets, strict=True)))
 
@@ -308,6 +232,7 @@ class _Reading:
                 pending.result()
             if region.staged:
                 sent.update(self._filling.scatter(region, target))
+        self._filling.window.release(self._held_bytes, None)
         self._report(self._read.n_bytes)
         if sent:
             self._filling.window.next(lambda: self._end(list(sent.values())))
@@ -333,7 +258,15 @@ def _settle(arrays: list[Any], window: _Window, n_bytes: int, block: Array) -> N
 
 def _own(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Memory that becomes the caller's; objects lie in memory of NumPy's own making."""
-    return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
+    return np.empty(shape, dtype) if dtype.hasobject else _aligned_empty(shape, dtype)
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Uninitialised memory that starts at a multiple of 64 bytes, which JAX on CPU takes over without a copy."""
+    n_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(n_bytes + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + n_bytes].view(dtype).reshape(shape)
 
 
 def assign(target: Array, source: Array) -> None:

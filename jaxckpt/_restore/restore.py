@@ -18,6 +18,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxckpt._format.grid import Box, extent, volume, whole
 from jaxckpt._format.layouts import PlannedSharding, Specs, addressable_boxes, memory_kind, require_mesh
+from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, decode_value, show
@@ -29,7 +30,6 @@ from jaxckpt._runtime.errors import DataError, InputError, ManifestError, PeersD
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import reporting
-from jaxckpt._storage.store import Array
 
 _log = logging.getLogger("jaxckpt")
 

@@ -26,10 +26,11 @@ from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshReco
 from jaxckpt._format.tree import DTYPES, MAX_RANK, Tree, dtype_name, encode_value, flatten, show
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage import files
 from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.place import local_path, store_at
-from jaxckpt._storage.store import ArrayReader, Pending, Store
+from jaxckpt._storage.store import Store
+from jaxckpt._storage.workers import All, submit
 
 
 class Source(Protocol):
@@ -47,8 +48,8 @@ class Source(Protocol):
         """Raise DataError unless the small files that describe these stacks are as they were saved."""
         ...
 
-    def array_reader(self, stack: int) -> ArrayReader:
-        """Reads boxes of a stack."""
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
+        """Reads boxes of a stack, as `Objects.array_reader`."""
         ...
 
     def fate(self) -> str | None:
@@ -81,9 +82,10 @@ class Native:
         if problems:
             raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
 
-    def array_reader(self, stack: int) -> ArrayReader:
-        found = self.manifest.arrays[stack]
-        return self.store.array_reader(self.manifest.data, found, self.manifest.stacks[stack].objects)
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
+        manifest = self.manifest
+        stored = manifest.stacks[stack].objects
+        return self.store.array_reader(manifest.data, manifest.arrays[stack], stored, plan)
 
     def fate(self) -> str | None:
         try:
@@ -184,7 +186,7 @@ class Foreign:
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass
 
-    def array_reader(self, stack: int) -> ArrayReader:
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         return _BlockReader(self.blocks[stack])
 
     def fate(self) -> str | None:
@@ -192,7 +194,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockReader:
+class _BlockReader(ArrayReader):
     rows: Sequence[Block]
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
@@ -206,8 +208,8 @@ class _BlockReader:
         started = [block.start(box, into) for block, into in parts if isinstance(block, StartedBlock)]
         rest = [(block, into) for block, into in parts if not isinstance(block, StartedBlock)]
         if rest:
-            started.append(files.submit(functools.partial(_read_all, rest, box)))
-        return files.All(started)
+            started.append(submit(functools.partial(_read_all, rest, box)))
+        return All(started)
 
 
 def _read_all(parts: Sequence[tuple[Block, Array]], box: Box) -> None:

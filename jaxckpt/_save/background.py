@@ -24,7 +24,7 @@ from jaxckpt._runtime.errors import InputError, StorageError
 from jaxckpt._runtime.progress import Progress
 from jaxckpt._runtime.threads import POLL_SECONDS, Latch, ending, start_thread
 from jaxckpt._runtime.watch import Watch
-from jaxckpt._storage.files import renew_workers
+from jaxckpt._storage.workers import renew_workers
 
 
 @dataclass(frozen=True, slots=True)

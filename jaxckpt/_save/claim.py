@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxckpt._format.names import MANIFEST, WRITER, data_of, is_data
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError
 from jaxckpt._save.plan import SavePlan
+from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.store import Store, Writer
 
 
@@ -84,7 +85,7 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
     return None
 
 
-def require_shared(store: Store, data: str, process: int) -> None:
+def require_shared(store: Objects, data: str, process: int) -> None:
     """Raise PathNotSharedError unless this process sees the data folder that process 0 has made."""
     if store.read(f"{data}/{WRITER}") is None:
         raise PathNotSharedError(

@@ -27,6 +27,7 @@ from jaxckpt._format.layouts import (
     require_mesh,
     resolve_specs,
 )
+from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord
 from jaxckpt._format.tree import (
     DTYPES,
@@ -47,7 +48,6 @@ from jaxckpt._format.tree import (
 from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, TreeError, counted, listing
 from jaxckpt._runtime.options import Options
 from jaxckpt._save.plan import ArrayLeaf, SavePlan
-from jaxckpt._storage.store import Array
 
 Value = Any
 """A leaf's jax.Array or NumPy array; or what has shape and dtype, and is read when it is indexed."""

@@ -19,7 +19,7 @@ from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 from jaxckpt._save.prepare import SaveRequest
-from jaxckpt._storage.store import Store
+from jaxckpt._storage.claims import Claims
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class Published(msgspec.Struct, frozen=True):
 
 def publish(
     meeting: Meeting,
-    store: Store,
+    store: Claims,
     claimed: Claim,
     share: Share,
     make: Callable[[Sequence[Share]], Manifest],
@@ -63,12 +63,12 @@ def publish(
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = make(shares)
         if sync:
-            with clock.timed("sync"), watch.doing(f"syncing {store.url}"):
+            with clock.timed("sync"), watch.doing(f"syncing {meeting.group.call.where}"):
                 store.sync_data(claimed.data, manifest.arrays)
         with clock.timed("publish"):
             content = manifests.encode(manifest)
             meeting.group.check()  # the last moment at which it can be cancelled
-            with watch.doing(f"publishing {store.url}"):
+            with watch.doing(f"publishing {meeting.group.call.where}"):
                 store.publish(claimed.data, content, claimed.previous, sync=sync)
             stored_bytes = sum(length for share in shares for _, _, length, _ in share.objects)
             published = Published(stored_bytes, hashlib.sha256(content).hexdigest())

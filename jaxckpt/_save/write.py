@@ -18,7 +18,7 @@ from jaxckpt._save.plan import WRITE_COPIES
 from jaxckpt._save.prepare import Prepared
 from jaxckpt._save.publish import Share
 from jaxckpt._save.staging import Staged
-from jaxckpt._storage.store import ArrayWriter, Pending
+from jaxckpt._storage.objects import ArrayWriter, Pending
 
 
 def write(save: Prepared, data: str, handover: Handover, rate: float | None, report: Report) -> Share:
@@ -56,7 +56,7 @@ def _write_objects(
         for one in _timed(handover, clock):
             obj, stack = one.obj, stacks[one.obj.stack]
             if obj.stack not in writers:
-                writers[obj.stack] = store.array_writer(data, stack, save.options)
+                writers[obj.stack] = store.array_writer(data, stack, sync=save.options.sync)
             indices.setdefault(obj.stack, []).append(obj.index)
             land(flights.make_room(obj.n_bytes))
             if rate is not None:

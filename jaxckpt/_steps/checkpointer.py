@@ -43,7 +43,6 @@ from jaxckpt._save.background import PendingSave
 from jaxckpt._save.describe import Recent
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
-from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest, load_states
 from jaxckpt._storage.place import store_at
 from jaxckpt._storage.store import Store
@@ -119,9 +118,7 @@ class Checkpointer:
                 raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
             self._rules = Rules.of(keep_last, keep_every, keep_best, keep_for, components)
             self._options = given(options)
-            store = store_at(directory, self._options)
-            # It stays where it is, wherever the program changes its working directory to.
-            self._store = Folder(store.folder, store.folder) if isinstance(store, Folder) else store
+            self._store = store_at(directory, self._options).anchored()
             self._every = whole_number(every, "every", least=1)
             self._background = flag(background, "background")
             self._fail_fast = flag(fail_fast, "fail_fast")
@@ -577,8 +574,7 @@ class Checkpointer:
             try:
                 manifest, _ = load_manifest(child)
             except NotACheckpointError:
-                if self._store.sees_writers:
-                    child.clear()
+                child.clear(evict=False)
             except CorruptError as error:
                 _log.warning("%s is left alone: %s", child.url, error)
             else:

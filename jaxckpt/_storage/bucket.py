@@ -1,4 +1,4 @@
-"""A checkpoint on an object store.
+"""A checkpoint on an object store: claimed and published by conditional writes.
 
 There a key is written whole or not at all, and a write can be made to depend on what the key holds. Nothing else can
 be relied on: no locks, no renames, no folders. So
@@ -6,45 +6,39 @@ be relied on: no locks, no renames, no folders. So
 - a save is published by a conditional write of the manifest,
 - whether a save may publish is settled at one key, the note of its writer: the writer turns it from "writing" to
   "publishing", publishes, and turns it to "published"; who deletes its data turns it to "swept" before that; each only
-  in the place of what it has read, so one of them fails,
-- objects pass through memory: encoded there and put in one request, fetched in one request and checked as a whole.
+  in the place of what it has read, so one of them fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import socket
 import uuid
-from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import tensorstore as ts
 
 from jaxckpt._format import zarr
+from jaxckpt._format.grid import Box
 from jaxckpt._format.names import MANIFEST, WRITER, is_data, may_name, names_data
-from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage.store import (
-    MANIFEST_LIMIT_BYTES,
-    ROOT_CONTEXT,
-    Pending,
-    Store,
-    TensorReader,
-    Writer,
-    begin_write,
-    open_spec,
-    readable,
-    storage_errors,
-)
+from jaxckpt._storage.claims import overtaken
+from jaxckpt._storage.errors import readable, storage_errors
+from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, wanted_whole
+from jaxckpt._storage.objects import MOST_BYTES, Pending
+from jaxckpt._storage.store import Writer
+from jaxckpt._storage.tensors import ROOT_CONTEXT
+from jaxckpt._storage.workers import Then
 
 MARKS = "_steps/"
 """Keys below it name the folders of a directory that hold checkpoints: listing all keys would cost a request for each
@@ -57,7 +51,7 @@ _STALLED_SECONDS = 30
 _MOST_RETRIES = 100_000
 
 
-@cache
+@functools.cache
 def _context(retry_seconds: float) -> ts.Context:
     # Delays double up to the longest: as many tries as fill the time.
     delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
@@ -70,7 +64,7 @@ def _context(retry_seconds: float) -> ts.Context:
         "initial_delay": f"{_FIRST_DELAY_SECONDS}s",
         "max_delay": f"{_LONGEST_DELAY_SECONDS}s",
     }
-    # tensorstore waits for ever for a server that says nothing, unless its HTTP library is told not to. Read once.
+    # Otherwise tensorstore never gives up on a server that accepts a connection and says nothing. Read once.
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -80,21 +74,18 @@ def _context(retry_seconds: float) -> ts.Context:
     )
 
 
-@cache
+@functools.cache
 def _opened(spec: str, retry_seconds: float) -> ts.KvStore:
     # Kept, one for all paths of a bucket: each opening looks the credentials up again.
     with storage_errors("cannot open the object store"):
         return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
 
 
-def _in_memory(path: str) -> ts.KvStore:
-    """Keys in this process's own memory."""
-    return ts.KvStore.open({"driver": "memory", "path": path}, context=ROOT_CONTEXT).result()
-
-
 @dataclass(frozen=True, slots=True)
-class Bucket(Store):
-    """The keys below one path of an object store."""
+class Bucket:
+    """The keys of one checkpoint on an object store."""
+
+    url: str
 
     spec: str
     """tensorstore's spec of the whole store, without a path, as JSON."""
@@ -104,12 +95,15 @@ class Bucket(Store):
 
     retry_seconds: float
 
+    fetch_bytes: int
+    """Bytes of an object that is fetched whole, at most."""
+
     @classmethod
     def at(cls, url: str, options: Options) -> Self:
         spec = _spec_of(url, options.storage or {})
         path = spec.pop("path", "")
         try:
-            return cls(url, json.dumps(spec), path, options.retry_seconds)
+            return cls(url, json.dumps(spec), path, options.retry_seconds, options.host_bytes // 4)
         except TypeError as error:
             raise InputError(f"Options.storage must be of JSON values: {error}") from None
 
@@ -120,217 +114,68 @@ class Bucket(Store):
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """All of them at once."""
-        begun = [(key, self.get(key)) for key in keys]
+        begun = [(key, self._keys.read(key)) for key in keys]
         return [self._landed(key, pending)[0] for key, pending in begun]
 
     def _get(self, key: str) -> tuple[bytes | None, bytes]:
         """(what a key holds, the generation that a conditional write wants)."""
-        return self._landed(key, self.get(key))
+        return self._landed(key, self._keys.read(key))
 
     def _landed(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
         with self._refused("read", key):
             found = pending.result()
-        if len(found.value) > MANIFEST_LIMIT_BYTES:
-            raise DataError(f"{self.url}/{key} is over {MANIFEST_LIMIT_BYTES} bytes: no such file of ours is")
+        if len(found.value) > MOST_BYTES:
+            raise DataError(f"{self.url}/{key} is over {MOST_BYTES} bytes: no such file of ours is")
         return found.value if found.state == "value" else None, found.stamp.generation
 
-    def get(self, key: str) -> Pending:
-        """Begin to read a key whole."""
-        return self._keys.read(key)
-
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
-        self.begin_put(key, content).result()
+        self._begin_put(key, content).result()
 
-    def begin_put(self, key: str, content: bytes, digest: str = "") -> _Put:
-        return _Put(self, key, self._keys.write(key, content), (len(content), digest))
+    def _begin_put(self, key: str, content: bytes, digest: str = "") -> Then:
+        """Write a key, whatever it holds. The result is the content's length and digest."""
+        return Then(self._keys.write(key, content), functools.partial(self._written, key, (len(content), digest)))
 
-    def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
-        """Write a key if it still holds what was read with `generation`. Content must be the writer's own."""
+    def _written(self, key: str, written: tuple[int, str], pending: Pending) -> tuple[int, str]:
         with self._refused("write", key):
-            stamp = self._keys.write(key, content, if_equal=generation).result()
-        # An empty generation means that the condition failed, unless it was our own write whose answer was lost.
-        return bool(stamp.generation) or self.read(key) == content
-
-    def race(self, key: str) -> int:
-        """Write a key several times at once, each in the place of what it holds now; how many succeeded."""
-        generation = self._get(key)[1]
-        with self._refused("write", key):
-            # Each its own: on S3 the generation is a digest of the content.
-            racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
-            return sum(bool(racer.result().generation) for racer in racers)
+            stamp = pending.result()
+        if not stamp.generation:  # as for a condition that failed, though none was set
+            raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
+        return written
 
     def remove(self, key: str) -> None:
         with self._refused("delete", key):
             self._keys.write(key, None).result()
 
-    def delete(self, name: str) -> None:
-        with self._refused("delete", name):
-            self._keys.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
-
-    def names(self) -> list[str]:
-        """Costs a request for each thousand keys below."""
-        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # which S3's console makes of a folder
-
-    def _list(self, prefix: str) -> list[str]:
-        """The keys below a prefix, without it."""
-        until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        with self._refused("list", prefix):
-            found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
-        return [key.decode(errors="replace") for key in found]
-
-    def child(self, name: str) -> Self:
-        return type(self)(f"{self.url}/{name}", self.spec, f"{self.path}{name}/", self.retry_seconds)
-
-    def folders(self) -> dict[str, bool]:
-        """One request, and one for each mark."""
-        names = sorted(self._list(MARKS))
-        heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
-        with self._refused("read", MANIFEST):
-            return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
-
-    def mark(self, name: str) -> None:
-        self.put(f"{MARKS}{name}", b"{}")
-
-    def unmark(self, name: str) -> None:
-        self.remove(f"{MARKS}{name}")
-
-    @property
-    def sees_writers(self) -> bool:
-        return False
-
-    # A save's own folder ----------------------------------------------------------------------------------
-
-    def begin(self, save_id: str, previous: bytes | None) -> Writer:
-        data = f"data-{save_id}"
-        key = f"{data}/{WRITER}"
-        note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
-        content = json.dumps({**note, "replaces": _identity(previous)}).encode()
-        if not self._exchange(key, self._get(key)[1], content):
-            raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it exists already")
-        try:
-            _require_conditions(self, f"{data}/{_PROBE}")
-        except BaseException:
-            self.delete(data)
-            raise
-        return Writer(self, data)
-
-    def _turn(self, data: str, before: Collection[str], after: str) -> bool:
-        """Turn the note of a writer from one state to another, unless somebody else was faster."""
-        key = f"{data}/{WRITER}"
-        content, generation = self._get(key)
-        note = _note(content)
-        if content is not None and not note:
-            raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is no writer's note")
-        if note.get("state") not in before:
-            return note.get("state") == after
-        return self._exchange(key, generation, json.dumps({**note, "state": after}).encode())
-
-    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        found, generation = self._get(MANIFEST)
-        if found != previous:
-            raise self.overtaken()
-        # What is published already, and now without some leaves, has no writer any more.
-        by_writer = not names_data(previous, data)
-        if by_writer and not self._turn(data, ["writing"], "publishing"):
-            raise self.overtaken()
-        if not self._exchange(MANIFEST, generation, manifest):
-            raise self.overtaken()
-        if by_writer:
-            self._require_unswept(data, manifest, previous)
-
-    def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
-        """Take back what was just published where its data was swept meanwhile.
-
-        It was if another save took this one's place, and was itself deleted since: so only where this one found nothing
-        there to replace. A note that cannot be read says nothing, and what is published stays.
-        """
-        with contextlib.suppress(StorageError):
-            if self._turn(data, ["publishing"], "published"):
-                return
-        content = self.read(f"{data}/{WRITER}")
-        if previous is not None or (content is not None and _note(content).get("state") != "swept"):
-            return
-        found, generation = self._get(MANIFEST)
-        if found == manifest:
-            with self._refused("delete", MANIFEST):
-                self._keys.write(MANIFEST, None, if_equal=generation).result()
-        raise self.overtaken()
-
-    def unpublish(self, *, sync: bool) -> None:
-        self.remove(MANIFEST)
-
-    def give_up(self, data: str) -> None:
-        """What was about to be published may yet appear, if only its answer was lost: left for a later sweep."""
-        if self._turn(data, ["writing"], "swept"):
-            self.delete(data)
-
-    def sweep(self, current: str | None) -> bool:
-        """A save that meant to replace another manifest than the present one can never publish."""
-        return self._sweep(current, all_writers=False)
-
-    def clear(self) -> None:
-        """A live writer is told by its note that its data is gone."""
-        self._sweep(None, all_writers=True)
-
-    def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
-        left = False
-        for name in self._data_folders():
-            if name == current:
-                continue
-            content = self.read(f"{name}/{WRITER}")
-            # Asked last: it may have been published since we listed it.
-            manifest = self.read(MANIFEST)
-            if may_name(manifest, name):
-                continue
-            note = _note(content)
-            if content is not None and not note:
-                left = True  # it may be anybody's, and say anything
-                continue
-            no_writer = content is None or note.get("state") in ("published", "swept")
-            told = all_writers or note.get("replaces") != _identity(manifest)
-            if no_writer or (told and self._turn(name, ["writing", "publishing"], "swept")):
-                self.delete(name)
-            else:
-                left = True
-        return left
-
-    def _data_folders(self) -> list[str]:
-        found = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
-        return sorted(name for name in found if is_data(name))
-
-    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
-        named = {stack.name for stack in stacks}
-        folder = self.child(data)
-        for name in {key.partition("/")[0] for key in self._list(f"{data}/") if "/" in key}:
-            if name not in named:
-                folder.delete(name)
-
     # Arrays -----------------------------------------------------------------------------------------------
 
-    def array_writer(self, data: str, stack: Stack, options: Options) -> _Encoder:
-        memory = {"driver": "memory", "path": f"{self._aside}{data}/{stack.name}/"}
-        return _Encoder(self, data, stack, open_spec(memory, stack, ROOT_CONTEXT))
+    def array_writer(self, data: str, stack: Stack, *, sync: bool) -> EncodingWriter:
+        return EncodingWriter(f"{self.url}/{data}", stack, lambda key, *found: self._begin_put(f"{data}/{key}", *found))
 
-    def array_reader(self, data: str, stack: Stack, expected: Mapping[str, tuple[int, str]]) -> TensorReader:
-        return TensorReader(open_spec(self.below(f"{data}/{stack.name}/"), stack, self.context))
+    def array_reader(
+        self,
+        data: str,
+        stack: Stack,
+        stored: Mapping[str, tuple[int, str]],
+        plan: Iterable[Sequence[Box]] = (),
+    ) -> FetchingReader:
+        below = f"{data}/{stack.name}/"
+        base = {**json.loads(self.spec), "path": f"{self.path}{below}"}
+        fetched = wanted_whole(stack, stored, plan, self.fetch_bytes)
+        return FetchingReader(
+            f"{self.url}/{below}", self._keys + below, base, _context(self.retry_seconds), stack, fetched
+        )
 
-    def encoded(self, key: str) -> bytes:
-        """An object that was encoded in memory, which is let go."""
-        memory = _in_memory(self._aside)
-        with self._refused("encode", key):
-            content = memory.read(key).result().value
-            memory.write(key, None).result()
-        return content
+    # Objects as bytes -------------------------------------------------------------------------------------
 
-    def misfits(self, expected: Mapping[str, int]) -> dict[str, str]:
+    def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
         """One request for each, of its last byte."""
         reads = {
-            key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in expected.items()
+            key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in lengths.items()
         }
-        found = {key: self._misfit(key, read, expected[key]) for key, read in reads.items()}
+        found = {key: self._misfit(key, read, lengths[key]) for key, read in reads.items()}
         return {key: problem for key, problem in found.items() if problem}
 
-    def _misfit(self, key: str, pending: Any, length: int) -> str | None:
+    def _misfit(self, key: str, pending: Pending, length: int) -> str | None:
         try:
             with self._refused("read", key, reading=True):
                 tail = pending.result()
@@ -352,154 +197,212 @@ class Bucket(Store):
 
         yield read
 
-    # Durability: what is put is durable -------------------------------------------------------------------
+    # Claim and publish ------------------------------------------------------------------------------------
+
+    def begin(self, save_id: str, previous: bytes | None) -> Writer:
+        data = f"data-{save_id}"
+        key = f"{data}/{WRITER}"
+        note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
+        content = json.dumps({**note, "replaces": _identity(previous)}).encode()
+        if not self._exchange(key, self._get(key)[1], content):
+            raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it exists already")
+        try:
+            self._require_conditions(f"{data}/{_PROBE}")
+        except BaseException:
+            self.delete(data)
+            raise
+        return Writer(self, data)
+
+    def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
+        """Write a key if it still holds what was read with `generation`. Content must be the writer's own."""
+        with self._refused("write", key):
+            stamp = self._keys.write(key, content, if_equal=generation).result()
+        # An empty generation means that the condition failed, unless it was our own write whose answer was lost.
+        return bool(stamp.generation) or self.read(key) == content
+
+    def _turn(self, data: str, before: Collection[str], after: str) -> bool:
+        """Turn the note of a writer from one state to another, unless somebody else was faster."""
+        key = f"{data}/{WRITER}"
+        content, generation = self._get(key)
+        note = _note(content)
+        if content is not None and not note:
+            raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is no writer's note")
+        if note.get("state") not in before:
+            return note.get("state") == after
+        return self._exchange(key, generation, json.dumps({**note, "state": after}).encode())
+
+    def create_array(self, data: str, stack: Stack) -> None:
+        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
+
+    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
+        found, generation = self._get(MANIFEST)
+        if found != previous:
+            raise overtaken(self.url)
+        # What is published already, and now without some leaves, has no writer any more.
+        by_writer = not names_data(previous, data)
+        if by_writer and not self._turn(data, ["writing"], "publishing"):
+            raise overtaken(self.url)
+        if not self._exchange(MANIFEST, generation, manifest):
+            raise overtaken(self.url)
+        if by_writer:
+            self._require_unswept(data, manifest, previous)
+
+    def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
+        """Take back what was just published if its data was swept meanwhile.
+
+        It was if another save took this one's place, and was itself deleted since: so only if this one found nothing
+        there to replace. A note that cannot be read says nothing, and what is published stays.
+        """
+        with contextlib.suppress(StorageError):
+            if self._turn(data, ["publishing"], "published"):
+                return
+        content = self.read(f"{data}/{WRITER}")
+        if previous is not None or (content is not None and _note(content).get("state") != "swept"):
+            return
+        found, generation = self._get(MANIFEST)
+        if found == manifest:
+            with self._refused("delete", MANIFEST):
+                self._keys.write(MANIFEST, None, if_equal=generation).result()
+        raise overtaken(self.url)
+
+    def unpublish(self, *, sync: bool) -> None:
+        self.remove(MANIFEST)
+
+    def give_up(self, data: str) -> None:
+        """What was about to be published may yet appear, if only its answer was lost: left for a later sweep."""
+        if self._turn(data, ["writing"], "swept"):
+            self.delete(data)
+
+    def sweep(self, current: str | None) -> bool:
+        """A save that meant to replace another manifest than the present one can never publish."""
+        return self._sweep(current, all_writers=False)
+
+    def clear(self, *, evict: bool = True) -> None:
+        """A live writer learns from its note that its data is gone. Nothing shows whether it lives."""
+        if evict:
+            self._sweep(None, all_writers=True)
+
+    def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
+        left = False
+        for name in self._data_folders():
+            if name == current:
+                continue
+            content = self.read(f"{name}/{WRITER}")
+            # Asked last: it may have been published since we listed it.
+            manifest = self.read(MANIFEST)
+            if may_name(manifest, name):
+                continue
+            note = _note(content)
+            if content is not None and not note:
+                left = True  # anybody may have written it
+                continue
+            no_writer = content is None or note.get("state") in ("published", "swept")
+            outdated = all_writers or note.get("replaces") != _identity(manifest)
+            if no_writer or (outdated and self._turn(name, ["writing", "publishing"], "swept")):
+                self.delete(name)
+            else:
+                left = True
+        return left
+
+    def _data_folders(self) -> list[str]:
+        found = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
+        return sorted(name for name in found if is_data(name))
+
+    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        named = {stack.name for stack in stacks}
+        folder = self.child(data)
+        for name in {key.partition("/")[0] for key in self._list(f"{data}/") if "/" in key}:
+            if name not in named:
+                folder.delete(name)
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        pass
+        pass  # what is put is durable
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         pass
 
-    # Inside -----------------------------------------------------------------------------------------------
+    def _require_conditions(self, key: str) -> None:
+        """Raise StorageError if the server ignores the conditions of writes. Once for a process and bucket.
 
-    @property
-    def context(self) -> ts.Context:
-        """What tensorstore opens arrays of this store with."""
-        return _context(self.retry_seconds)
+        Several writes race to create a key, then to replace it, of which one may win each time. One after the other
+        would show nothing: tensorstore asks with a HEAD whether the condition holds before it writes.
+        """
+        if self.spec in _proven:
+            return
+        for header in ("If-None-Match", "If-Match"):
+            if self._race(key) > 1:
+                raise StorageError(
+                    errno.EOPNOTSUPP,
+                    f"cannot save to {self.url}: the server ignores the condition {header} of writes, without which two"
+                    " saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google Cloud"
+                    " Storage do",
+                )
+        self.remove(key)
+        _proven.add(self.spec)
+
+    def _race(self, key: str) -> int:
+        """Write a key several times at once, each in the place of what it holds now; how many succeeded."""
+        generation = self._get(key)[1]
+        with self._refused("write", key):
+            # Each its own: on S3 the generation is a digest of the content.
+            racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
+            return sum(bool(racer.result().generation) for racer in racers)
+
+    # The directory that it is -----------------------------------------------------------------------------
+
+    def anchored(self) -> Self:
+        return self
+
+    def is_file(self) -> bool:
+        return False  # a key of that name takes no room from the keys below
+
+    def names(self) -> list[str]:
+        """Costs a request for each thousand keys below."""
+        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # which S3's console makes of a folder
+
+    def _list(self, prefix: str) -> list[str]:
+        """The keys below a prefix, without it."""
+        until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        with self._refused("list", prefix):
+            found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
+        return [key.decode(errors="replace") for key in found]
+
+    def folders(self) -> dict[str, bool]:
+        """One request, and one for each mark."""
+        names = sorted(self._list(MARKS))
+        heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
+        with self._refused("read", MANIFEST):
+            return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
+
+    def child(self, name: str) -> Self:
+        return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")
+
+    def above(self) -> tuple[Self, str] | None:
+        path, _, name = self.path.rstrip("/").rpartition("/")
+        url = self.url.rpartition("/")[0]
+        return (replace(self, url=url, path=f"{path}/" if path else ""), name) if name else None
+
+    def mark(self, name: str) -> None:
+        self.put(f"{MARKS}{name}", b"{}")
+
+    def unmark(self, name: str) -> None:
+        self.remove(f"{MARKS}{name}")
+
+    def delete(self, name: str) -> None:
+        with self._refused("delete", name):
+            self._keys.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
+
+    # Inside -----------------------------------------------------------------------------------------------
 
     @property
     def _keys(self) -> ts.KvStore:
         return _opened(self.spec, self.retry_seconds) + self.path
-
-    @property
-    def _aside(self) -> str:
-        """Where in memory objects are encoded before they are put."""
-        return f"jaxckpt-aside/{self.url}/"
-
-    def below(self, folder: str) -> dict[str, Any]:
-        """tensorstore's spec of the keys below a folder."""
-        return {**json.loads(self.spec), "path": f"{self.path}{folder}"}
 
     def _refused(self, verb: str, key: str, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
         return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
 
 
 _proven: set[str] = set()  # stores that were seen to honour conditions, by driver, endpoint and bucket
-
-
-def _require_conditions(store: Bucket, key: str) -> None:
-    """Raise StorageError where a server ignores the conditions of writes. Once a process and bucket.
-
-    Several writes race to create a key, then to replace it, of which one may win each time. One after the other would
-    tell nothing: tensorstore asks with a HEAD whether the condition holds before it writes.
-    """
-    if store.spec in _proven:
-        return
-    for header in ("If-None-Match", "If-Match"):
-        if store.race(key) > 1:
-            raise StorageError(
-                errno.EOPNOTSUPP,
-                f"cannot save to {store.url}: the server ignores the condition {header} of writes, without which two"
-                " saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google Cloud"
-                " Storage do",
-            )
-    store.remove(key)
-    _proven.add(store.spec)
-
-
-@dataclass(frozen=True, slots=True)
-class _Put:
-    """A write under way, which depends on nothing."""
-
-    store: Bucket
-    key: str
-    pending: Any
-
-    written: tuple[int, str]
-    """Length and digest of what is put."""
-
-    def done(self) -> bool:
-        return self.pending.done()
-
-    def result(self) -> tuple[int, str]:
-        what = f"cannot write {self.store.url}/{self.key}"
-        with storage_errors(what):
-            stamp = self.pending.result()
-        if not stamp.generation:  # so tensorstore tells of a condition that failed, though none was set
-            raise StorageError(errno.EIO, f"{what}: the server refused it (HTTP 412)")
-        return self.written
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoder:
-    """Writes objects that are encoded in memory, at once; what is left to wait for is one request."""
-
-    store: Bucket
-    data: str
-    stack: Stack
-    memory: ts.TensorStore
-
-    def write(self, index: tuple[int, ...], pieces: Pieces) -> _Put:
-        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        with storage_errors(f"cannot encode {self.store.url}/{key}"):
-            begin_write(self.memory, pieces).result()
-        content = self.store.encoded(key)
-        view = np.frombuffer(content, np.uint8)
-        digest = zarr.digest(lambda start, stop: view[start:stop], self.stack, len(content))
-        return self.store.begin_put(key, content, digest)
-
-
-class Held:
-    """Objects that are in memory while they are read: each fetched in one request, and checked as a whole."""
-
-    def __init__(self, store: Bucket, data: str) -> None:
-        self._store = store
-        self._data = data
-        self._path = f"jaxckpt-held/{uuid.uuid4().hex}/"
-        self._memory = _in_memory(self._path)
-        self._coming: dict[str, Any] = {}
-        self._here: set[str] = set()
-
-    def fetch(self, key: str) -> None:
-        """Begin to fetch an object, unless that was done before."""
-        if key not in self._coming and key not in self._here:
-            self._coming[key] = self._store.get(f"{self._data}/{key}")
-
-    def problem(self, key: str, stack: Stack, index: tuple[int, ...], length: int, digest: str) -> str | None:
-        """Wait for an object; what is wrong with it, or None where it is as expected, and ready to be read."""
-        if key in self._here:
-            return None
-        with storage_errors(f"cannot read {self._store.url}/{self._data}/{key}", reading=True):
-            found = self._coming.pop(key).result()
-        if found.state != "value":
-            return "is missing"
-        if len(found.value) != length:
-            return f"is {len(found.value)} bytes long, expected {length}"
-        content = np.frombuffer(found.value, np.uint8)
-        for _, reason in zarr.problems(lambda start, stop: content[start:stop], stack, index, length, digest):
-            return reason
-        self._memory.write(key, found.value).result()
-        self._here.add(key)
-        return None
-
-    def array_reader(self, stack: Stack, keys: Iterable[str]) -> TensorReader:
-        """The stack, the objects `keys` of it in memory and all others where they are stored."""
-        folder = f"{stack.name}/"
-        layers: list[dict[str, Any]] = [{"base": self._store.below(f"{self._data}/{folder}")}]
-        for key in keys:
-            base = {"driver": "memory", "path": f"{self._path}{key}"}
-            layers.append({"exact": key.removeprefix(folder), "base": base})
-        return TensorReader(open_spec({"driver": "kvstack", "layers": layers}, stack, self._store.context))
-
-    def drop(self, key: str) -> None:
-        """Nobody reads it any more."""
-        self._here.discard(key)
-        self._memory.write(key, None).result()
-
-    def close(self) -> None:
-        """Nobody reads anything any more: what an error left is let go."""
-        for key in list(self._here):
-            self.drop(key)
 
 
 def _note(content: bytes | None) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Objects as plain files: encoded, checksummed, written and read by threads of our own, without a copy where it can be.
+"""Objects as plain files: encoded, checksummed, written and read by our own threads, without a copy if possible.
 
-tensorstore's zarr3 driver would do all of this, and does where chunks are compressed or lie on an object store. But a
-checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes 0.9 s of CPU to write 1 GiB and 0.7 s
-to read it, where the file system alone takes 0.3 and 0.25, and this module 0.5 and 0.4 (docs/performance.md). The
-files are such as it would write.
+tensorstore's zarr3 driver can do all of this, and does if chunks are compressed, on an object store, and with
+Options(io="tensorstore"). But a checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes 0.9 s
+of CPU to write 1 GiB and 0.7 s to read it; the file system alone takes 0.3 and 0.25, and this module 0.5 and 0.4
+(docs/performance.md). Each reads what the other wrote.
 
-write:  object ─▶ blocks of chunks ─▶ where they lie, or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
-read:   box ─▶ objects ─▶ index ─▶ blocks of chunks ─▶ preadv to where they are wanted, or scattered ─▶ crc32c compared
+write:  object ─▶ runs of chunks ─▶ where they lie, or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
+read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to where they are wanted, or scattered ─▶ crc32c compared
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import crc32c
 import numpy as np
@@ -30,11 +29,10 @@ from jaxckpt._format.grid import Box, contains, extent, within
 from jaxckpt._format.pieces import Array, Pieces, as_bits
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.zarr import Bytes
-from jaxckpt._runtime.errors import DataError, StorageError
-from jaxckpt._runtime.threads import Task, ending, start_thread
-from jaxckpt._storage.store import Pending
-
-T = TypeVar("T")
+from jaxckpt._runtime.errors import DataError
+from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.workers import All, submit
 
 BATCH_BYTES = 4 << 20
 """Bytes that are written or read in one system call, about, where they need not be gathered or scattered: while one is
@@ -60,7 +58,7 @@ class FileWriter:
 
     def _write(self, index: tuple[int, ...], pieces: Pieces) -> tuple[int, str]:
         path = _path(self.folder, index)
-        try:
+        with system_errors(f"cannot write {path}"):
             handle = _created(path, self.folder)
             try:
                 written = self._encode(handle, index, pieces)
@@ -69,8 +67,6 @@ class FileWriter:
                 return written
             finally:
                 os.close(handle)
-        except OSError as error:
-            raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
 
     def _encode(self, handle: int, index: tuple[int, ...], pieces: Pieces) -> tuple[int, str]:
         """Write an object; returns its length and digest."""
@@ -81,20 +77,20 @@ class FileWriter:
         scratch = np.empty(0, np.uint8)
         length = 0
         waiting = _Waiting(handle)
-        for block in zarr.blocks(stack, index, pieces.box):
-            data = pieces.in_place(block.box)
+        for run in zarr.chunk_runs(stack, index, pieces.box):
+            data = pieces.in_place(run.box)
             if data is None:
                 waiting.write()  # what is in the scratch
                 if not len(scratch):
-                    scratch = np.empty(block.chunks * (size - 4), np.uint8)
-                data = pieces.gathered(block.box, scratch)
-            chunks = _rows(data, block.chunks)
-            numbers = slice(block.first, block.first + block.chunks)
+                    scratch = np.empty(run.chunks * (size - 4), np.uint8)
+                data = pieces.gathered(run.box, scratch)
+            chunks = _rows(data, run.chunks)
+            numbers = slice(run.first, run.first + run.chunks)
             sums[numbers] = _checksums(chunks)
-            entries[numbers, 0] = np.arange(length, length + block.chunks * size, size)
+            entries[numbers, 0] = np.arange(length, length + run.chunks * size, size)
             entries[numbers, 1] = size
-            waiting.add(_interleaved(chunks, sums[numbers]), block.chunks * size)
-            length += block.chunks * size
+            waiting.add(_interleaved(chunks, sums[numbers]), run.chunks * size)
+            length += run.chunks * size
         tail = entries.tobytes()
         waiting.add([tail, crc32c.crc32c(tail).to_bytes(4, "little")], stack.index_bytes)
         waiting.write()
@@ -102,7 +98,7 @@ class FileWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class FileReader:
+class FileReader(ArrayReader):
     """Reads boxes of a stack that is not compressed."""
 
     folder: str
@@ -122,59 +118,60 @@ class FileReader:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        parts: dict[tuple[int, ...], list[_Part]] = {}
+        by_object: dict[tuple[int, ...], list[_Wanted]] = {}
         touched: list[list[tuple[int, ...]]] = []
         for box, target in wanted:
             touched.append([])
-            for index, part, _ in indexed_objects_of(self.stack, box):
-                parts.setdefault(index, []).append((part, target[within(part, box)]))
+            for index, common, _ in indexed_objects_of(self.stack, box):
+                by_object.setdefault(index, []).append((common, target[within(common, box)]))
                 touched[-1].append(index)
-        work = {index: submit(functools.partial(self._read, index, found)) for index, found in parts.items()}
+        work = {index: submit(functools.partial(self._read, index, boxes)) for index, boxes in by_object.items()}
         return [All([work[index] for index in indices]) for indices in touched]
 
-    def _read(self, index: tuple[int, ...], parts: Sequence[_Part]) -> None:
+    def _read(self, index: tuple[int, ...], wanted: Sequence[_Wanted]) -> None:
         """Read what is wanted of one object."""
         path = _path(self.folder, index)
-        try:
-            odd = None if index in self.indices else self.oddity(path)
-            if odd:
-                raise DataError(f"{path} {odd}")
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with system_errors(f"cannot read {path}"):
             try:
-                self._decode(path, handle, index, parts)
-            finally:
-                os.close(handle)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                raise DataError(f"{path} is missing") from error
-            raise StorageError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror or error}") from error
+                odd = None if index in self.indices else self.oddity(path)
+                if odd:
+                    raise DataError(f"{path} {odd}")
+                handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    self._decode(path, handle, index, wanted)
+                finally:
+                    os.close(handle)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise DataError(f"{path} is missing") from error
+                raise
 
-    def _decode(self, path: str, handle: int, index: tuple[int, ...], parts: Sequence[_Part]) -> None:
-        """In the order of the file. What is wanted where it lies in memory as in the file is read to there, much of it
-        at once; else a block is read aside, and copied while it is still in the core's cache."""
+    def _decode(self, path: str, handle: int, index: tuple[int, ...], boxes: Sequence[_Wanted]) -> None:
+        """Read in the order of the file. What lies in memory as in the file is read in place, much of it at once; other
+        chunks are read aside, and copied while they are still in the core's cache."""
         stack = self.stack
         size = stack.chunk_stored_bytes
         found = self._index(path, handle, index)
-        wanted = [(block, *part) for part in parts for block in zarr.blocks(stack, index, part[0])]
+        wanted = [(run, box, target) for box, target in boxes for run in zarr.chunk_runs(stack, index, box)]
         wanted.sort(key=lambda one: one[0].first)
         scratch = np.empty(0, np.uint8)
         first, chunks = 0, list[Any]()  # that wait to be read in place
-        for block, part, target in wanted:
-            place = _place(block, part, target)
-            if chunks and (place is None or first + len(chunks) != block.first or len(chunks) * size >= BATCH_BYTES):
+        for run, box, target in wanted:
+            place = _in_place(run, box, target)
+            if chunks and (place is None or first + len(chunks) != run.first or len(chunks) * size >= BATCH_BYTES):
                 self._fill(path, handle, index, found, first, chunks)
                 chunks = []
             if place is not None:
-                first = first if chunks else block.first
-                chunks += _rows(place, block.chunks)
+                first = first if chunks else run.first
+                chunks += _rows(place, run.chunks)
                 continue
             if not len(scratch):
-                scratch = np.empty(max(block.chunks for block, _, _ in wanted) * (size - 4), np.uint8)
-            data = scratch[: block.chunks * (size - 4)]
-            self._fill(path, handle, index, found, block.first, _rows(data, block.chunks))
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(block.box, part, strict=True))
-            held = as_bits(data.view(target.dtype)).reshape(extent(block.box))
-            np.copyto(as_bits(target)[within(common, part)], held[within(common, block.box)])
+                scratch = np.empty(max(run.chunks for run, _, _ in wanted) * (size - 4), np.uint8)
+            data = scratch[: run.chunks * (size - 4)]
+            self._fill(path, handle, index, found, run.first, _rows(data, run.chunks))
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(run.box, box, strict=True))
+            held = as_bits(data.view(target.dtype)).reshape(extent(run.box))
+            np.copyto(as_bits(target)[within(common, box)], held[within(common, run.box)])
         if chunks:
             self._fill(path, handle, index, found, first, chunks)
 
@@ -255,15 +252,15 @@ class _Index:
             raise DataError(f"{path} holds other data than was saved there")
 
 
-_Part = tuple[Box, Array]
-"""What is wanted of an object, and where."""
+_Wanted = tuple[Box, Array]
+"""A box within an object, and the array that it is read into."""
 
 
-def _place(block: zarr.Block, part: Box, target: Array) -> Bytes | None:
-    """Where the bytes of a block are wanted, if they are all wanted, in one piece."""
-    if not contains(part, block.box):
+def _in_place(run: zarr.ChunkRun, box: Box, target: Array) -> Bytes | None:
+    """The bytes of the target that a run of chunks fills, if all of it is wanted, in one piece."""
+    if not contains(box, run.box):
         return None
-    place = target[within(block.box, part)]
+    place = target[within(run.box, box)]
     return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
 
 
@@ -292,7 +289,7 @@ def _created(path: str, folder: str) -> int:
 
 
 def _rows(data: Bytes, count: int) -> list[Any]:
-    """The chunks of a block."""
+    """The chunks of a run."""
     return [data] if count == 1 else list(data.reshape(count, -1))
 
 
@@ -319,7 +316,7 @@ class _Waiting:
             self.write()
 
     def write(self) -> None:
-        _write_all(self._handle, self._buffers)
+        write_all(self._handle, self._buffers)
         self._buffers, self._bytes = [], 0
 
 
@@ -330,7 +327,7 @@ def _checksums(chunks: Sequence[Any]) -> list[int]:
     return [crc32c.crc32c(chunk, 0, release) for chunk in chunks]
 
 
-def _write_all(handle: int, buffers: Sequence[Any]) -> None:
+def write_all(handle: int, buffers: Sequence[Any]) -> None:
     for first in range(0, len(buffers), BUFFERS):
         rest = list(buffers[first : first + BUFFERS])
         count = os.writev(handle, rest)
@@ -358,82 +355,3 @@ def _after(buffers: list[Any], count: int) -> list[Any]:
             return [memoryview(buffer)[count:], *buffers[number + 1 :]]
         count -= size
     return []
-
-
-# Threads --------------------------------------------------------------------------------------------------
-
-
-class _Workers:
-    """Threads that move bytes. Unlike those of a ThreadPoolExecutor they still do while the interpreter ends, when a
-    save_async is seen to its end."""
-
-    def __init__(self) -> None:
-        self._todo = SimpleQueue[Task[Any]]()
-        self._lock = threading.Lock()
-        self._started = False
-
-    def _start(self) -> None:
-        with self._lock:
-            if not self._started:
-                # More than there are cores only take each other's turns: 4 on 2 cores made a restore 5 to 8 % slower.
-                for number in range(min(32, max(2, os.cpu_count() or 1))):
-                    start_thread(self._run, f"jaxckpt-files-{number}")
-                self._started = True
-
-    def submit(self, work: Callable[[], T]) -> Task[T]:
-        task = Task(work)
-        try:
-            if not self._started:
-                self._start()
-        except RuntimeError:
-            if not ending():
-                raise
-            task.run()  # Python 3.12 starts no thread any more
-        else:
-            self._todo.put(task)
-        return task
-
-    def _run(self) -> None:
-        while True:
-            task = self._todo.get()
-            task.run()
-            del task  # it holds the data
-
-
-_workers = _Workers()
-
-
-def renew_workers() -> None:
-    """Leave the threads as they are and start others with the next work: in a fork, or when these hang."""
-    global _workers
-    _workers = _Workers()
-
-
-os.register_at_fork(after_in_child=renew_workers)
-
-
-def submit(work: Callable[[], T]) -> Task[T]:
-    """Have a piece of work done by the threads that move bytes; it must not wait for another such piece."""
-    return _workers.submit(work)
-
-
-@dataclass(frozen=True, slots=True)
-class All:
-    """Several pieces of work as one."""
-
-    parts: Sequence[Any]
-    """Tasks, futures of another library, or others of this kind."""
-
-    def done(self) -> bool:
-        return all(part.done() for part in self.parts)
-
-    def result(self) -> None:
-        """Raises what the first of them raised, once none is under way: they write into the caller's memory."""
-        error = None
-        for part in self.parts:
-            try:
-                part.result()
-            except Exception as found:
-                error = error or found
-        if error is not None:
-            raise error

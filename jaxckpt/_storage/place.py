@@ -22,7 +22,7 @@ def store_at(path: Path, options: Options) -> Store:
     if local is None:
         return Bucket.at(text.rstrip("/"), options)
     _require_no_dangling_link(local)
-    return Folder(local if "://" in text else text.rstrip("/") or "/", local)
+    return Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io)
 
 
 def local_path(path: Path, what: str = "path, the first argument,") -> str | None:

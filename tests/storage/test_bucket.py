@@ -19,7 +19,8 @@ import jaxckpt
 from jaxckpt._format.names import SEAL
 from jaxckpt._storage import bucket as _bucket
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.store import ROOT_CONTEXT, Store
+from jaxckpt._storage.store import Store
+from jaxckpt._storage.tensors import ROOT_CONTEXT
 
 TREE = {"x": np.arange(1000)}
 

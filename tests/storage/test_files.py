@@ -6,6 +6,8 @@ import errno
 import itertools
 import json
 import os
+import resource
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -112,8 +114,8 @@ def test_blocks_are_the_chunks_that_a_box_touches_in_order(stack: Stack, data: s
     )
     most = data.draw(st.sampled_from([1, 3 * stack.chunk_stored_bytes, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_zarr, "BLOCK_BYTES", most)
-        found = list(_zarr.blocks(stack, index, part))
+        patch.setattr(_zarr, "RUN_BYTES", most)
+        found = list(_zarr.chunk_runs(stack, index, part))
     touched: list[int] = []
     for block in found:
         assert block.chunks == 1 or block.chunks * stack.chunk_stored_bytes <= most
@@ -306,31 +308,43 @@ def file(saved: Path) -> Path:
     return found
 
 
-def refused(path: Path) -> Iterator[str]:
-    """What is told where the leaf is read."""
-    for read in (jaxckpt.load_numpy, jaxckpt.restore, lambda path: jaxckpt.open(path)["a/w"][:]):
-        with pytest.raises(jaxckpt.DataError) as told:
-            read(path)
-        yield str(told.value)
-    np.testing.assert_array_equal(jaxckpt.open(path)["other"][:], np.arange(3))
+IO = [jaxckpt.Options(), jaxckpt.Options(io="tensorstore")]
+by_either = pytest.mark.parametrize("options", IO, ids=lambda options: options.io)
 
 
+def refused(path: Path, options: jaxckpt.Options) -> Iterator[str]:
+    """The errors of reading the leaf."""
+    for read in (
+        lambda: jaxckpt.load_numpy(path, options=options),
+        lambda: jaxckpt.restore(path, options=options),
+        lambda: jaxckpt.open(path, options=options)["a/w"][:],
+    ):
+        with pytest.raises(jaxckpt.DataError) as raised:
+            read()
+        yield str(raised.value)
+    np.testing.assert_array_equal(jaxckpt.open(path, options=options)["other"][:], np.arange(3))
+
+
+@by_either
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_object_is_an_error_that_names_leaf_and_file(name: str, saved: Path, file: Path) -> None:
+def test_a_damaged_object_is_an_error_that_names_leaf_and_file(
+    name: str, options: jaxckpt.Options, saved: Path, file: Path
+) -> None:
     change, reason = DAMAGE[name]
     content = bytearray(file.read_bytes())
     change(content)
     file.write_bytes(content)
-    for said in refused(saved):
+    for said in refused(saved, options):
         assert "cannot read leaf 'a/w': " in said
         assert str(file) in said
-        assert reason in said
+        assert reason in said or options.io == "tensorstore"  # which has words of its own
     assert not jaxckpt.verify(saved).ok
 
 
+@by_either
 @pytest.mark.parametrize("what", ["missing", "a link", "a folder", "in a linked folder", "in a folder that is a file"])
 def test_what_is_no_plain_file_is_an_error_that_names_leaf_and_file(
-    what: str, saved: Path, file: Path, tmp_path: Path
+    what: str, options: jaxckpt.Options, saved: Path, file: Path, tmp_path: Path
 ) -> None:
     moved = file if what in ("missing", "a link", "a folder") else file.parents[1]
     moved.rename(kept := tmp_path / "kept")
@@ -343,14 +357,17 @@ def test_what_is_no_plain_file_is_an_error_that_names_leaf_and_file(
             moved.touch()
         case _:
             pass
-    for said in refused(saved):
+    for said in refused(saved, options):
         assert "cannot read leaf 'a/w': " in said
         assert str(file) in said
 
 
-def test_a_missing_zarr_json_is_an_error_that_names_its_leaves(saved: Path, file: Path) -> None:
+@by_either
+def test_a_missing_zarr_json_is_an_error_that_names_its_leaves(
+    options: jaxckpt.Options, saved: Path, file: Path
+) -> None:
     (metadata := file.parents[2] / "zarr.json").unlink()
-    for said in refused(saved):
+    for said in refused(saved, options):
         assert f"{metadata} is missing; it describes 'a/w'" in said
 
 
@@ -369,7 +386,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(
         jaxckpt.load_numpy(saved, select="a/w")
 
 
-def test_a_boolean_is_true_or_false(tmp_path: Path) -> None:
+@by_either
+def test_a_boolean_is_true_or_false(options: jaxckpt.Options, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"mask": np.array([True, False])})
     (file,) = (path for path in tmp_path.glob("c/data-*/*bool*/c/**/*") if path.is_file())
     content = bytearray(file.read_bytes())
@@ -378,19 +396,52 @@ def test_a_boolean_is_true_or_false(tmp_path: Path) -> None:
     file.write_bytes(content)
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
     assert f"{crc32c.crc32c(checksum):08x}" not in json.dumps(manifest)
-    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'mask': .* neither true nor false"):
-        jaxckpt.load_numpy(tmp_path / "c")
+    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'mask': ") as raised:
+        jaxckpt.load_numpy(tmp_path / "c", options=options)
+    assert "neither true nor false" in str(raised.value) or options.io == "tensorstore"
+
+
+def test_tensorstore_moves_all_bytes_if_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for engine, call in ((FileWriter, "write"), (FileReader, "read")):
+        monkeypatch.setattr(engine, call, lambda *_: pytest.fail("our own reader or writer was used"))
+    tree = {"w": np.arange(100_000, dtype=np.float32), "mask": np.array([True, False])}
+    for compression in (None, "zstd"):
+        for path in (tmp_path / str(compression), f"memory://{tmp_path.name}/{compression}"):
+            options = jaxckpt.Options(io="tensorstore", compression=compression)
+            jaxckpt.save(path, tree, options=options)
+            for name, array in jaxckpt.restore(path, options=options).items():
+                np.testing.assert_array_equal(array, tree[name])
+            assert jaxckpt.verify(path, options=options).ok
+
+
+def test_a_refused_write_is_the_same_error_by_either(tmp_path: Path) -> None:
+    for options in IO:
+        with pytest.raises(jaxckpt.StorageError, match="cannot write") as raised:
+            _save_without_room(tmp_path / options.io, options)
+        assert raised.value.errno == errno.EFBIG, options
+
+
+def _save_without_room(path: Path, options: jaxckpt.Options) -> None:
+    """Save where no file may have more than 64 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
+    try:
+        jaxckpt.save(path, {"w": np.zeros(1 << 20)}, options=options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_threads_that_come_first_at_once_start_the_workers_once(run_python: RunPython) -> None:
     program = """
 import os, sys, threading
-from jaxckpt._storage import files as _files
+from jaxckpt._storage import workers as _workers
 sys.setswitchinterval(1e-6)
 together = threading.Barrier(8)
 def submit():
     together.wait()
-    _files.submit(lambda: None).result()
+    _workers.submit(lambda: None).result()
 threads = [threading.Thread(target=submit) for _ in range(8)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

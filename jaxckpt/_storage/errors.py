@@ -1,0 +1,66 @@
+"""Errors of the file system and of tensorstore as jaxckpt's own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Callable, Generator
+
+from jaxckpt._runtime.errors import DataError, InputError, JaxckptError, StorageError
+
+
+@contextlib.contextmanager
+def system_errors(what: str) -> Generator[None]:
+    """Raise the file system's errors inside the block as a StorageError that begins with `what`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, JaxckptError):
+            raise
+        raise StorageError(error.errno or errno.EIO, f"{what}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
+    """Raise tensorstore's errors inside the block as our own, beginning with `what`; put `what` before our own."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, DataError, StorageError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _translated(error, what if isinstance(what, str) else what(), reading=reading) from None
+
+
+def _translated(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
+    """tensorstore's error as one of ours: by the system's error code if it has one, else by its message's prefix."""
+    if isinstance(error, DataError):
+        return DataError(f"{what}: {error}; jaxckpt.verify lists all that is damaged")
+    if isinstance(error, StorageError):
+        return StorageError(error.errno, f"{what}: {error.strerror}")
+    text = readable(str(error))
+    status = text.partition(":")[0]
+    system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+    code = int(system[1]) if system else _CODES.get(status, errno.EIO)
+    if isinstance(error, NotImplementedError) or "ignored by server" in text:  # to write or to list over HTTP; ranges
+        return StorageError(errno.ENOTSUP, f"{what}: {text}")
+    decoding = "Error decoding" in text  # of an OCDBT database, without a status
+    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if system else decoding or status in _DAMAGED
+    return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
+
+
+_DAMAGED = ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+_CODES = {
+    "RESOURCE_EXHAUSTED": errno.ENOSPC,
+    "PERMISSION_DENIED": errno.EACCES,
+    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
+}
+
+
+def readable(text: str) -> str:
+    """An error of tensorstore for people: without the server's answer, which may quote keys and signatures, without
+    query strings, and without the lines of tensorstore's source."""
+    code = re.search(r"\[http_response_code='(\d+)'\]", text)
+    text = re.sub(r"\s*\[[a-z_-]+='.*", "", text, flags=re.DOTALL)
+    text = re.sub(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
+    return f"{text} (HTTP {code.group(1)})" if code else text

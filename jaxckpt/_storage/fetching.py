@@ -1,0 +1,197 @@
+"""Arrays on an object store: an object passes through memory, put or fetched in one request and checked as a whole."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from jaxckpt._format import zarr
+from jaxckpt._format.grid import Box, volume
+from jaxckpt._format.pieces import Array, Pieces
+from jaxckpt._format.stacks import Stack, indexed_objects_of
+from jaxckpt._runtime.errors import DataError
+from jaxckpt._storage.errors import storage_errors
+from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
+
+
+def _own_memory(context: ts.Context) -> ts.Context:
+    """Memory that nothing else uses, and that is freed with the context."""
+    return ts.Context({"memory_key_value_store#own": {}}, parent=context)
+
+
+def _in_memory(path: str = "") -> dict[str, Any]:
+    return {"driver": "memory", "path": path, "memory_key_value_store": "memory_key_value_store#own"}
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+
+class EncodingWriter:
+    """Writes objects that are encoded in memory, at once; what is left to wait for is one request."""
+
+    def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending]) -> None:
+        self._url = url
+        self._stack = stack
+        self._begin_put = begin_put  # of a key below the data folder, its content and its digest
+        self._memory = open_array(_in_memory(), stack, _own_memory(ROOT_CONTEXT))
+
+    def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
+        key = zarr.object_key(self._stack, index)
+        below = key.removeprefix(f"{self._stack.name}/")
+        memory = self._memory.kvstore
+        assert memory is not None
+        with storage_errors(f"cannot encode {self._url}/{key}"):
+            begin_write(self._memory, pieces).result()
+            content = memory.read(below).result().value
+            memory.write(below, None).result()
+        view = np.frombuffer(content, np.uint8)
+        digest = zarr.digest(lambda start, stop: view[start:stop], self._stack, len(content))
+        return self._begin_put(key, content, digest)
+
+
+# Reading --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Object:
+    """An object that is fetched whole."""
+
+    index: tuple[int, ...]
+    key: str
+    n_elements: int
+    length: int
+    digest: str
+
+    wanted: int = 0
+    """Elements that the planned reads want."""
+
+    reads: int = 0
+    """Reads that are still to take something of it."""
+
+    coming: Pending | None = None
+    is_here: bool = False
+
+
+def wanted_whole(
+    stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], most_bytes: int
+) -> dict[tuple[int, ...], _Object]:
+    """The objects of at most so many bytes that the planned reads want whole, by place in the grid."""
+    found: dict[tuple[int, ...], _Object] = {}
+    for boxes in plan:
+        touched = set[tuple[int, ...]]()
+        for box in boxes:
+            for index, common, whole in indexed_objects_of(stack, box):
+                if index not in found:
+                    place = "/".join(map(str, index))
+                    found[index] = _Object(index, f"c/{place}", volume(whole), *stored[place])
+                found[index].wanted += volume(common)
+                touched.add(index)
+        for index in touched:
+            found[index].reads += 1
+    return {i: one for i, one in found.items() if one.wanted == one.n_elements and one.length <= most_bytes}
+
+
+class FetchingReader(ArrayReader):
+    """Reads a stack. The objects that are wanted whole are fetched in one request each and decoded in memory; of others
+    the chunks that are wanted are requested."""
+
+    def __init__(
+        self,
+        url: str,
+        keys: ts.KvStore,
+        base: dict[str, Any],
+        context: ts.Context,
+        stack: Stack,
+        objects: Mapping[tuple[int, ...], _Object],
+    ) -> None:
+        self._url = url  # these three are of the stack's folder
+        self._keys = keys
+        self._stack = stack
+        self._objects = objects
+        context = _own_memory(context)
+        self._memory = ts.KvStore.open(_in_memory(), context=context).result()
+        layers = [{"exact": one.key, "base": _in_memory(one.key)} for one in objects.values()]
+        layered = {"driver": "kvstack", "layers": [{"base": base}, *layers]} if layers else base
+        self._array = TensorReader(open_array(layered, stack, context))
+
+    def _fetched(self, box: Box) -> list[_Object]:
+        """The objects that a box touches and that are fetched whole."""
+        found = (self._objects.get(index) for index, _, _ in indexed_objects_of(self._stack, box))
+        return [one for one in found if one is not None]
+
+    def held_bytes(self, boxes: Sequence[Box]) -> int:
+        return sum({one.key: one.length for box in boxes for one in self._fetched(box)}.values())
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        touched = [self._fetched(box) for box, _ in wanted]
+        if not any(touched):
+            return self._array.read(wanted)
+        for one in itertools.chain.from_iterable(touched):
+            if one.coming is None and not one.is_here:
+                one.coming = self._keys.read(one.key)
+        land = functools.cache(functools.partial(self._land, wanted, touched))
+        return [_Box(land, number) for number in range(len(wanted))]
+
+    def _land(
+        self, wanted: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
+    ) -> list[Exception | None]:
+        """Wait for the objects of a read and decode its boxes; for each box its error."""
+        objects = {one.key: one for one in itertools.chain.from_iterable(touched)}
+        problems = {key: self._problem(one) for key, one in objects.items()}
+        errors: list[Exception | None] = [
+            next((DataError(found) for one in ones if (found := problems[one.key])), None) for ones in touched
+        ]
+        sound = [number for number, error in enumerate(errors) if error is None]
+        for number, pending in zip(sound, self._array.read([wanted[number] for number in sound]), strict=True):
+            try:
+                pending.result()
+            except (ValueError, NotImplementedError) as error:  # tensorstore's
+                errors[number] = error
+        for one in objects.values():
+            one.reads -= 1
+            if not one.reads:
+                one.is_here = False
+                self._memory.write(one.key, None).result()
+        return errors
+
+    def _problem(self, one: _Object) -> str | None:
+        """Wait for an object; what is wrong with it, or None if it is in memory now."""
+        if one.is_here:
+            return None
+        where = f"{self._url}{one.key}"
+        assert one.coming is not None
+        with storage_errors(f"cannot read {where}", reading=True):
+            found = one.coming.result()
+        one.coming = None
+        if found.state != "value":
+            return f"{where} is missing"
+        if len(found.value) != one.length:
+            return f"{where} is {len(found.value)} bytes long, expected {one.length}"
+        content = np.frombuffer(found.value, np.uint8)
+        problems = zarr.problems(
+            lambda start, stop: content[start:stop], self._stack, one.index, one.length, one.digest
+        )
+        for _, reason in problems:
+            return f"{where} {reason}"
+        self._memory.write(one.key, found.value).result()
+        one.is_here = True
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A box of a read, which lands as a whole."""
+
+    land: Callable[[], list[Exception | None]]
+    number: int
+
+    def result(self) -> None:
+        if error := self.land()[self.number]:
+            raise error

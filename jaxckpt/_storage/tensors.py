@@ -1,0 +1,104 @@
+"""Arrays through tensorstore."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorstore as ts
+
+from jaxckpt._format import zarr
+from jaxckpt._format.grid import Box
+from jaxckpt._format.pieces import Array, Pieces
+from jaxckpt._format.stacks import Stack
+from jaxckpt._runtime.errors import DataError
+from jaxckpt._storage.errors import readable, storage_errors
+from jaxckpt._storage.objects import ArrayReader, Pending
+
+# One parent context, so that memory:// paths name the same memory in every call.
+ROOT_CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+
+def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStore:
+    """A stack as a tensorstore array on a key-value store. Nothing is read."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "metadata": json.loads(zarr.metadata(stack)),
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+    with storage_errors(f"cannot open the array {stack.name}", reading=True):
+        return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+
+
+def begin_write(array: ts.TensorStore, pieces: Pieces) -> Any:
+    """Start to write an object."""
+    view = array[tuple(slice(a, b) for a, b in pieces.box)]
+    source = pieces.array().view(array.dtype.numpy_dtype)
+    return view.write(source, can_reference_source_data_indefinitely=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReader(ArrayReader):
+    """Reads boxes of a tensorstore array."""
+
+    array: ts.TensorStore
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        pending: list[Pending] = []
+        with ts.Batch() as batch:
+            for box, target in wanted:
+                view = self.array[tuple(slice(a, b) for a, b in box)][ts.d[:].translate_to[0]]
+                pending.append(ts.array(target.view(self.array.dtype.numpy_dtype)).write(view, batch=batch))
+        return pending
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFolder:
+    """Arrays that another library wrote through tensorstore: each in a folder of its name, or all in one OCDBT
+    database."""
+
+    path: str
+    """A local folder."""
+
+    ocdbt: bool
+
+    # The cache keeps nodes of the database: without it each read would start at the root again.
+    context: ts.Context = field(
+        default_factory=lambda: ts.Context(
+            {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 32 << 20}}
+        )
+    )
+
+    def _spec(self, name: str = "") -> dict[str, Any]:
+        below = f"{name}/" if name else ""
+        if not self.ocdbt:
+            return {"driver": "file", "path": f"{self.path}/{below}"}
+        base = {"driver": "file", "path": f"{self.path}/"}
+        return {"driver": "ocdbt", "base": base, "path": below, "cache_pool": "cache_pool#ocdbt"}
+
+    def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Several small values, None for what is missing. Raises DataError, StorageError."""
+        with storage_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
+            folder = ts.KvStore.open(self._spec(), context=self.context).result()
+            results = [pending.result() for pending in [folder.read(key) for key in keys]]
+        return [None if result.state == "missing" else bytes(result.value) for result in results]
+
+    def array_reader(self, name: str, driver: str, metadata: Any, *, strict: bool) -> TensorReader:
+        """Of the array of this name and Zarr metadata. Nothing is read; unless `strict`, a missing chunk reads as the
+        fill value. Raises DataError if the metadata is malformed."""
+        spec = {
+            "driver": driver,
+            "kvstore": self._spec(name),
+            "metadata": metadata,
+            "fill_missing_data_reads": not strict,
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+        }
+        try:
+            return TensorReader(ts.open(spec, open=True, assume_metadata=True, context=self.context).result())
+        except (ValueError, OverflowError) as error:
+            raise DataError(f"the Zarr metadata of {name!r} is damaged: {readable(str(error))}") from error

@@ -1,0 +1,12 @@
+"""Prints which of the large libraries are loaded after the modules that read a manifest, without the package's own."""
+
+import importlib
+import sys
+import types
+
+package = types.ModuleType("jaxckpt")
+package.__path__ = [sys.argv[1]]
+sys.modules["jaxckpt"] = package
+for name in ("_format.manifest", "_storage.manifests"):
+    importlib.import_module(f"jaxckpt.{name}")
+print(*sorted(sys.modules.keys() & {"jax", "tensorstore"}))
