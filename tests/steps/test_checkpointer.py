@@ -26,7 +26,7 @@ from jaxckpt._format.records import StepRecord
 from jaxckpt._restore import restore as _restore
 from jaxckpt._runtime import processes as _coord
 from jaxckpt._save import background as _background
-from jaxckpt._steps.checkpointer import Rules, _Step
+from jaxckpt._steps.retention import Rules, SavedStep
 from jaxckpt._storage.bucket import Bucket
 from jaxckpt._storage.files import FileWriter
 from jaxckpt._storage.folder import Folder
@@ -64,7 +64,7 @@ def test_the_rules(
     steps: dict[int, tuple[float | None, int]], last: int | None, every: int | None, mode: Any, days: int | None
 ) -> None:
     found = [
-        _Step(step, NOW - datetime.timedelta(days=age), StepRecord(step, {} if loss is None else {"loss": loss}))
+        SavedStep(step, NOW - datetime.timedelta(days=age), StepRecord(step, {} if loss is None else {"loss": loss}))
         for step, (loss, age) in sorted(steps.items())
     ]
     rules = Rules(last, every, None if mode is None else ("loss", mode), days and datetime.timedelta(days=days))
@@ -291,7 +291,7 @@ def test_an_older_step_that_is_published_meanwhile_stays(
     monkeypatch.setattr(kind, "folders", then_published)
     checkpoints.save(2, state(2))
     last = 2 * listings  # of the same save again
-    checkpoints._store.mark("00000003")
+    checkpoints._directory.store.mark("00000003")
     (tmp_path / "00000003").mkdir()  # as a save that has just begun
     checkpoints.save(4, state(4))
     assert listings == last
