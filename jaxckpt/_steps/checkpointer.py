@@ -29,7 +29,7 @@ from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.initial import target_of
 from jaxckpt._steps.metrics import recorded
 from jaxckpt._steps.preemption import Notice
-from jaxckpt._steps.retention import Rules, best_of
+from jaxckpt._steps.retention import Rules
 from jaxckpt._storage.manifests import load_manifest, load_states
 from jaxckpt._storage.steps import require_step
 
@@ -115,6 +115,8 @@ class Checkpointer:
             self._newest: int | None = None
             self._restored: int | None = None
             self._preempted = False
+            self._trains = False
+            self._completed = True
             self._first = group.index == 0
             uninterrupted(functools.partial(self._open, group))
             self._notice = Notice(group.count)
@@ -122,8 +124,7 @@ class Checkpointer:
     def _open(self, group: Group) -> None:
         with group.meeting("opening the directory of steps") as meeting:
             if self._first:
-                self._directory.sweep()
-                self._directory.tidy_up()
+                self._directory.open()
             meeting.barrier()
 
     def _numbered(self, step: object, verb: str) -> int:
@@ -149,6 +150,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        self._completed = False
         try:
             self.close()
         except Exception as failure:
@@ -192,6 +194,7 @@ class Checkpointer:
             Preempted: The job was told to stop, and this step is saved; see `on_preemption`.
             Exception: As `jaxckpt.save_async`; and what ended an earlier save in the background.
         """
+        self._trains = True
         step = self._numbered(step, "Checkpointer.save")
         try:
             force, overwrite = flag(force, "force"), flag(overwrite, "overwrite")
@@ -299,9 +302,18 @@ class Checkpointer:
         self._wait_within(None)
 
     def close(self) -> None:
-        """Wait for the last save, and let go of the signal handler. Raises what the save raised."""
+        """Wait for the last save, let go of the signal handler, and note that the run has ended. Raises what the save
+        raised.
+
+        `follow` ends at that note, and the next Checkpointer of the directory removes it. A Checkpointer that was told
+        to stop leaves none, nor does a `with` block that an error ends. One that neither saved nor called
+        `restore_or_init` leaves the note as it found it.
+        """
         self._notice.close()
         self.wait()
+        if self._first:
+            ended = self._completed and not self._preempted if self._trains else None
+            uninterrupted(functools.partial(self._directory.close, ended=ended))
 
     # Restoring -------------------------------------------------------------------------------------------
 
@@ -375,6 +387,7 @@ class Checkpointer:
         Returns:
             (step, tree): the number of the step that was restored and its tree, or None and what `init` made.
         """
+        self._trains = True
         step = self._agreed_step()
         if step is None:
             return None, init()
@@ -460,7 +473,7 @@ class Checkpointer:
         """The best step that is there by `keep_best`; None where none has the metric."""
         if self._directory.rules.best is None:
             raise InputError("best_step() needs Checkpointer(keep_best=(metric, mode))")
-        return best_of(self._directory.look_at(self.steps()), *self._directory.rules.best)
+        return self._directory.rules.best_of(self._directory.look_at(self.steps()))
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that were given when a step was saved; None for those that were not finite."""

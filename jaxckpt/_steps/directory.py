@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import os
+import threading
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.names import MANIFEST
@@ -16,13 +18,16 @@ from jaxckpt._runtime.errors import (
     InputError,
     JaxckptError,
     NotACheckpointError,
+    StorageError,
 )
 from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.threads import Latch, start_thread
 from jaxckpt._steps.retention import Rules, SavedStep
 from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.steps import is_step, require_step, step_folders, step_name
+from jaxckpt._storage.steps import BEST, ENDED, RUN, is_step, require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 
 _log = logging.getLogger("jaxckpt")
@@ -39,6 +44,12 @@ class Directory:
         self._sync = options.sync
         self._known: dict[int, SavedStep] = {}
         self._measured = False
+        self._leases = Leases(self.store)
+        self._lock = threading.Lock()  # taken only in threads that an interrupt does not reach
+        self._spared = False
+        self._watching = False
+        self._closed = Latch()
+        self._was_ended = False
 
     @property
     def url(self) -> str:
@@ -113,15 +124,51 @@ class Directory:
                 f' save(…, metrics={{{name!r}: …}}), with float("nan") where it was not measured'
             )
 
+    # Opening and closing, process 0 ----------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Clean up what killed runs left, delete what the rules do not keep, and note that the run has not ended."""
+        notes = self.store.child(RUN).names()
+        self._was_ended = ENDED in notes
+        if self._was_ended:
+            self._note(ENDED, None)
+        if self.rules.best is not None:
+            self._note(BEST, json.dumps(self.rules.best).encode())
+        self._sweep()
+        self.tidy_up()
+        self._leases.clear(notes)
+
+    def close(self, *, ended: bool | None) -> None:
+        """Note that the run has ended, for readers that follow it, and delete what they have let go of by now.
+
+        None for `ended` leaves the run as it was found.
+        """
+        self._closed.set()
+        if self._spared:
+            self.tidy_up()
+        if self._was_ended if ended is None else ended:
+            self._note(ENDED, b"{}")
+
+    def _note(self, name: str, content: bytes | None) -> None:
+        """Write a note on the run for its readers, or remove it. Without the right to write, nothing changes."""
+        try:
+            if content is None:
+                self.store.child(RUN).remove(name)
+            else:
+                self.store.made(RUN).put(name, content)
+        except StorageError as error:
+            _log.warning("readers of %s do not see that %s has changed: %s", self.url, name, error)
+
     # Deleting, process 0 ---------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Delete a step unless it is the only one. Raises InputError."""
-        if [found.number for found in self.look_at(self.steps())] == [step]:
-            raise InputError(f"step {step} is the only one in {self.url}, and is not deleted")
-        self._delete(step)
+        """Delete a step unless it is the only one, whoever reads it. Raises InputError."""
+        with self._lock:
+            if [found.number for found in self.look_at(self.steps())] == [step]:
+                raise InputError(f"step {step} is the only one in {self.url}, and is not deleted")
+            self._delete(step)
 
-    def sweep(self) -> None:
+    def _sweep(self) -> None:
         """Delete what killed runs left: data never published, steps and subtrees half deleted."""
         marked = self.store.folders()
         for name in self.store.names():
@@ -143,7 +190,23 @@ class Directory:
                 child.trim(manifest.data, (record.stack() for record in manifest.stacks))
 
     def tidy_up(self, saved: StepRecord | None = None) -> None:
-        """Delete what the rules do not keep. Whatever fails is tried again after the next save."""
+        """Delete what the rules do not keep, and no reader holds. What fails is tried again after the next save."""
+        with self._lock:
+            self._tidy_up(saved)
+            if self._spared and not self._watching and not self._closed.is_set:
+                self._watching = True
+                start_thread(self._watch, "jaxckpt-leases")
+
+    def _watch(self) -> None:
+        """Look again until readers have let go of every step that the rules do not keep."""
+        while not self._closed.wait(self._leases.poll_seconds):
+            with self._lock:
+                self._tidy_up(None)
+                if not self._spared:
+                    self._watching = False
+                    return
+
+    def _tidy_up(self, saved: StepRecord | None) -> None:
         now = datetime.datetime.now(datetime.UTC)
         try:
             if saved is not None:
@@ -151,11 +214,14 @@ class Directory:
             published, others = step_folders(self.store)
             found = self.look_at(published)
             kept = self.rules.kept(found, now)
-            for step in found:
-                if step.number not in kept:
-                    self._delete(step.number)
-            for number, paths in self.rules.dropped([step for step in found if step.number in kept]).items():
-                self._drop(number, paths)
+            outdated = {step.number for step in found} - kept
+            dropped = self.rules.dropped([step for step in found if step.number in kept])
+            with self._leases.condemned(outdated | dropped.keys()) as held:
+                self._spared = bool(held)
+                for number in sorted(outdated - held):
+                    self._delete(number)
+                for number in dropped.keys() - held:
+                    self._drop(number, dropped[number])
             if saved is not None:
                 # Steps come in order, one at a time: an older one that is not published yet never will be.
                 for number in others:

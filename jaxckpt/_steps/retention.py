@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self, cast
+from typing import Self, cast
 
 from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import whole_number
+from jaxckpt._storage.steps import Mode, best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Rules:
 
     last: int | None = None
     every: int | None = None
-    best: tuple[str, Literal["min", "max"]] | None = None
+    best: tuple[str, Mode] | None = None
     younger: datetime.timedelta | None = None
     components: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -68,7 +69,7 @@ class Rules:
         kept = {step.number for step in steps[-(self.last or 1) :]}
         if self.every is not None:
             kept |= {step.number for step in steps if step.number % self.every == 0}
-        if self.best is not None and (best := best_of(steps, *self.best)) is not None:
+        if (best := self.best_of(steps)) is not None:
             kept.add(best)
         if self.younger is not None:
             kept |= {step.number for step in steps if now - step.created < self.younger}
@@ -78,6 +79,11 @@ class Rules:
         """Whether a step has the metric that steps are compared by; until one has, none is deleted."""
         return self.best is None or any(self.best[0] in step.record.metrics for step in steps)
 
+    def best_of(self, steps: Sequence[SavedStep]) -> int | None:
+        """The step that `best` names; None if there is no such rule, or no step has the metric."""
+        metrics = ((step.number, step.record.metrics) for step in steps)
+        return None if self.best is None else best_of(metrics, *self.best)
+
     def dropped(self, steps: Sequence[SavedStep]) -> dict[int, list[str]]:
         """For each of the kept steps, oldest first, the subtrees that it still has and should not have."""
         found: dict[int, list[str]] = {}
@@ -86,10 +92,3 @@ class Rules:
                 if path not in step.record.dropped and path not in step.undroppable:
                     found.setdefault(step.number, []).append(path)
         return found
-
-
-def best_of(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
-    """The step with the best value of a metric, the newest of equals; None if no step has a value."""
-    sign = -1.0 if mode == "min" else 1.0
-    ranked = [(sign * value, step.number) for step in steps if (value := step.record.metrics.get(metric)) is not None]
-    return max(ranked)[1] if ranked else None

@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
@@ -181,9 +181,17 @@ class Bucket(Store):
     def child(self, name: str) -> Self:
         return type(self)(f"{self.url}/{name}", self.spec, f"{self.path}{name}/", self.retry_seconds)
 
-    def folders(self) -> dict[str, bool]:
-        """One request, and one for each mark."""
-        names = sorted(self._list(MARKS))
+    def made(self, name: str) -> Self:
+        return self.child(name)
+
+    def cut(self, ending: str) -> Self:
+        above = f"/{self.path[:-1]}".removesuffix(ending)[1:]
+        path = f"{above}/" if above else ""
+        return type(self)(self.url.removesuffix(ending), self.spec, path, self.retry_seconds)
+
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+        """One request, and one for each mark that is wanted."""
+        names = sorted(filter(wanted, self._list(MARKS)))
         heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
         with self._refused("read", MANIFEST):
             return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}

@@ -16,7 +16,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
@@ -137,8 +137,20 @@ class Folder(Store):
     def child(self, name: str) -> Self:
         return type(self)(f"{self.url}/{name}", os.path.join(self.folder, name))
 
-    def folders(self) -> dict[str, bool]:
-        return {name: os.path.exists(os.path.join(self.folder, name, MANIFEST)) for name in self.names()}
+    def made(self, name: str) -> Self:
+        child = self.child(name)
+        try:
+            os.makedirs(child.folder, exist_ok=True)
+        except OSError as error:
+            raise self._refused("create", name, error) from error
+        return child
+
+    def cut(self, ending: str) -> Self:
+        return type(self)(self.url.removesuffix(ending), self.folder.removesuffix(ending))
+
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+        names = filter(wanted, self.names())
+        return {name: os.path.exists(os.path.join(self.folder, name, MANIFEST)) for name in names}
 
     def mark(self, name: str) -> None:
         pass

@@ -75,8 +75,16 @@ class Store(abc.ABC):
         """The store of a folder directly below."""
 
     @abc.abstractmethod
-    def folders(self) -> dict[str, bool]:
-        """For each folder directly below, whether it holds a checkpoint."""
+    def made(self, name: str) -> Self:
+        """The store of a folder directly below, which is created if it does not exist."""
+
+    @abc.abstractmethod
+    def cut(self, ending: str) -> Self:
+        """The store at the path without this ending, such as "/00000040": the folder above."""
+
+    @abc.abstractmethod
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+        """For each folder directly below whose name is wanted, whether it holds a checkpoint."""
 
     @abc.abstractmethod
     def mark(self, name: str) -> None:
