@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -157,10 +158,9 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # it only looks
         assert checkpoints.restore()["step"] == 2
     assert ended()
-    with pytest.raises(ZeroDivisionError):  # noqa: PT012
-        with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
-            checkpoints.save(3, state(3))
-            raise ZeroDivisionError
+    with contextlib.suppress(ZeroDivisionError), jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        checkpoints.save(3, state(3))
+        raise ZeroDivisionError
     assert not ended()
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         checkpoints.restore()
