@@ -23,7 +23,7 @@ from jaxckpt._restore.target import Request
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, given, seconds, whole_number
 from jaxckpt._storage.folder import Folder
-from jaxckpt._storage.leases import hold
+from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import store_at
 from jaxckpt._storage.steps import ENDED, RUN, step_folders, step_name
@@ -110,6 +110,7 @@ def follow(
     after: int | None = None,
     timeout: float | None = None,
     poll_seconds: float = 1.0,
+    term_seconds: float = TERM_SECONDS,
     options: Options | None = None,
 ) -> Generator[Step]:
     """Iterate over the steps of a run as they are published, oldest first: an evaluation beside a training.
@@ -128,6 +129,7 @@ def follow(
         timeout: End quietly when no new step was published for so many seconds; None waits without limit. The time
             that the body of the loop takes does not count.
         poll_seconds: Seconds between two looks at the directory. Each is one listing and one small read.
+        term_seconds: How long at most a lease keeps a step after this process has died; see `Checkpoint.hold`.
         options: See `Options`.
 
     Yields:
@@ -148,7 +150,8 @@ def follow(
     run = _run_at(directory, options)
     last = -1 if after is None else whole_number(after, "after", least=0, most=LARGEST)
     limit = None if timeout is None else seconds(timeout, "timeout")
-    return _follow(run, last, limit, seconds(poll_seconds, "poll_seconds"), given(options))
+    poll_seconds, term_seconds = seconds(poll_seconds, "poll_seconds"), seconds(term_seconds, "term_seconds")
+    return _follow(run, last, limit, poll_seconds, term_seconds, given(options))
 
 
 def _run_at(directory: Path, options: Options | None) -> Store:
@@ -157,7 +160,9 @@ def _run_at(directory: Path, options: Options | None) -> Store:
     return Folder(run.folder, run.folder) if isinstance(run, Folder) else run
 
 
-def _follow(run: Store, last: int, timeout: float | None, poll_seconds: float, options: Options) -> Generator[Step]:
+def _follow(
+    run: Store, last: int, timeout: float | None, poll_seconds: float, term_seconds: float, options: Options
+) -> Generator[Step]:
     waiting_since = time.monotonic()
     warned = False
     while True:
@@ -166,8 +171,9 @@ def _follow(run: Store, last: int, timeout: float | None, poll_seconds: float, o
         if published:
             last = published[0]
             with contextlib.ExitStack() as until_next:
-                refused = _hold(run, last, until_next)
-                step = _step(run, last, refused is None, options)
+                refused = _hold(run, last, term_seconds, until_next)
+                deleted = isinstance(refused, NotACheckpointError)
+                step = None if deleted else _step(run, last, refused is None, options)
                 if step is None:
                     continue
                 if refused is not None and not warned:
@@ -182,13 +188,13 @@ def _follow(run: Store, last: int, timeout: float | None, poll_seconds: float, o
         time.sleep(poll_seconds if timeout is None else min(poll_seconds, timeout - waited))
 
 
-def _hold(run: Store, number: int, until_next: contextlib.ExitStack) -> StorageError | None:
-    """Hold a step, if it is still there; what kept this process from writing a lease."""
+def _hold(
+    run: Store, number: int, term_seconds: float, until_next: contextlib.ExitStack
+) -> StorageError | NotACheckpointError | None:
+    """Hold a step until the loop takes the next one; what prevented that."""
     try:
-        until_next.enter_context(hold(run, number))
-    except NotACheckpointError:
-        return None
-    except StorageError as error:
+        until_next.enter_context(hold(run, number, term_seconds))
+    except (NotACheckpointError, StorageError) as error:
         return error
     return None
 

@@ -12,7 +12,6 @@ every write that ended before it, at least one of the two sees the other, and gi
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import logging
@@ -43,7 +42,7 @@ _DELETION_SECONDS = 10.0
 def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator[None]:
     """Keep a step from being deleted by the rules of a Checkpointer while the block runs.
 
-    Raises NotACheckpointError if the step is deleted already, StorageError if no lease can be written.
+    Raises NotACheckpointError if the step is deleted or being deleted, StorageError if no lease can be written.
     """
     term_seconds = seconds(term_seconds, "term_seconds")
     name = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}"
@@ -111,10 +110,9 @@ def _require_spared(run: Store, folder: Store, step: int) -> None:
         if not marked:
             return
         if time.monotonic() > deadline:
-            raise StorageError(
-                errno.EBUSY,
-                f"step {step} of {run.url} is marked for deletion by a process that was killed or hangs; the next"
-                " Checkpointer made on that directory deletes or unmarks it",
+            raise NotACheckpointError(
+                f"step {step} of {run.url} is being deleted, or the process that was deleting it was killed; then the"
+                " next Checkpointer made on that directory deletes or keeps it"
             )
         time.sleep(0.02)
 
