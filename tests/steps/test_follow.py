@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import servers
+from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt._storage.folder import Folder
@@ -73,6 +74,22 @@ def test_a_runs_directory_means_its_newest_step(run: str) -> None:
         jaxckpt.restore(f"{run}@lates")
     with pytest.raises(jaxckpt.NotACheckpointError):
         jaxckpt.restore(f"{run}-of-nobody@40")
+
+
+def test_processes_restore_the_step_that_process_0_finds_to_be_the_newest(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    fill(str(tmp_path / "run"), 10, 20)
+    program = """
+import jaxckpt
+from jaxckpt._restore import source
+if process_id == 1:  # it looked a moment earlier
+    newest = source.step_meant
+    source.step_meant = lambda store: store.child("00000010") if store.url.endswith("run") else newest(store)
+print(jaxckpt.restore(args)["step"])
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "run"), timeout=90)
+    assert [one.stdout for one in done] == ["20\n"] * 2
 
 
 def test_best_needs_a_rule(tmp_path: Path) -> None:
