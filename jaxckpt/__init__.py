@@ -39,6 +39,7 @@ from jaxckpt._runtime.progress import Progress
 from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.save import save, save_async
 from jaxckpt._steps.checkpointer import Checkpointer
+from jaxckpt._steps.follow import Step, follow, latest_step, steps
 
 __version__ = "0.1.0"
 
@@ -70,11 +71,14 @@ __all__ = [
     "RestorePlan",
     "SaveInfo",
     "SpecError",
+    "Step",
     "StorageError",
     "TreeError",
     "VerifyReport",
     "convert",
     "diff",
+    "follow",
+    "latest_step",
     "load_numpy",
     "mindspore_ranks",
     "oneflow_ranks",
@@ -84,6 +88,7 @@ __all__ = [
     "restore",
     "save",
     "save_async",
+    "steps",
     "verify",
 ]
 

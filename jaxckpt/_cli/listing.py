@@ -18,6 +18,7 @@ from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointErro
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.steps import steps_of
 from jaxckpt._storage.store import Store
 
 
@@ -57,7 +58,8 @@ def list_checkpoints(path: str) -> list[Entry]:
     checkpoint: Checkpoint | None = None
     nothing: NotACheckpointError | None = None
     try:
-        checkpoint = open_checkpoint(path)
+        if steps_of(store) is None:  # else it is a run's directory, which opens as its newest step
+            checkpoint = open_checkpoint(path)
     except NotACheckpointError as error:
         nothing = error
     except CorruptError:
@@ -92,6 +94,8 @@ def _entry(path: str) -> Entry | None:
     name = os.path.basename(path.rstrip("/"))
     entry = Entry(name=name, path=path, step=int(name) if name.isdecimal() else None)
     try:
+        if steps_of(store_at(path, Options())) is not None:  # a run's directory, which `ls` lists by itself
+            return None
         checkpoint = open_checkpoint(path)
     except NotACheckpointError:
         if not any(map(is_data, store_at(path, Options()).names())):

@@ -48,6 +48,7 @@ from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.steps import steps_of
 
 NO, BAD_INPUT, DAMAGED, NOT_THERE, STORAGE, BUG = 1, 2, 3, 4, 5, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -411,10 +412,13 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     Its manifest goes first: a reader finds the checkpoint whole, or finds that it is not there. Files that are not
     jaxckpt's own are left.
     """
+    options = Options()
+    if (steps := steps_of(store_at(path, options))) is not None:
+        raise InputError(f"{path} is the directory of a run: name the step to delete, as in {steps[-1].url}")
     checkpoint = open_checkpoint(path)
     if checkpoint.format != "jaxckpt":  # it may have files that are not ours to know
         raise InputError(f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes jaxckpt's only")
-    options = Options()
+    path = checkpoint.path if "@" in path else path
     store = store_at(path, options)
     if store.read(MANIFEST) is None:
         raise InputError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,10 +38,12 @@ from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.restore import kept, on_host
 from jaxckpt._restore.source import Location, Native, Source, source_at
 from jaxckpt._restore.target import Goal, Request, numpy_goal, require_request, resolve
-from jaxckpt._runtime.errors import counted
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, counted
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_states
+from jaxckpt._storage.steps import is_step
 
 
 def open(path: Location, *, options: Options | None = None) -> Checkpoint:
@@ -306,6 +309,45 @@ class Checkpoint:
     def leaves(self) -> dict[str, LazyLeaf]:
         """Every leaf by path, in the tree's order."""
         return {path: self._leaf(number) for path, number in self._numbers.items()}
+
+    @contextlib.contextmanager
+    def hold(self, *, term_seconds: float = TERM_SECONDS) -> Generator[Checkpoint]:
+        """Keep this step of a run from being deleted while a `with` block reads it; nothing is copied.
+
+        A lease, which is a small file in `_run` of the run's directory, is written and renewed by a thread. The `keep_`
+        rules of a `Checkpointer` leave the step alone until the block ends, or if this process dies, until the lease
+        expires. `Checkpointer.delete` and a save that replaces the step do not look at leases.
+
+        Args:
+            term_seconds: How long a lease may last without its holder, 60 by default: it is renewed every eighth of
+                the term, and the process that deletes steps takes it for expired when it has seen no renewal for half
+                of the term. A process that is stopped for longer loses the lease.
+
+        Returns:
+            A context manager, whose value is this checkpoint.
+
+        Raises:
+            InputError: It is not a step in a run's directory; only those are deleted by rules.
+            NotACheckpointError: The step was deleted or replaced since it was opened.
+            StorageError: No lease can be written, without the right to write to the run's directory for example.
+
+        Examples:
+            >>> import jaxckpt
+            >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/held", keep_last=1) as run:
+            ...     saved = run.save(10, {"w": 1}, overwrite=True)
+            >>> with jaxckpt.open("/tmp/jaxckpt-doc/held").hold() as checkpoint:
+            ...     checkpoint["w"].value
+            1
+        """
+        above = self._source.store.above() if isinstance(self._source, Native) else None
+        if above is None or not is_step(above[1]):
+            raise InputError(f"{self.path} is not a step in a run's directory: a Checkpointer deletes only those")
+        run, name = above
+        with hold(run, int(name), term_seconds):
+            fate = self._source.fate()
+            if fate is not None:
+                raise NotACheckpointError(f"{self.path} was {fate} since it was opened: open it again")
+            yield self
 
     def tree(self) -> Tree:
         """The saved tree with lazy leaves."""

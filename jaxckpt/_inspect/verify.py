@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from jaxckpt._format import manifest as manifests
@@ -23,6 +25,9 @@ from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 from jaxckpt._storage.objects import Objects
+from jaxckpt._storage.place import store_at
+from jaxckpt._storage.steps import steps_of
+from jaxckpt._storage.store import Store
 
 _THREADS = 8
 T = TypeVar("T")
@@ -112,7 +117,8 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
 
     Args:
         path: Where `save` wrote. Of another checkpoint that `restore` takes, every byte is read and decoded: what its
-            format can tell is told, coverage and lengths at least, and checksums where it has some.
+            format can tell is told, coverage and lengths at least, and checksums where it has some. Of a run's
+            directory, all steps are checked: one report, in which each object's name begins with its step's.
         quick: Only whether every object is there and of its length, and the small files as they were: one look at
             each file, or on an object store one request for each object's last byte.
         options: `progress`, `manifest_sha256` and those of the storage; see `Options`.
@@ -133,6 +139,33 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         True
     """
     options, quick = given(options), flag(quick, "quick")
+    if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # else one manifest is expected
+        steps = steps_of(store_at(path, options))
+        if steps is not None:
+            return _verify_steps(os.fspath(path), steps, quick, options)
+    return _verify(path, quick, options)
+
+
+def _verify_steps(path: str, steps: Sequence[Store], quick: bool, options: Options) -> VerifyReport:
+    """One report on all steps of a run, without those that are deleted meanwhile."""
+    reports: list[tuple[str, VerifyReport]] = []
+    for step in steps:
+        with contextlib.suppress(NotACheckpointError):
+            reports.append((step.url.rpartition("/")[2], _verify(step.url, quick, options)))
+    return VerifyReport(
+        path=path,
+        quick=quick,
+        problems=tuple(
+            replace(problem, object=f"{name}/{problem.object}") for name, found in reports for problem in found.problems
+        ),
+        leaves=sum(report.leaves for _, report in reports),
+        objects=sum(report.objects for _, report in reports),
+        checked_bytes=sum(report.checked_bytes for _, report in reports),
+    )
+
+
+def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
+    """Check one checkpoint."""
     try:
         source, _ = source_at(path, options)
     except CorruptError as error:

@@ -116,14 +116,14 @@ def carry_out(path: Location, asked: Request, options: Options | None) -> Tree:
             source, digest = source_at(path, options)
             resolved = resolve(source.manifest, asked, options)
             _require_no_trace(resolved.goals.values())
-            digests = meeting.gather(digest)
-            if len(set(digests)) > 1:
-                raise PeersDisagreeError(
-                    f"the processes see different checkpoints at {source.url}: it was replaced meanwhile, or is not"
-                    " shared"
-                )
-            meeting.share("")
+            _require_one(meeting.gather(f"{digest} {source.url}"), source.url)
+            chosen = meeting.share(f"{digest} {source.url}")
         with group.meeting("restoring") as meeting:
+            expected, _, url = chosen.partition(" ")
+            if digest != expected:  # process 0 found another step to be a run's newest
+                source, digest = source_at(url, options)
+                _require_one([chosen, f"{digest} {url}"], url)
+                resolved = resolve(source.manifest, asked, options)
             initial = asked.initial(resolved.lacking) if asked.initial else []
             result = resolved.build(fetch(source, resolved.goals, options), initial)
             meeting.barrier()
@@ -131,6 +131,14 @@ def carry_out(path: Location, asked: Request, options: Options | None) -> Tree:
         counts = len(resolved.goals), len(jax.tree.leaves(result)), source.url, len(source.manifest.leaves)
         _log.info("restored %d of the tree's %d leaves from %s, which has %d", *counts)
     return result
+
+
+def _require_one(found: Sequence[str], url: str) -> None:
+    """Raise PeersDisagreeError if processes found different checkpoints, each a digest and a path, at one path."""
+    if len(set(found)) > len({one.partition(" ")[2] for one in found}):
+        raise PeersDisagreeError(
+            f"the processes see different checkpoints at {url}: it was replaced meanwhile, or is not shared"
+        )
 
 
 def _check(asked: Request) -> None:

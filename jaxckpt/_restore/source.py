@@ -9,6 +9,7 @@ its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import hashlib
 import math
@@ -29,6 +30,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.steps import step_meant
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.workers import All, submit
 
@@ -317,7 +319,8 @@ def _run(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 # Opening --------------------------------------------------------------------------------------------------
 
 Location = str | os.PathLike[str] | Foreign
-"""Where a checkpoint is: a path or URL, or what a function such as `jaxckpt.rank_files` has made of several files."""
+"""Where a checkpoint is: a path or URL, which may be that of a run's directory, or what a function such as
+`jaxckpt.rank_files` has made of several files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,19 +345,34 @@ formats: list[Format] = []
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
     """What can be read at a location, and a digest of all that is known of it without reading its arrays.
 
+    A run's directory means its newest step; "run@40", "run@best" and "run@latest" mean one of its steps.
+
     Raises NotACheckpointError, ManifestError; DataError where a foreign checkpoint is damaged.
     """
     if isinstance(location, Foreign):
         return location, _digest(location)
     store = store_at(location, options)
     try:
-        manifest, content = load_manifest(store, options.manifest_sha256)
+        return _native(store, options)
     except NotACheckpointError:
+        for _ in range(_TRIES):
+            if (step := step_meant(store)) is None:
+                break
+            with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one deleted
+                return _native(step, options)
         # Who expects a certain manifest does not mean a checkpoint that has none.
         found = None if options.manifest_sha256 else _of_another_library(location)
         if found is None:
             raise
         return found, _digest(found)
+
+
+_TRIES = 5
+"""How often to look for the newest step of a run, if it is deleted before its manifest is read."""
+
+
+def _native(store: Store, options: Options) -> tuple[Native, str]:
+    manifest, content = load_manifest(store, options.manifest_sha256)
     return Native(store, manifest), hashlib.sha256(content).hexdigest()
 
 

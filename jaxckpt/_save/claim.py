@@ -7,9 +7,10 @@ import uuid
 from dataclasses import dataclass
 
 from jaxckpt._format.names import MANIFEST, WRITER, data_of, is_data
-from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError
+from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, counted
 from jaxckpt._save.plan import SavePlan
 from jaxckpt._storage.objects import Objects
+from jaxckpt._storage.steps import is_step, step_meant
 from jaxckpt._storage.store import Store, Writer
 
 
@@ -76,6 +77,15 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
         if not overwrite:
             raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
         return store.read(MANIFEST)
+    steps = [name for name in names if is_step(name)]
+    if steps:
+        raise CheckpointExistsError(
+            f"{store.url} is the directory of a run, with {counted(len(steps), 'step')}, and is not overwritten: save a"
+            f" step with Checkpointer.save, replace one with save({store.url + '/' + steps[-1]!r}, …, overwrite=True),"
+            " or give another folder"
+        )
+    if not names and "@" in store.url and step_meant(store) is not None:
+        raise CheckpointExistsError(f"{store.url} names a step of a run, and is no folder to save to: give a folder")
     foreign = [name for name in names if not is_data(name) and name != _ORBAX_NOTE]
     if foreign:
         raise CheckpointExistsError(

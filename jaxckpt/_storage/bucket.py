@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -367,15 +367,18 @@ class Bucket:
             found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
         return [key.decode(errors="replace") for key in found]
 
-    def folders(self) -> dict[str, bool]:
-        """One request, and one for each mark."""
-        names = sorted(self._list(MARKS))
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+        """One request, and one for each mark that is wanted."""
+        names = sorted(filter(wanted, self._list(MARKS)))
         heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
         with self._refused("read", MANIFEST):
             return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
 
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")
+
+    def made(self, name: str) -> Self:
+        return self.child(name)
 
     def above(self) -> tuple[Self, str] | None:
         path, _, name = self.path.rstrip("/").rpartition("/")

@@ -17,7 +17,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -359,11 +359,16 @@ class Folder:
             return sorted(os.listdir(self.folder))
         return []
 
-    def folders(self) -> dict[str, bool]:
-        return {name: os.path.exists(self._path(name, MANIFEST)) for name in self.names()}
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+        return {name: os.path.exists(self._path(name, MANIFEST)) for name in filter(wanted, self.names())}
 
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", folder=self._path(name))
+
+    def made(self, name: str) -> Self:
+        with self._refused("create", name):
+            os.makedirs(self._path(name), exist_ok=True)
+        return self.child(name)
 
     def above(self) -> tuple[Self, str] | None:
         folder, name = os.path.split(self.folder)

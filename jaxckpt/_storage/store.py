@@ -8,11 +8,11 @@ from typing import Protocol
 
 from jaxckpt._format.names import MANIFEST, WRITER, may_name
 from jaxckpt._storage.claims import Claims
-from jaxckpt._storage.directory import Directory
+from jaxckpt._storage.folders import Folders
 from jaxckpt._storage.objects import Objects
 
 
-class Store(Objects, Claims, Directory, Protocol):
+class Store(Objects, Claims, Folders, Protocol):
     """What `Folder` is on a file system and `Bucket` on an object store. Callers need not know which."""
 
 

@@ -80,7 +80,7 @@ def versions_in(folder: Path) -> list[int]:
     assert [version_at(folder / f"{step:08d}") for step in published] == published
     with jaxckpt.Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == published
-    assert sorted(os.listdir(folder)) == [f"{step:08d}" for step in published], "nothing else is left"
+    assert sorted({*os.listdir(folder)} - {"_run"}) == [f"{step:08d}" for step in published], "nothing else is left"
     assert all(len(data_folders(folder / f"{step:08d}")) == 1 for step in published)
     return published
 

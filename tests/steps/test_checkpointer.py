@@ -26,7 +26,7 @@ from jaxckpt._format.records import StepRecord
 from jaxckpt._restore import restore as _restore
 from jaxckpt._runtime import processes as _coord
 from jaxckpt._save import background as _background
-from jaxckpt._steps.checkpointer import Rules, _Step
+from jaxckpt._steps.retention import Rules, SavedStep
 from jaxckpt._storage.bucket import Bucket
 from jaxckpt._storage.files import FileWriter
 from jaxckpt._storage.folder import Folder
@@ -48,6 +48,11 @@ def filled(path: Path, steps: range, **arguments: Any) -> jaxckpt.Checkpointer:
     return checkpoints
 
 
+def names_in(directory: Path) -> list[str]:
+    """What is in a run's directory, but for the folder with notes on the run itself."""
+    return sorted({*os.listdir(directory)} - {"_run"})
+
+
 # What is kept ----------------------------------------------------------------------------------------------
 
 METRICS = st.one_of(st.none(), st.sampled_from([-1.5, 0.0, 2.0]), st.floats(-100, 100))
@@ -64,7 +69,7 @@ def test_the_rules(
     steps: dict[int, tuple[float | None, int]], last: int | None, every: int | None, mode: Any, days: int | None
 ) -> None:
     found = [
-        _Step(step, NOW - datetime.timedelta(days=age), StepRecord(step, {} if loss is None else {"loss": loss}))
+        SavedStep(step, NOW - datetime.timedelta(days=age), StepRecord(step, {} if loss is None else {"loss": loss}))
         for step, (loss, age) in sorted(steps.items())
     ]
     rules = Rules(last, every, None if mode is None else ("loss", mode), days and datetime.timedelta(days=days))
@@ -90,7 +95,7 @@ def test_steps_are_kept_by_last_interval_and_best(tmp_path: Path) -> None:
         assert checkpoints.latest_step() == 40
         assert checkpoints.best_step() == 14
         assert checkpoints.metrics(14) == {"loss": pytest.approx(0.8)}
-    assert sorted(os.listdir(tmp_path)) == ["00000000", "00000014", "00000020", "00000038", "00000040"]
+    assert names_in(tmp_path) == ["00000000", "00000014", "00000020", "00000038", "00000040"]
     assert jaxckpt.load_numpy(checkpoints.path(14))["step"] == 14
 
 
@@ -199,7 +204,7 @@ def test_deleting_unpublishes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         jaxckpt.load_numpy(tmp_path / "00000000")
     checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST)
     assert checkpoints.steps() == [1, 2]
-    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
+    assert names_in(tmp_path) == ["00000001", "00000002"]
 
 
 def test_what_is_not_a_step_is_not_touched(tmp_path: Path) -> None:
@@ -209,7 +214,7 @@ def test_what_is_not_a_step_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "00000005").write_text("a file")
     checkpoints = filled(tmp_path, range(8, 10), keep_last=1)
     assert checkpoints.steps() == [9]
-    assert len(list(tmp_path.iterdir())) == 7
+    assert len(names_in(tmp_path)) == 7
     assert len(list(tmp_path.glob("*/data-x"))) == 5
 
 
@@ -276,9 +281,9 @@ def test_an_older_step_that_is_published_meanwhile_stays(
     folders = kind.folders
     listings = last = 0
 
-    def then_published(store: Store) -> dict[str, bool]:
+    def then_published(store: Store, *wanted: Any) -> dict[str, bool]:
         nonlocal listings
-        found = folders(store)
+        found = folders(store, *wanted)
         listings += 1
         if listings == last:
             assert found["00000003"] is False
@@ -291,7 +296,7 @@ def test_an_older_step_that_is_published_meanwhile_stays(
     monkeypatch.setattr(kind, "folders", then_published)
     checkpoints.save(2, state(2))
     last = 2 * listings  # of the same save again
-    checkpoints._store.mark("00000003")
+    checkpoints._directory.store.mark("00000003")
     (tmp_path / "00000003").mkdir()  # as a save that has just begun
     checkpoints.save(4, state(4))
     assert listings == last
@@ -696,7 +701,7 @@ def test_a_metric_that_is_not_the_one_compared_is_refused_before_anything_is_del
             checkpoints.save(4, state(4), metrics={"valloss": 1.0})
         with pytest.raises(jaxckpt.InputError, match=r"no step in .* has it: pass save\(…, metrics="):
             checkpoints.save(4, state(4))
-        assert [int(path.name) for path in sorted(tmp_path.iterdir())] == [0, 1, 2, 3], "nothing is left of it either"
+        assert list(map(int, names_in(tmp_path))) == [0, 1, 2, 3], "nothing is left of it either"
         assert checkpoints.save(4, state(4), metrics={"val_loss": float("nan"), "other": 1})
         assert checkpoints.save(5, state(5)), "it is not measured at each step"
         with pytest.raises(jaxckpt.InputError, match="metrics has 'loss'"):
@@ -809,4 +814,4 @@ def test_it_stays_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             monkeypatch.chdir(tmp_path / "b")
         jaxckpt.save("run/00000003", {"x": 999})  # another's
         assert checkpoints.restore() == {"x": 3}
-    assert [path.name for path in sorted((tmp_path / "a/run").iterdir())] == ["00000002", "00000003"]
+    assert names_in(tmp_path / "a/run") == ["00000002", "00000003"]

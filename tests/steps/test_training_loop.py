@@ -141,7 +141,7 @@ training_loop.train(Path(args[0]), {STEPS})
 def test_the_rules_hold_on_disk(run_python: RunPython, tmp_path: Path, expected: dict[int, str]) -> None:
     run_python(EXAMPLE, args=[str(tmp_path), "--steps", "30"])
     best = min(range(5, 31, 5), key=lambda step: float(expected[step]))
-    found = {int(folder.name): jaxckpt.open(folder) for folder in sorted(tmp_path.iterdir())}
+    found = {int(folder.name): jaxckpt.open(folder) for folder in sorted(tmp_path.glob("[0-9]*"))}
     assert set(found) == {25, 30, best}
     for step, checkpoint in found.items():
         parts = {path.split("/")[0] for path in checkpoint.leaves}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, Self
 
 
-class Directory(Protocol):
+class Folders(Protocol):
     """The folders directly below one path."""
 
     def anchored(self) -> Self:
@@ -20,12 +21,16 @@ class Directory(Protocol):
         """Names directly in it; empty if it does not exist."""
         ...
 
-    def folders(self) -> dict[str, bool]:
-        """For each folder directly below that is known, whether it holds a checkpoint."""
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+        """For each folder directly below whose name is wanted, whether it holds a checkpoint."""
         ...
 
     def child(self, name: str) -> Self:
         """A folder directly below."""
+        ...
+
+    def made(self, name: str) -> Self:
+        """A folder directly below, which is created if it does not exist."""
         ...
 
     def above(self) -> tuple[Self, str] | None:

@@ -1,0 +1,210 @@
+"""Readers of a run: the steps that are published, and each new one as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from jax.sharding import Mesh
+
+from jaxckpt._format.layouts import Specs
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.records import LARGEST
+from jaxckpt._format.tree import Rename, Select, Tree
+from jaxckpt._inspect.checkpoint import Checkpoint
+from jaxckpt._inspect.checkpoint import open as open_checkpoint
+from jaxckpt._restore.restore import carry_out
+from jaxckpt._restore.target import Request
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
+from jaxckpt._runtime.options import Options, given, seconds, whole_number
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.leases import TERM_SECONDS, hold
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import store_at
+from jaxckpt._storage.steps import ENDED, RUN, step_folders, step_name
+from jaxckpt._storage.store import Store
+
+_log = logging.getLogger("jaxckpt")
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A published step of a run."""
+
+    number: int
+
+    path: str
+    """Where it is: every function that takes a checkpoint's path takes it."""
+
+    metrics: Mapping[str, float | None]
+    """The metrics that were given when it was saved; None for those that were not finite."""
+
+    held: bool
+    """Whether a lease keeps the step from being deleted while the loop has it; False if no lease could be written."""
+
+    _options: Options = field(repr=False)
+
+    def restore(
+        self,
+        target: Tree = None,
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
+    ) -> Tree:
+        """Restore the step. The arguments, results and errors are those of `jaxckpt.restore`."""
+        return carry_out(self.path, Request(target, mesh, specs, select, rename, strict), self._options)
+
+    def open(self) -> Checkpoint:
+        """Open the step to look into it, as `jaxckpt.open` does."""
+        return open_checkpoint(self.path, options=self._options)
+
+
+def steps(directory: Path, *, options: Options | None = None) -> list[int]:
+    """The published steps of a run, oldest first.
+
+    Only looks: unlike a `Checkpointer`, it sweeps and deletes nothing. Any process may call it alone.
+
+    Args:
+        directory: The directory of a `Checkpointer`: a local path or a URL.
+        options: `storage` and `retry_seconds`; see `Options`.
+
+    Returns:
+        The numbers of the steps; an empty list if there is none, as before the first save.
+
+    Raises:
+        InputError: `directory` is itself a checkpoint.
+        StorageError: The directory cannot be listed.
+
+    Examples:
+        >>> import shutil, jaxckpt
+        >>> shutil.rmtree("/tmp/jaxckpt-doc/run", ignore_errors=True)
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/run") as run:
+        ...     saved = [run.save(step, {"w": step}) for step in (10, 20)]
+        >>> jaxckpt.steps("/tmp/jaxckpt-doc/run")
+        [10, 20]
+    """
+    found, _ = step_folders(run := _run_at(directory, options))
+    if not found and run.read(MANIFEST) is not None:
+        raise InputError(f"{run.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
+    return found
+
+
+def latest_step(directory: Path, *, options: Options | None = None) -> int | None:
+    """The newest published step of a run, or None if there is none. Arguments and errors are those of `steps`."""
+    return max(steps(directory, options=options), default=None)
+
+
+def follow(
+    directory: Path,
+    *,
+    after: int | None = None,
+    timeout: float | None = None,
+    poll_seconds: float = 1.0,
+    term_seconds: float = TERM_SECONDS,
+    options: Options | None = None,
+) -> Generator[Step]:
+    """Iterate over the steps of a run as they are published, oldest first: an evaluation beside a training.
+
+    Each step is held by a lease until the loop takes the next one, so that no `keep_` rule deletes it meanwhile; steps
+    that were deleted before the loop came to them are passed over. Without the right to write to the directory, there
+    is no lease, which a warning says once: a step may then be deleted while it is read, which is an error there, never
+    other data.
+
+    The loop ends when `Checkpointer.close` has noted the end of the run, after the last step. The directory need not
+    exist yet. One process follows; among several of one job, let one follow and pass `step.path` on to the others.
+
+    Args:
+        directory: The directory of a `Checkpointer`: a local path or a URL.
+        after: Begin with the first step above this number; None begins with the oldest step.
+        timeout: End quietly when no new step was published for so many seconds; None waits without limit. The time
+            that the body of the loop takes does not count.
+        poll_seconds: Seconds between two looks at the directory. Each is one listing and one small read.
+        term_seconds: How long at most a lease keeps a step after this process has died; see `Checkpoint.hold`.
+        options: See `Options`.
+
+    Yields:
+        A `Step`: `number`, `path`, `metrics`, `held`, `restore(...)`, `open()`.
+
+    Raises:
+        InputError: An argument does not make sense.
+        ManifestError: The manifest of a step is damaged.
+        StorageError: The directory cannot be read.
+
+    Examples:
+        >>> import jaxckpt
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/followed", every=10) as run:
+        ...     saved = [run.save(step, {"w": step}, overwrite=True) for step in (10, 20)]
+        >>> [(step.number, step.restore()["w"]) for step in jaxckpt.follow("/tmp/jaxckpt-doc/followed")]
+        [(10, 10), (20, 20)]
+    """
+    run = _run_at(directory, options)
+    last = -1 if after is None else whole_number(after, "after", least=0, most=LARGEST)
+    limit = None if timeout is None else seconds(timeout, "timeout")
+    poll_seconds, term_seconds = seconds(poll_seconds, "poll_seconds"), seconds(term_seconds, "term_seconds")
+    return _follow(run, last, limit, poll_seconds, term_seconds, given(options))
+
+
+def _run_at(directory: Path, options: Options | None) -> Store:
+    run = store_at(directory, given(options))
+    # The directory stays the same when the program changes its working directory.
+    return Folder(run.folder, run.folder) if isinstance(run, Folder) else run
+
+
+def _follow(
+    run: Store, last: int, timeout: float | None, poll_seconds: float, term_seconds: float, options: Options
+) -> Generator[Step]:
+    waiting_since = time.monotonic()
+    warned = False
+    while True:
+        ended = run.read(f"{RUN}/{ENDED}") is not None  # read first: what is listed after that is all
+        published, _ = step_folders(run, above=last)
+        if published:
+            last = published[0]
+            with contextlib.ExitStack() as until_next:
+                refused = _hold(run, last, term_seconds, until_next)
+                deleted = isinstance(refused, NotACheckpointError)
+                step = None if deleted else _step(run, last, refused is None, options)
+                if step is None:
+                    continue
+                if refused is not None and not warned:
+                    _log.warning("steps are read without leases, and may be deleted meanwhile: %s", refused)
+                    warned = True
+                yield step
+                waiting_since = time.monotonic()
+            continue
+        waited = time.monotonic() - waiting_since
+        if ended or (timeout is not None and waited >= timeout):
+            return
+        time.sleep(poll_seconds if timeout is None else min(poll_seconds, timeout - waited))
+
+
+def _hold(
+    run: Store, number: int, term_seconds: float, until_next: contextlib.ExitStack
+) -> StorageError | NotACheckpointError | None:
+    """Hold a step until the loop takes the next one; what prevented that."""
+    try:
+        until_next.enter_context(hold(run, number, term_seconds))
+    except (NotACheckpointError, StorageError) as error:
+        return error
+    return None
+
+
+def _step(run: Store, number: int, held: bool, options: Options) -> Step | None:
+    """A step; None if it was deleted."""
+    child = run.child(step_name(number))
+    try:
+        manifest, _ = load_manifest(child)
+    except NotACheckpointError:
+        return None
+    metrics = {} if manifest.step is None else manifest.step.metrics
+    return Step(number, child.url, MappingProxyType(metrics), held, options)

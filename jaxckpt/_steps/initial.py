@@ -1,0 +1,57 @@
+"""The initial state as a target of a restore, and the leaves of it that a checkpoint lacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jaxckpt._format.tree import Tree
+from jaxckpt._restore.target import Uncommitted
+
+
+def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]], Sequence[Any]]]:
+    """What `init` makes, without its data; and a function, called once, that makes some of its leaves, by number."""
+    if isinstance(init, jax.stages.Wrapped):  # jitted: all its results are arrays
+        shapes = jax.eval_shape(init)
+        if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
+            return shapes, functools.partial(_some_of, init, jax.tree.leaves(shapes))
+    leaves, treedef = jax.tree.flatten(init())
+    target = jax.tree.unflatten(treedef, map(_abstract, leaves))
+
+    def initial(numbers: Sequence[int]) -> Sequence[Any]:
+        found = [leaves[number] for number in numbers]
+        leaves.clear()
+        return found
+
+    return target, initial
+
+
+def _some_of(init: Callable[[], Tree], shapes: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    """Some leaves of what a jitted function makes, with its shardings; XLA leaves out what the others need."""
+    if not numbers:
+        return []
+    # A sharding on an AbstractMesh is part of the type: the array has it without being asked.
+    shardings = [
+        None if isinstance(getattr(sharding, "mesh", None), AbstractMesh) else sharding
+        for sharding in (shapes[number].sharding for number in numbers)
+    ]
+
+    def some() -> list[Any]:
+        leaves = jax.tree.leaves(init())
+        return [leaves[number] for number in numbers]
+
+    return jax.jit(some, out_shardings=shardings)()
+
+
+def _abstract(leaf: Any) -> Any:
+    """A leaf as a target without its data."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
+    if not leaf.committed:
+        return Uncommitted(leaf.shape, leaf.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)

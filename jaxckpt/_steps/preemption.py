@@ -1,0 +1,84 @@
+"""Whether the job has been told to stop: SIGTERM in one process, JAX's preemption service among several."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+_log = logging.getLogger("jaxckpt")
+
+
+class Notice:
+    """Whether the job has been told to stop.
+
+    One process listens for SIGTERM. Among several, JAX's preemption service passes on what any of them receives, and
+    makes all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self.heard = 0.0
+        """When, on the monotonic clock."""
+
+        self._processes = processes
+        self._told = False
+        self._listening = False
+        self._closed = False
+        self._previous: Any = None
+
+    def _listen(self) -> None:
+        self._listening = True
+        if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
+            _log.warning("jax_enable_preemption_service is off: no process hears that another is told to stop")
+        if self._processes == 1:
+            if threading.current_thread() is threading.main_thread():
+                self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+            else:
+                _log.warning(
+                    "the first save of a Checkpointer is not in the main thread, and so cannot listen for SIGTERM: no"
+                    " last step is saved when this job is told to stop"
+                )
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        closed, previous = self._closed, self._before()
+        self._told, self.heard = True, time.monotonic()
+        self.close()  # a second signal does what it did before
+        if callable(previous):
+            previous(number, frame)
+        elif closed and previous == signal.SIG_DFL:  # another handler passed the signal on to this closed one
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def _before(self) -> Any:
+        """What handled the signal before, passing over closed handlers of this class."""
+        previous = self._previous
+        while isinstance(owner := getattr(previous, "__self__", None), Notice) and owner._closed:
+            previous = owner._previous
+        return previous
+
+    def reached(self, step: int) -> bool:
+        """Whether this is the step to stop at. The first call begins to listen."""
+        if not self._listening:
+            self._listen()
+        if self._processes > 1 and not self._told and _sync_point(step):
+            self._told, self.heard = True, time.monotonic()
+        return self._told
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._previous is not None and not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, self._before())
+        self._closed = True
+
+
+def _sync_point(step: int) -> bool:
+    """Whether JAX makes all processes stop at this step; never if its preemption service is off."""
+    try:
+        return multihost_utils.reached_preemption_sync_point(step & 0x7FFFFFFF)  # it takes 31 bits
+    except RuntimeError:
+        return False

@@ -1,0 +1,170 @@
+"""Leases: a reader holds a step of a run, and a process that deletes steps leaves that step alone.
+
+A lease is a small file in the run's `_run` folder. Its holder writes it again, with another content, every eighth of
+its term. Whoever deletes steps takes a lease for expired that it has seen unchanged for half of the term, by its own
+clock: clocks of two machines are never compared.
+
+Neither side can miss the other: the holder first writes its lease, then looks whether the step is marked for deletion;
+the deleting process first marks the step, then looks for leases. On a file system or an object store where a read sees
+every write that ended before it, at least one of the two sees the other, and gives way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Collection, Generator
+
+from jaxckpt._runtime.errors import NotACheckpointError, StorageError
+from jaxckpt._runtime.options import seconds
+from jaxckpt._runtime.threads import Latch, Task, start_thread, uninterrupted
+from jaxckpt._storage.steps import RUN, is_step, step_folders, step_name
+from jaxckpt._storage.store import Store
+
+_log = logging.getLogger("jaxckpt")
+
+TERM_SECONDS = 60.0
+"""How long at most a reader that died still holds its step."""
+
+_RENEWALS = 8  # in a term
+_LEASE, _DELETING = "lease-", "deleting-"
+_DELETION_SECONDS = 10.0
+"""A mark says that a deletion is under way; it takes milliseconds unless the deleting process was stopped or killed."""
+
+
+@contextlib.contextmanager
+def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator[None]:
+    """Keep a step from being deleted by the rules of a Checkpointer while the block runs.
+
+    Raises NotACheckpointError if the step is deleted or being deleted, StorageError if no lease can be written.
+    """
+    term_seconds = seconds(term_seconds, "term_seconds")
+    name = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}"
+    try:
+        folder = run.made(RUN)
+        folder.put(name, _note(term_seconds, 0))
+    except StorageError as error:
+        raise StorageError(
+            error.errno,
+            f"cannot hold step {step} of {run.url}: a lease is a file in {run.url}/{RUN}, and writing it failed"
+            f" ({error.strerror}). Ask for the right to write there, or read without holding the step",
+        ) from error
+    stop = Latch()
+    renewal = Task(functools.partial(_renew, folder, name, term_seconds, stop))
+    start_thread(renewal.run, "jaxckpt-lease")
+    try:
+        _require_spared(run, folder, step)
+        yield
+    finally:
+        uninterrupted(functools.partial(_release, folder, name, stop, renewal))
+
+
+def _renew(folder: Store, name: str, term_seconds: float, stop: Latch) -> None:
+    beats = 0
+    while not stop.wait(term_seconds / _RENEWALS):
+        beats += 1
+        try:
+            folder.put(name, _note(term_seconds, beats))
+        except StorageError as error:
+            _log.warning("a lease could not be renewed, and expires unless a later try succeeds: %s", error)
+
+
+def _release(folder: Store, name: str, stop: Latch, renewal: Task[None]) -> None:
+    stop.set()
+    renewal.wait(_DELETION_SECONDS)
+    with contextlib.suppress(StorageError):  # it expires
+        folder.remove(name)
+
+
+def _note(term_seconds: float, beats: int) -> bytes:
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "term_seconds": term_seconds, "beats": beats}
+    return json.dumps(holder).encode()
+
+
+def _term(note: bytes) -> float:
+    """The term that a lease states. A lease may be read while it is being written, and then states none."""
+    try:
+        return seconds(json.loads(note)["term_seconds"], "term_seconds")
+    except (ValueError, KeyError, TypeError):
+        return TERM_SECONDS
+
+
+def _leased(name: str) -> str:
+    """The name of the step that a lease holds."""
+    return name.removeprefix(_LEASE).partition("-")[0]
+
+
+def _require_spared(run: Store, folder: Store, step: int) -> None:
+    """Raise unless a step is published, and whoever may have been deleting it has seen the lease."""
+    deadline = time.monotonic() + _DELETION_SECONDS
+    while True:
+        marked = folder.read(f"{_DELETING}{step_name(step)}") is not None
+        if step not in step_folders(run, above=step - 1)[0]:
+            raise NotACheckpointError(f"no step {step} is in {run.url}; it was deleted")
+        if not marked:
+            return
+        if time.monotonic() > deadline:
+            raise NotACheckpointError(
+                f"step {step} of {run.url} is being deleted, or the process that was deleting it was killed; then the"
+                " next Checkpointer made on that directory deletes or keeps it"
+            )
+        time.sleep(0.02)
+
+
+class Leases:
+    """The leases on the steps of a run, as a process that deletes steps sees them."""
+
+    def __init__(self, run: Store) -> None:
+        self._run = run
+        self._folder = run.child(RUN)
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self.poll_seconds = TERM_SECONDS / _RENEWALS
+        """How long to wait before looking again for leases that end."""
+
+    @contextlib.contextmanager
+    def condemned(self, steps: Collection[int]) -> Generator[set[int]]:
+        """Keep readers from beginning to hold steps while the block deletes them; the steps that are held already."""
+        if not steps:
+            yield set()
+            return
+        folder = self._run.made(RUN)
+        marks = [f"{_DELETING}{step_name(step)}" for step in steps]
+        try:
+            for mark in marks:
+                folder.put(mark, b"{}")
+            yield self._held() & {*steps}
+        finally:
+            for mark in marks:
+                folder.remove(mark)
+
+    def clear(self, names: Collection[str]) -> None:
+        """Remove marks, of these names in the folder, that a process left which was killed while it deleted steps."""
+        for name in names:
+            if name.startswith(_DELETING):
+                self._folder.remove(name)
+
+    def _held(self) -> set[int]:
+        """The steps with a lease that has not expired; expired leases are removed."""
+        names = [name for name in self._folder.names() if name.startswith(_LEASE) and is_step(_leased(name))]
+        before, self._seen = self._seen, {}
+        self.poll_seconds = TERM_SECONDS / _RENEWALS
+        held = set[int]()
+        for name, note in zip(names, self._folder.read_all(names), strict=True):
+            if note is None:  # let go of just now
+                continue
+            now = time.monotonic()
+            content, since = before.get(name, (None, now))
+            since = since if content == note else now
+            if now - since >= _term(note) / 2:
+                self._folder.remove(name)
+                continue
+            self._seen[name] = (note, since)
+            self.poll_seconds = min(self.poll_seconds, _term(note) / _RENEWALS)
+            held.add(int(_leased(name)))
+        return held

@@ -1,0 +1,127 @@
+"""Steps in a run's directory: how their folders are named, which are published, and which one a path means."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from jaxckpt._format.manifest import decode
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.records import LARGEST
+from jaxckpt._format.tree import closest
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
+from jaxckpt._runtime.options import whole_number
+from jaxckpt._storage.store import Store
+
+RUN = "_run"
+"""The folder in a run's directory that holds what concerns the run and no step: leases, its end, what "best" means."""
+
+BEST = "best.json"
+ENDED = "ended.json"
+
+Mode = Literal["min", "max"]
+
+
+def require_step(step: object) -> int:
+    """The number of a step as a plain int. Raises InputError for anything else."""
+    return whole_number(step, "step", least=0, most=LARGEST)
+
+
+def step_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"{step:08d}"
+
+
+def is_step(name: str) -> bool:
+    """Whether a name is that of a step's folder."""
+    # A number with more digits could be beyond the largest step: it would stay the newest for ever.
+    return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= LARGEST
+
+
+def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:
+    """The steps whose folder holds a checkpoint, and those whose folder holds none, oldest first, by one listing.
+
+    Steps that are not `above` a number are not looked at.
+    """
+    found = directory.folders(lambda name: is_step(name) and int(name) > above)
+    numbers = sorted((int(name), published) for name, published in found.items())
+    return [step for step, published in numbers if published], [step for step, published in numbers if not published]
+
+
+def best_of(metrics: Iterable[tuple[int, Mapping[str, float | None]]], metric: str, mode: Mode) -> int | None:
+    """Of steps and their metrics, the step with the best value, the newest of equals; None if no step has a value."""
+    sign = -1.0 if mode == "min" else 1.0
+    ranked = [(sign * value, step) for step, values in metrics if (value := values.get(metric)) is not None]
+    return max(ranked)[1] if ranked else None
+
+
+# Paths ----------------------------------------------------------------------------------------------------
+
+
+def step_meant(store: Store) -> Store | None:
+    """The step that a path means if no checkpoint is there: a run's newest, or what `run@name` names.
+
+    None if it is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError.
+    """
+    try:
+        published, _ = step_folders(store)
+        if published:
+            return store.child(step_name(published[-1]))
+        above = store.above()
+        base, separator, name = above[1].rpartition("@") if above else ("", "", "")
+        if above is None or not base or not separator:
+            return None
+        run = above[0].child(base)
+        published, _ = step_folders(run)
+    except StorageError:  # it cannot be listed: over HTTP, or without the right to
+        return None
+    return run.child(step_name(_named(run, name, published))) if published else None
+
+
+def steps_of(store: Store) -> list[Store] | None:
+    """All steps of the run that a path means, oldest first; None if it is no run's directory."""
+    try:
+        published, _ = step_folders(store)
+    except StorageError:
+        return None
+    return [store.child(step_name(step)) for step in published] or None
+
+
+def _named(run: Store, name: str, published: list[int]) -> int:
+    """The step of a run that goes by a name. Raises InputError, NotACheckpointError."""
+    if name.isdecimal() and name.isascii():
+        if (step := int(name)) not in published:
+            shown = ", ".join(map(str, published[-5:]))
+            raise NotACheckpointError(f"no step {step} is in {run.url}; the newest steps are {shown}")
+        return step
+    if name == "latest":
+        return published[-1]
+    if name == "best":
+        return _best(run, published)
+    raise InputError(
+        f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or latest or best"
+        f"{closest(name, ('latest', 'best'))}"
+    )
+
+
+def _best(run: Store, published: list[int]) -> int:
+    note = run.read(f"{RUN}/{BEST}")
+    if note is None:
+        raise InputError(
+            f"{run.url} does not say which step is the best: no Checkpointer with keep_best=(metric, mode) has opened"
+            " it. Give the number of a step"
+        )
+    metric, mode = json.loads(note)
+    children = [run.child(step_name(step)) for step in published]
+    contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
+    found = [
+        (step, manifest.step.metrics)
+        for step, child, content in zip(published, children, contents, strict=True)
+        if content is not None and (manifest := decode(content, child.url)).step is not None
+    ]
+    best = best_of(found, metric, mode)
+    if best is None:
+        raise NotACheckpointError(f"no step in {run.url} has a value of the metric {metric!r}")
+    return best

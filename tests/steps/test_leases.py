@@ -1,0 +1,150 @@
+"""Leases: no step is deleted under its reader, and a dead reader keeps none for longer than its term."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import servers
+
+import jaxckpt
+from jaxckpt._storage import leases
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.leases import Leases, hold
+from jaxckpt._storage.place import store_at
+
+FAST = jaxckpt.Options(sync=False)
+
+
+def state(step: int) -> Any:
+    return {"params": {"w": np.full((4, 4), step)}, "opt_state": np.full(8, step), "step": step}
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a run goes: on a file system, or on an S3 server."""
+    if request.param == "folder":
+        return str(tmp_path / "run")
+    bucket: servers.Bucket = request.getfixturevalue("bucket")
+    return f"{bucket.url}/run"
+
+
+def until(condition: Any, seconds: float = 10) -> float:
+    """Wait until something is so; returns how long it took."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds
+        time.sleep(0.01)
+    return time.monotonic() - begun
+
+
+def test_a_held_step_outlives_the_rules_and_is_deleted_when_it_is_let_go(run: str) -> None:
+    with jaxckpt.Checkpointer(run, keep_last=1, background=False, options=FAST) as checkpoints:
+        checkpoints.save(1, state(1))
+        with jaxckpt.open(run).hold(term_seconds=2) as checkpoint, jaxckpt.open(f"{run}@1").hold(term_seconds=2):
+            for step in range(2, 5):
+                checkpoints.save(step, state(step))
+            assert checkpoints.steps() == [1, 4]
+            time.sleep(2.5)  # renewed meanwhile
+            assert checkpoints.steps() == [1, 4]
+            assert checkpoint["params/w"][0, 0] == 1
+        until(lambda: checkpoints.steps() == [4])  # without another save
+    assert jaxckpt.steps(run) == [4]
+
+
+def test_a_held_step_loses_no_subtree(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, components={"opt_state": 1}, background=False, options=FAST) as checkpoints:
+        checkpoints.save(1, state(1))
+        with jaxckpt.open(tmp_path).hold(term_seconds=1):
+            checkpoints.save(2, state(2))
+            assert jaxckpt.load_numpy(checkpoints.path(1))["opt_state"][0] == 1
+        until(lambda: "opt_state" not in jaxckpt.load_numpy(checkpoints.path(1)))
+
+
+def test_a_lease_that_is_not_renewed_expires(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_renew", lambda *_: None)  # as if its holder had died
+    with jaxckpt.Checkpointer(run, keep_last=1, background=False, options=FAST) as checkpoints:
+        checkpoints.save(1, state(1))
+        holding = jaxckpt.open(run).hold(term_seconds=2)
+        holding.__enter__()
+        checkpoints.save(2, state(2))
+        assert checkpoints.steps() == [1, 2]
+        assert until(lambda: checkpoints.steps() == [2]) <= 2
+
+
+def test_a_reader_and_a_deletion_that_begin_at_once_see_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first: the step is held and stays, or it is deleted and the reader is told so."""
+    outcomes: set[tuple[bool, bool]] = set()
+    for round_number in range(60):
+        path = tmp_path / str(round_number)
+        for step in (1, 2):
+            jaxckpt.save(path / f"{step:08d}", {"x": np.arange(3)}, options=FAST)
+        store = store_at(path, FAST)
+        held = threading.Event()
+        gone: list[bool] = []
+
+        def read(store: Any = store, held: threading.Event = held, gone: list[bool] = gone) -> None:
+            try:
+                with hold(store, 1):
+                    held.set()
+                    time.sleep(0.02)
+                    gone.append(jaxckpt.steps(store.url) != [1, 2])
+            except jaxckpt.NotACheckpointError:
+                pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        time.sleep(0.0002 * (round_number % 10))
+        with Leases(store).condemned([1]) as spared:
+            if not spared:
+                store.child("00000001").unpublish(sync=False)
+        reader.join()
+        assert held.is_set() == bool(gone)
+        assert gone in ([], [False]), "deleted under its reader"
+        outcomes.add((held.is_set(), bool(spared)))
+    assert (True, True) in outcomes
+
+
+def test_a_step_that_is_being_deleted_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        jaxckpt.save(tmp_path / f"{step:08d}", {"x": 1}, options=FAST)
+    checkpoint = jaxckpt.open(f"{tmp_path}@1")
+    monkeypatch.setattr(leases, "_DELETION_SECONDS", 0.2)
+    store = Folder(str(tmp_path), str(tmp_path))
+    with Leases(store).condemned([1]) as spared:
+        assert not spared
+        with pytest.raises(jaxckpt.NotACheckpointError, match="is being deleted"):
+            checkpoint.hold().__enter__()
+        store.child("00000001").unpublish(sync=False)
+        with pytest.raises(jaxckpt.NotACheckpointError, match="it was deleted"):
+            checkpoint.hold().__enter__()
+    assert list((tmp_path / "_run").iterdir()) == []
+
+
+def test_marks_of_a_killed_process_are_removed_by_the_next_checkpointer(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "00000001", {"x": 1}, options=FAST)
+    (tmp_path / "_run").mkdir()
+    (tmp_path / "_run" / "deleting-00000001").write_bytes(b"{}")
+    jaxckpt.Checkpointer(tmp_path)
+    with jaxckpt.open(tmp_path).hold() as checkpoint:
+        assert checkpoint["x"].value == 1
+
+
+def test_only_steps_can_be_held(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
+    with pytest.raises(jaxckpt.InputError, match="is not a step in a run's directory"):
+        jaxckpt.open(tmp_path / "ckpt").hold().__enter__()
+    jaxckpt.save(tmp_path / "00000001", {"x": 1})
+    checkpoint = jaxckpt.open(tmp_path / "00000001")
+    for wrong in (0, "60", True):
+        with pytest.raises(jaxckpt.InputError, match="term_seconds"):
+            checkpoint.hold(term_seconds=wrong).__enter__()  # pyright: ignore
+    jaxckpt.save(tmp_path / "00000001", {"x": 2}, overwrite=True)
+    with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another since it was opened"):
+        checkpoint.hold().__enter__()
