@@ -412,6 +412,8 @@ def test_tensorstore_moves_all_bytes_if_it_is_asked_to(tmp_path: Path, monkeypat
             for name, array in jaxckpt.restore(path, options=options).items():
                 np.testing.assert_array_equal(array, tree[name])
             assert jaxckpt.verify(path, options=options).ok
+    with pytest.raises(jaxckpt.InputError, match=r"Options\.io must be one of \('auto', 'tensorstore'\), found 'own'"):
+        jaxckpt.Options(io="own")  # type: ignore[arg-type]
 
 
 def test_a_refused_write_is_the_same_error_by_either(tmp_path: Path) -> None:
