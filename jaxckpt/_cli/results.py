@@ -1,49 +1,58 @@
-"""What `verify`, `diff` and `plan` found: each as JSON, and as a table or text."""
+"""`verify`, `diff` and `plan`: what each found, as a table or as JSON."""
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from jaxckpt._cli.terminal import Column, print_table, printable, show_array
+from jaxckpt._cli.arguments import Rule
+from jaxckpt._cli.inputs import spec_tree, with_progress
+from jaxckpt._cli.terminal import Column, print_json, print_table, printable, show_array
 from jaxckpt._inspect.checkpoint import ProcessPlan, RestorePlan
+from jaxckpt._inspect.checkpoint import open as open_checkpoint
 from jaxckpt._inspect.diff import Delta, LeafDelta
-from jaxckpt._inspect.verify import VerifyReport
+from jaxckpt._inspect.diff import diff as diff_checkpoints
+from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.progress import show_bytes
 
 _SHOWN_ROWS = 40
-"""Of processes or leaves in a plan: the rest is counted."""
+"""Of processes or leaves in a plan: the others are counted."""
 
 
 # Verifying ------------------------------------------------------------------------------------------------
 
 
-def verification_record(report: VerifyReport, quick: bool) -> dict[str, Any]:
-    return {
-        "path": report.path,
-        "ok": report.ok,
-        "quick": quick,
-        "leaves": report.leaves,
-        "objects": report.objects,
-        "checked_bytes": report.checked_bytes,
-        "problems": [
-            {"leaf": found.leaf, "box": found.box, "object": found.object, "reason": found.reason}
-            for found in report.problems
-        ],
-    }
-
-
-def print_verification(report: VerifyReport) -> None:
-    click.echo(printable(str(report), keep="\n"))
+def verify(path: str, quick: bool, as_json: bool) -> bool:
+    report = verify_checkpoint(path, quick=quick, options=with_progress())
+    if as_json:
+        fields = ("path", "ok", "leaves", "objects", "checked_bytes")
+        problems = [
+            {name: getattr(problem, name) for name in ("leaf", "box", "object", "reason")}
+            for problem in report.problems
+        ]
+        print_json({**{name: getattr(report, name) for name in fields}, "quick": quick, "problems": problems})
+    else:
+        click.echo(printable(str(report), keep="\n"))
+    return report.ok
 
 
 # Comparing ------------------------------------------------------------------------------------------------
 
 
-def delta_record(delta: Delta) -> dict[str, Any]:
+def diff(a: str, b: str, select: Sequence[str], as_json: bool) -> bool:
+    delta = diff_checkpoints(a, b, select=select or None, options=with_progress())
+    if as_json:
+        print_json(_delta_record(delta))
+    else:
+        _print_delta(delta)
+    return delta.identical
+
+
+def _delta_record(delta: Delta) -> dict[str, Any]:
     return {
         "a": delta.path_a,
         "b": delta.path_b,
@@ -65,7 +74,7 @@ def delta_record(delta: Delta) -> dict[str, Any]:
     }
 
 
-def print_delta(delta: Delta) -> None:
+def _print_delta(delta: Delta) -> None:
     if delta.identical:
         click.echo(f"identical: {counted(len(delta.leaves), 'leaf')}, bit by bit")
         return
@@ -85,7 +94,7 @@ def print_delta(delta: Delta) -> None:
 def _delta_row(leaf: LeafDelta) -> list[str]:
     same = "same" if leaf.a == leaf.b else leaf.b
     if not leaf.size:
-        return [leaf.path, leaf.a or "not there", same or "not there", "", "", ""]
+        return [leaf.path, leaf.a or "missing", same or "missing", "", "", ""]
     share = f"{leaf.differing:,} of {leaf.size:,}"
     if not leaf.max_abs:  # texts, or bits that mean one number, such as 0.0 and -0.0
         return [leaf.path, leaf.a, same, share, "", ""]
@@ -95,7 +104,28 @@ def _delta_row(leaf: LeafDelta) -> list[str]:
 # Planning -------------------------------------------------------------------------------------------------
 
 
-def plan_record(plan: RestorePlan) -> dict[str, Any]:
+def plan(
+    path: str,
+    mesh: Mapping[str, int],
+    rules: Sequence[Rule],
+    select: Sequence[str],
+    devices_per_process: int,
+    as_json: bool,
+) -> None:
+    checkpoint = open_checkpoint(path)
+    found = checkpoint.plan(
+        mesh=mesh,
+        specs=spec_tree(checkpoint, rules, select),
+        select=select or None,
+        devices_per_process=devices_per_process,
+    )
+    if as_json:
+        print_json({"path": path, "mesh": mesh, **_plan_record(found)})
+    else:
+        _print_plan(found)
+
+
+def _plan_record(plan: RestorePlan) -> dict[str, Any]:
     return {
         "needed_bytes": plan.needed_bytes,
         "read_bytes": plan.read_bytes,
@@ -126,7 +156,7 @@ def plan_record(plan: RestorePlan) -> dict[str, Any]:
     }
 
 
-def print_plan(plan: RestorePlan) -> None:
+def _print_plan(plan: RestorePlan) -> None:
     devices = sum(len(part.device_bytes) for part in plan.processes)
     click.echo(
         f"{counted(len(plan.leaves), 'array')} onto {counted(devices, 'device')} of"
@@ -170,7 +200,7 @@ def print_plan(plan: RestorePlan) -> None:
 
 
 def _numberless(path: str) -> str:
-    """A path as the glob of all that differ from it in numbers alone, as layers do."""
+    """A path with `*` for each number: the glob of all paths that differ only in these, as those of layers do."""
     return "/".join("*" if part.isdecimal() else part for part in path.split("/"))
 
 
