@@ -5,6 +5,7 @@ Names of leaves, axes and processes are anybody's text: all that is not `Markup`
 
 from __future__ import annotations
 
+import collections
 import html
 import itertools
 import math
@@ -310,14 +311,14 @@ class Bar:
     """(colour, fraction of the whole width, what it is) from left to right."""
 
 
-def bars(told: str, lines: Sequence[Bar], legend: Sequence[str]) -> Markup:
+def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup:
     """Horizontal bars as wide as there is room for, their text of one size on every screen."""
     drawn: list[Markup] = []
     for colour, name in enumerate(legend):  # three in a line
         x, y = f"{colour % 3 / 3:.3%}", 18.0 * (colour // 3)
         drawn.append(element("rect", x=x, y=_number(y + 1), width=11, height=11, rx=2, **_filled(colour)))
         drawn.append(element("svg", _text(17, y + 11, name), x=x, overflow="visible"))
-    top = 18.0 * -(-len(legend) // 3) + 6
+    top = 18.0 * -(-len(legend) // 3) + (6 if legend else 0)
     for number, bar in enumerate(lines):
         y = top + 36 * number
         drawn.append(_text(0, y + 12, bar.label))
@@ -327,115 +328,34 @@ def bars(told: str, lines: Sequence[Bar], legend: Sequence[str]) -> Markup:
             place = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
             drawn.append(element("rect", element("title", title), **place, **_filled(colour)))
             at += fraction
-    return _svg("100%", top + 36 * len(lines), told, *drawn)
+    return _svg("100%", top + 36 * len(lines), label, *drawn)
 
 
-# Treemaps -------------------------------------------------------------------------------------------------
+def byte_bars(sizes: Mapping[str, int], most: int = 12) -> Markup:
+    """A bar for the bytes of each subtree, largest first; `sizes` are of leaves, by path.
 
-Rectangle = tuple[float, float, float, float]
-"""x, y, width, height."""
-
-
-def squarified(sizes: Sequence[float], x: float, y: float, width: float, height: float) -> list[Rectangle]:
-    """A rectangle for each size, largest first, their areas in proportion and their sides alike.
-
-    Bruls, Huizing and van Wijk, "Squarified treemaps", 2000. The report's page has the same in JavaScript.
+    Of the containers whose children fit into `most` bars, the largest is opened, again and again.
     """
-    total = sum(sizes)
-    if not total:
-        return [(x, y, 0.0, 0.0)] * len(sizes)
-    areas = [size * width * height / total for size in sizes]
-    found: list[Rectangle] = []
-    while len(found) < len(areas):
-        side = min(width, height)
-        begin, row, worst = len(found), 0.0, math.inf
-        stop = begin
-        while stop < len(areas):
-            extended = row + areas[stop]
-            depth = extended / side if side else 0.0
-            sides = areas[begin], areas[stop]
-            ratio = max((max(area / depth / depth, depth * depth / area) if area and depth else 1.0) for area in sides)
-            if stop > begin and ratio > worst:
-                break
-            row, worst, stop = extended, ratio, stop + 1
-        depth = row / side if side else 0.0
-        at = y if width >= height else x
-        for area in areas[begin:stop]:
-            length = area / depth if depth else 0.0
-            found.append((x, at, depth, length) if width >= height else (at, y, length, depth))
-            at += length
-        if width >= height:
-            x, width = x + depth, max(0.0, width - depth)
-        else:
-            y, height = y + depth, max(0.0, height - depth)
-    return found
-
-
-def treemap(sizes: Mapping[str, int], *, width: float = 640, height: float = 240, most: int = 40) -> Markup:
-    """Bytes of leaves by path: the containers at the top, and in each what lies directly below it.
-
-    Coloured by the containers, or where one or two of them fill it by what lies in them.
-    """
-    top = _grouped(sizes, 0)
-    drawn: list[Markup] = []
-    colours = itertools.count()
-    heads = _largest({head: sum(below.values()) for head, below in top.items()}, most)
-    total = sum(sizes.values())
-    by_heads = spread(heads.values()) >= 2.2
-    for head, (x, y, wide, tall) in zip(heads, squarified(list(heads.values()), 0, 0, width, height), strict=True):
-        told = f"{head}: {show_bytes(heads[head])}, {heads[head] / max(1, total):.1%}"
-        inner = _grouped(top[head], 1) if head in top else {}
-        colour = next(colours) if by_heads or len(inner) < 2 else None
-        drawn.append(_rect(x + 1, y + 1, wide - 2, tall - 2, colour, told))
-        if len(inner) > 1 and wide > 60 and tall > 50:
-            below = _largest({name: sum(found.values()) for name, found in inner.items()}, most)
-            for name, (a, b, c, d) in zip(
-                below, squarified(list(below.values()), x + 4, y + 20, wide - 8, tall - 24), strict=True
-            ):
-                drawn.append(
-                    _rect(
-                        a + 1,
-                        b + 1,
-                        c - 2,
-                        d - 2,
-                        next(colours) if colour is None else colour,
-                        f"{head}/{name}: {show_bytes(below[name])}",
-                        stroke=_INK,
-                        stroke_opacity="0.35",
-                    )
-                )
-                drawn.append(_label(a, b, c, d, name))
-        drawn.append(_label(x, y, wide, min(tall, 20) if len(inner) > 1 else tall, head))
-    return _svg(_number(width), height, f"{show_bytes(total)} by subtree", *drawn)
-
-
-def spread(sizes: Iterable[int]) -> float:
-    """How many equal sizes would be as diverse: the inverse of Simpson's index ("Measurement of diversity", 1949)."""
-    found = list(sizes)
-    return sum(found) ** 2 / max(1, sum(size * size for size in found))
-
-
-def _grouped(sizes: Mapping[str, int], depth: int) -> dict[str, dict[str, int]]:
-    """Leaves by the key that their path has at this depth."""
-    found: dict[str, dict[str, int]] = {}
+    totals = collections.Counter[str]()
+    children: dict[str | None, dict[str, None]] = {None: {}}
     for path, size in sizes.items():
-        keys = path.split("/")
-        found.setdefault(keys[min(depth, len(keys) - 1)], {})[path] = size
-    return found
-
-
-def _largest(sizes: Mapping[str, int], most: int) -> dict[str, int]:
-    """Those that have bytes, largest first; the smallest of many as one."""
-    ordered = {name: size for name, size in sorted(sizes.items(), key=lambda item: -item[1]) if size}
-    if len(ordered) <= most:
-        return ordered
-    kept = dict(list(ordered.items())[:most])
-    kept[f"… {len(ordered) - most} more"] = sum(ordered.values()) - sum(kept.values())
-    return kept
-
-
-def _label(x: float, y: float, wide: float, tall: float, text: str) -> Markup:
-    room = int((wide - 8) / 6.4)
-    if room < 2 or tall < 13:
-        return Markup()
-    return _text(x + 5, y + 14, clipped(text, room), fill=_INK, class_="ink", pointer_events="none")
+        above: str | None = None
+        for key in path.split("/"):
+            subtree = key if above is None else f"{above}/{key}"
+            children.setdefault(above, {})[subtree] = None
+            totals[subtree] += size
+            above = subtree
+    shown = set(children[None])
+    while fitting := [path for path in shown if path in children and len(shown) + len(children[path]) <= most + 1]:
+        opened = max(fitting, key=lambda path: totals[path])
+        shown = shown - {opened} | set(children[opened])
+    total = max(1, sum(sizes.values()))
+    found = sorted(((path, totals[path]) for path in shown if totals[path]), key=lambda item: (-item[1], item[0]))
+    if len(found) > most:
+        found[most - 1 :] = [(f"… {len(found) - most + 1} more", sum(size for _, size in found[most - 1 :]))]
+    largest = max((size for _, size in found), default=1)
+    lines = [
+        Bar(clipped(path, 60), f"{show_bytes(size)}, {size / total:.1%}", ((0, size / largest, f"{path}: {size:,} B"),))
+        for path, size in found
+    ]
+    return bars("Bytes by subtree", lines)
