@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from jaxckpt._cli.terminal import Column, natural, print_json, print_table, printable, show_age, show_metrics
+from jaxckpt._cli.terminal import Column, natural, number, print_json, print_table, printable, show_age, show_metrics
 from jaxckpt._foreign.orbax_in import has_steps
 from jaxckpt._format.names import is_data
 from jaxckpt._inspect.checkpoint import Checkpoint
@@ -56,15 +56,10 @@ def ls(path: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": path, "checkpoints": [asdict(entry) for entry in entries]})
         return
-    columns = [
-        Column("name", least=16, middle=True),
-        Column("format"),
-        Column("leaves", right=True),
-        Column("size", right=True),
-        Column("age", right=True),
-        Column("metrics", least=10),
-        *([Column("dropped", least=10)] if any(entry.dropped for entry in entries) else []),
-    ]
+    numbers = map(number, ("leaves", "size", "age"))
+    columns = [Column("name", 16, middle=True), Column("format"), *numbers, Column("metrics", 10)]
+    if any(entry.dropped for entry in entries):
+        columns.append(Column("dropped", 10))
     print_table(columns, [_row(entry)[: len(columns)] for entry in entries])
     for entry in entries:
         if entry.problem:

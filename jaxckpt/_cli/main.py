@@ -9,14 +9,12 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from jaxckpt._cli.arguments import (
     FORMATS,
-    Rule,
     complete_leaf,
     debug_option,
     json_option,
@@ -118,14 +116,14 @@ def main() -> None:
 @location("path")
 @json_option
 @debug_option
-def ls(path: str, as_json: bool) -> None:
+def ls(**arguments: Any) -> None:
     """List the checkpoints in a folder: size, age, metrics.
 
     Nothing is changed, even if a killed run left unfinished saves. If PATH is itself a checkpoint, only that is listed.
     """
     from jaxckpt._cli import listing
 
-    listing.ls(path, as_json)
+    listing.ls(**arguments)
 
 
 @main.command()
@@ -135,7 +133,7 @@ def ls(path: str, as_json: bool) -> None:
 @click.option("--all", "every", is_flag=True, help="Show each container, also if many are alike, such as layers.")
 @json_option
 @debug_option
-def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_json: bool) -> None:
+def show(**arguments: Any) -> None:
     """Show the tree: shapes, dtypes, specs and bytes. No array is read.
 
     \b
@@ -144,7 +142,7 @@ def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_
     """
     from jaxckpt._cli import tree_view
 
-    tree_view.show(path, select, depth, every, as_json)
+    tree_view.show(**arguments)
 
 
 @main.command()
@@ -153,7 +151,7 @@ def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_
 @click.option("--save", type=click.Path(dir_okay=False, path_type=str), help="Write it to a .npy file instead.")
 @json_option
 @debug_option
-def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
+def cat(**arguments: Any) -> None:
     """Print a leaf, or a part of it. Only the chunks that hold it are read.
 
     \b
@@ -166,7 +164,7 @@ def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
     """
     from jaxckpt._cli import tree_view
 
-    tree_view.cat(path, leaf, save, as_json)
+    tree_view.cat(**arguments)
 
 
 @main.command()
@@ -174,11 +172,11 @@ def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
 @click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size.")
 @json_option
 @debug_option
-def verify(path: str, quick: bool, as_json: bool) -> None:
+def verify(**arguments: Any) -> None:
     """Read every byte of a checkpoint and check it. The exit code is 1 if it has problems."""
     from jaxckpt._cli import results
 
-    _answer(results.verify(path, quick, as_json))
+    _answer(results.verify(**arguments))
 
 
 @main.command()
@@ -187,11 +185,11 @@ def verify(path: str, quick: bool, as_json: bool) -> None:
 @select_option
 @json_option
 @debug_option
-def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
+def diff(**arguments: Any) -> None:
     """Compare two checkpoints leaf by leaf, whatever their meshes and formats. The exit code is 1 if they differ."""
     from jaxckpt._cli import results
 
-    _answer(results.diff(a, b, select, as_json))
+    _answer(results.diff(**arguments))
 
 
 @main.command()
@@ -204,14 +202,7 @@ def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
 )
 @json_option
 @debug_option
-def plan(
-    path: str,
-    mesh: Mapping[str, int],
-    specs: Sequence[Rule],
-    select: tuple[str, ...],
-    devices_per_process: int,
-    as_json: bool,
-) -> None:
+def plan(**arguments: Any) -> None:
     """Show what a restore onto a mesh would read. Nothing is read, and this machine need not have the mesh.
 
     \b
@@ -220,7 +211,7 @@ def plan(
     """
     from jaxckpt._cli import results
 
-    results.plan(path, mesh, specs, select, devices_per_process, as_json)
+    results.plan(**arguments)
 
 
 # Writing and deleting -------------------------------------------------------------------------------------
@@ -242,18 +233,7 @@ def plan(
 @overwrite_option
 @json_option
 @debug_option
-def convert(
-    source: str,
-    destination: str,
-    format: str | None,
-    mesh: Mapping[str, int] | None,
-    specs: Sequence[Rule],
-    select: tuple[str, ...],
-    rename: tuple[tuple[str, str], ...],
-    chunk_bytes: int | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+def convert(**arguments: Any) -> None:
     """Write a checkpoint again in another format or layout, or only some of its leaves.
 
     \b
@@ -262,7 +242,7 @@ def convert(
     """
     from jaxckpt._cli import writing
 
-    writing.convert(source, destination, format, mesh, specs, select, dict(rename), chunk_bytes, overwrite, as_json)
+    writing.convert(**arguments)
 
 
 @main.command()
@@ -273,16 +253,14 @@ def convert(
 @click.option("--histograms", is_flag=True, help="Also read the arrays, and draw the distribution of their values.")
 @json_option
 @debug_option
-def report(
-    path: str, output: str, mesh: Mapping[str, int] | None, specs: Sequence[Rule], histograms: bool, as_json: bool
-) -> None:
+def report(**arguments: Any) -> None:
     """Draw a checkpoint as one HTML file, which needs no network and no other file.
 
     With --mesh the page also shows what a restore onto that mesh would read.
     """
     from jaxckpt._cli import writing
 
-    writing.report(path, output, mesh, specs, histograms, as_json)
+    writing.report(**arguments)
 
 
 @main.command()
@@ -293,7 +271,7 @@ def report(
 @overwrite_option
 @json_option
 @debug_option
-def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_json: bool) -> None:
+def integrate(**arguments: Any) -> None:
     """Merge the files of MindSpore's ranks, with the arguments of its tutorial's integrate_checkpoint.py.
 
     OLD is the name of each rank's file: ./node0/OLD, ./node1/OLD, …; NEW is where the checkpoint goes, STRATEGY is
@@ -301,7 +279,7 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
     """
     from jaxckpt._cli import writing
 
-    writing.integrate(old, new, strategy, n, overwrite, as_json)
+    writing.integrate(**arguments)
 
 
 @main.command()
@@ -309,7 +287,7 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 @debug_option
-def rm(path: str, yes: bool, as_json: bool) -> None:
+def rm(**arguments: Any) -> None:
     """Delete a jaxckpt checkpoint, such as a step of a run.
 
     The manifest is deleted first, so a reader finds either the whole checkpoint or none. Other files in the folder
@@ -317,4 +295,4 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     """
     from jaxckpt._cli import writing
 
-    writing.rm(path, yes, as_json)
+    writing.rm(**arguments)

@@ -10,7 +10,7 @@ import click
 
 from jaxckpt._cli.arguments import Rule
 from jaxckpt._cli.inputs import spec_tree, with_progress
-from jaxckpt._cli.terminal import Column, print_json, print_table, printable, show_array
+from jaxckpt._cli.terminal import Column, fields, number, print_json, print_table, printable, show_array
 from jaxckpt._inspect.checkpoint import ProcessPlan, RestorePlan
 from jaxckpt._inspect.checkpoint import open as open_checkpoint
 from jaxckpt._inspect.diff import Delta, LeafDelta
@@ -29,12 +29,8 @@ _SHOWN_ROWS = 40
 def verify(path: str, quick: bool, as_json: bool) -> bool:
     report = verify_checkpoint(path, quick=quick, options=with_progress())
     if as_json:
-        fields = ("path", "ok", "leaves", "objects", "checked_bytes")
-        problems = [
-            {name: getattr(problem, name) for name in ("leaf", "box", "object", "reason")}
-            for problem in report.problems
-        ]
-        print_json({**{name: getattr(report, name) for name in fields}, "quick": quick, "problems": problems})
+        problems = [fields(problem, "leaf box object reason") for problem in report.problems]
+        print_json({**fields(report, "path ok leaves objects checked_bytes"), "quick": quick, "problems": problems})
     else:
         click.echo(printable(str(report), keep="\n"))
     return report.ok
@@ -56,19 +52,10 @@ def _delta_record(delta: Delta) -> dict[str, Any]:
     return {
         "a": delta.path_a,
         "b": delta.path_b,
-        "identical": delta.identical,
-        "same_structure": delta.same_structure,
+        **fields(delta, "identical same_structure"),
         "leaves": len(delta.leaves),
         "differing": [
-            {
-                "path": leaf.path,
-                "a": leaf.a or None,
-                "b": leaf.b or None,
-                "size": leaf.size,
-                "differing": leaf.differing,
-                "max_abs": leaf.max_abs,
-                "max_rel": leaf.max_rel,
-            }
+            {**fields(leaf, "path size differing max_abs max_rel"), "a": leaf.a or None, "b": leaf.b or None}
             for leaf in delta.differing
         ],
     }
@@ -80,14 +67,8 @@ def _print_delta(delta: Delta) -> None:
         return
     structure = "" if delta.same_structure else "; the containers differ too"
     click.echo(f"{len(delta.differing):,} of {counted(len(delta.leaves), 'leaf')} differ{structure}")
-    columns = [
-        Column("leaf", least=16, middle=True),
-        Column("a", least=10),
-        Column("b", least=10),
-        Column("elements", right=True),
-        Column("max |a−b|", right=True),
-        Column("relative", right=True),
-    ]
+    numbers = map(number, ("elements", "max |a−b|", "relative"))
+    columns = [Column("leaf", 16, middle=True), Column("a", 10), Column("b", 10), *numbers]
     print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
 
 
@@ -107,7 +88,7 @@ def _delta_row(leaf: LeafDelta) -> list[str]:
 def plan(
     path: str,
     mesh: Mapping[str, int],
-    rules: Sequence[Rule],
+    specs: Sequence[Rule],
     select: Sequence[str],
     devices_per_process: int,
     as_json: bool,
@@ -115,7 +96,7 @@ def plan(
     checkpoint = open_checkpoint(path)
     found = checkpoint.plan(
         mesh=mesh,
-        specs=spec_tree(checkpoint, rules, select),
+        specs=spec_tree(checkpoint, specs, select),
         select=select or None,
         devices_per_process=devices_per_process,
     )
@@ -127,29 +108,20 @@ def plan(
 
 def _plan_record(plan: RestorePlan) -> dict[str, Any]:
     return {
-        "needed_bytes": plan.needed_bytes,
-        "read_bytes": plan.read_bytes,
-        "over_read": plan.over_read,
-        "requests": plan.requests,
-        "peak_host_bytes": plan.peak_host_bytes,
+        **fields(plan, "needed_bytes read_bytes over_read requests peak_host_bytes"),
         "processes": [
             {
                 "process": part.process,
-                "needed_bytes": part.cost.needed_bytes,
-                "read_bytes": part.cost.read_bytes,
-                "requests": part.cost.requests,
-                "peak_host_bytes": part.cost.peak_host_bytes,
+                **fields(part.cost, "needed_bytes read_bytes requests peak_host_bytes"),
                 "device_bytes": {str(device): size for device, size in part.device_bytes.items()},
             }
             for part in plan.processes
         ],
         "leaves": [
             {
-                "path": leaf.path,
-                "dtype": leaf.dtype,
-                "shape": leaf.shape,
-                "saved": {"spec": leaf.saved.spec, "on": leaf.saved.on},
-                "wanted": {"spec": leaf.wanted.spec, "on": leaf.wanted.on},
+                **fields(leaf, "path dtype shape"),
+                "saved": fields(leaf.saved, "spec on"),
+                "wanted": fields(leaf.wanted, "spec on"),
             }
             for leaf in plan.leaves
         ],
@@ -170,7 +142,7 @@ def _print_plan(plan: RestorePlan) -> None:
     if len(plan.processes) > 1:
         sizes = [show_bytes(plan.needed_bytes), show_bytes(plan.read_bytes), f"{plan.over_read:.3f} ×"]
         rows.append(["all", *sizes, f"{plan.requests:,}", "", ""])
-    print_table([Column(title, right=True) for title in titles], rows)
+    print_table(list(map(number, titles)), rows)
     click.echo()
     moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in plan.leaves)
     for (before, after), count in moves.most_common():
@@ -184,12 +156,7 @@ def _print_plan(plan: RestorePlan) -> None:
     if not groups:
         return
     click.echo()
-    columns = [
-        Column("leaf", least=20, middle=True),
-        Column("dtype[shape]", least=12),
-        Column("saved", least=12),
-        Column("wanted", least=12),
-    ]
+    columns = [Column("leaf", 20, middle=True), *(Column(title, 12) for title in ("dtype[shape]", "saved", "wanted"))]
     rows = [
         [pattern, f"{len(paths)} × {what}", before, wanted] if len(paths) > 1 else [paths[0], what, before, wanted]
         for (pattern, what, before, wanted), paths in groups.items()

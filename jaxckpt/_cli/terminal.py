@@ -28,14 +28,18 @@ class Column:
 
     title: str
 
-    right: bool = False
-    """Whether its texts are aligned at the right, as numbers are."""
-
     least: int | None = None
     """The width down to which its texts may be shortened; None if they may not."""
 
     middle: bool = False
     """Whether texts are shortened in the middle, as paths are: their ends matter most."""
+
+    right: bool = False
+    """Whether its texts are aligned at the right."""
+
+
+def number(title: str) -> Column:
+    return Column(title, right=True)
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
@@ -139,6 +143,11 @@ def show_metrics(metrics: Mapping[str, float | None]) -> str:
 def show_array(dtype: str, shape: Sequence[int]) -> str:
     """`float32[8, 4]`."""
     return f"{dtype}{list(shape)}" if shape else dtype
+
+
+def fields(value: Any, names: str) -> dict[str, Any]:
+    """Some attributes, by name."""
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def print_json(value: Any) -> None:

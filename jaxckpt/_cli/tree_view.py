@@ -15,7 +15,9 @@ from jaxckpt._cli.terminal import (
     Column,
     elided,
     elided_middle,
+    fields,
     natural,
+    number,
     plain_dtype,
     print_json,
     print_table,
@@ -64,7 +66,7 @@ def _tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict
         "format": checkpoint.format,
         "save_id": checkpoint.save_id or None,
         "created": checkpoint.created or None,
-        **{name: getattr(checkpoint, name) for name in ("libraries", "metadata", "step", "metrics", "dropped")},
+        **fields(checkpoint, "libraries metadata step metrics dropped"),
         "bytes": checkpoint.nbytes,
         "leaves": [_leaf_record(path, leaf) for path, leaf in leaves.items()],
     }
@@ -101,12 +103,7 @@ def _print_tree(
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = leaf
-    columns = [
-        Column("leaf", least=12, middle=True),
-        Column("dtype[shape]", least=12),
-        Column("layout", least=10),
-        Column("bytes", right=True),
-    ]
+    columns = [Column("leaf", 12, middle=True), Column("dtype[shape]", 12), Column("layout", 10), number("bytes")]
     one_mesh = len(_meshes(leaves)) == 1
     print_table(columns, list(_rows(tree, 0, depth, every, one_mesh=one_mesh)))
 
@@ -202,19 +199,19 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
 # A leaf ---------------------------------------------------------------------------------------------------
 
 
-def cat(path: str, text: str, save: str | None, as_json: bool) -> None:
-    leaf, index = indexed(open_checkpoint(path), text)
+def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
+    found, index = indexed(open_checkpoint(path), leaf)
     if save is not None:
-        _save_npy(leaf, index, save)
+        _save_npy(found, index, save)
         if as_json:
-            print_json({"path": path, "leaf": leaf.path, "saved": save})
+            print_json({"path": path, "leaf": found.path, "saved": save})
         return
-    value = _read_value(leaf, index, text)
+    value = _read_value(found, index, leaf)
     is_array = isinstance(value, np.ndarray)
     if as_json:
         dtype, shape = (value.dtype.name, value.shape) if is_array else (None, None)
-        found = {"path": path, "leaf": leaf.path, "kind": leaf.kind, "dtype": dtype, "shape": shape, "value": value}
-        print_json(found)
+        named = {"path": path, "leaf": found.path, "kind": found.kind}
+        print_json({**named, "dtype": dtype, "shape": shape, "value": value})
     elif is_array and value.ndim:
         click.echo(np.array2string(value, max_line_width=terminal_width() or 80, separator=", "))
     else:

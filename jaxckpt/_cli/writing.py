@@ -34,22 +34,22 @@ def convert(
     destination: str,
     format: str | None,
     mesh: Mapping[str, int] | None,
-    rules: Sequence[Rule],
+    specs: Sequence[Rule],
     select: Sequence[str],
-    rename: Mapping[str, str],
+    rename: Sequence[tuple[str, str]],
     chunk_bytes: int | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    require_mesh(mesh, rules)
+    require_mesh(mesh, specs)
     convert_checkpoint(
         source,
         destination,
         format=format,
         mesh_shape=mesh,
-        specs=spec_tree(open_checkpoint(source), rules, select, rename) if rules else None,
+        specs=spec_tree(open_checkpoint(source), specs, select, dict(rename)) if specs else None,
         select=select or None,
-        rename=rename or None,
+        rename=dict(rename) or None,
         chunk_bytes=chunk_bytes,
         overwrite=overwrite,
         options=with_progress(),
@@ -58,12 +58,12 @@ def convert(
 
 
 def report(
-    path: str, output: str, mesh: Mapping[str, int] | None, rules: Sequence[Rule], histograms: bool, as_json: bool
+    path: str, output: str, mesh: Mapping[str, int] | None, specs: Sequence[Rule], histograms: bool, as_json: bool
 ) -> None:
-    require_mesh(mesh, rules)
+    require_mesh(mesh, specs)
     _require_outside(output, path)
-    specs = spec_tree(open_checkpoint(path), rules) if rules else None
-    page = report_on(path, mesh=mesh, specs=specs, histograms=histograms, options=with_progress())
+    tree = spec_tree(open_checkpoint(path), specs) if specs else None
+    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=with_progress())
     with replacing(output) as file:
         file.write(page.encode())
     _print_done(output, {"path": path, "output": output}, as_json)
