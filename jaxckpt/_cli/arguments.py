@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import functools
 import json
+import os
 import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -109,6 +111,32 @@ def _foreign_leaf_paths(path: str) -> list[str]:
     return []
 
 
+# Paths ----------------------------------------------------------------------------------------------------
+
+
+def _note_path(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    ctx.meta.setdefault("paths", []).append(value)
+    return value
+
+
+def closest_path(path: str) -> str:
+    """A hint for a local path that does not exist: the same step in full, or a name much like it."""
+    folder, name = os.path.split(path.rstrip("/"))
+    if "://" in path or os.path.exists(path):
+        return ""
+    if folder and not os.path.isdir(folder):
+        return closest_path(folder)
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder or ".")
+        if name.isdecimal():
+            found = [other for other in names if other.isdecimal() and int(other) == int(name)]
+        else:
+            found = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        if found:
+            return f"; did you mean {os.path.join(folder, found[0])}?"
+    return ""
+
+
 # Options that commands share ------------------------------------------------------------------------------
 
 
@@ -116,7 +144,7 @@ def _note_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None
     ctx.meta["debug"] = ctx.meta.get("debug", False) or value
 
 
-location = functools.partial(click.argument, type=click.Path(path_type=str))
+location = functools.partial(click.argument, type=click.Path(path_type=str), callback=_note_path)
 """An argument by its name: where a checkpoint is, or goes."""
 
 select_option = click.option(

@@ -15,6 +15,7 @@ import click
 
 from jaxckpt._cli.arguments import (
     FORMATS,
+    closest_path,
     complete_leaf,
     debug_option,
     json_option,
@@ -72,6 +73,8 @@ class _Program(click.Group):
             if ctx.meta.get("debug"):
                 traceback.print_exc()
             message, exit_code = _message(error)
+            if exit_code == NOT_THERE:
+                message += next(filter(None, map(closest_path, ctx.meta["paths"])), "")
             click.echo(printable(f"jaxckpt: {message}", keep="\n"), err=True)
             raise click.exceptions.Exit(exit_code) from error
         return result

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from command_line import run, run_json
 
 import jaxckpt
-from jaxckpt._cli.arguments import FORMATS
+from jaxckpt._cli.arguments import FORMATS, closest_path
 from jaxckpt._cli.main import main
 
 
@@ -36,6 +36,23 @@ def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:
 )
 def test_cat_of_what_is_not_there(here: Path, leaf: str, told: str) -> None:
     assert told in run("cat", "run1/00000300", leaf, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        (["show", "run1/300"], "did you mean run1/00000300?"),
+        (["verify", "run1/0300"], "did you mean run1/00000300?"),
+        (["diff", "small", "othr"], "did you mean other?"),
+        (["cat", "rnu1/00000300", "step"], "did you mean run1?"),
+        (["show", "s3://none/run1/300"], ""),
+    ],
+)
+def test_a_path_that_does_not_exist(here: Path, command: list[str], hint: str) -> None:
+    if hint:
+        assert run(*command, code=4).stderr.endswith(f"; {hint}\n")
+    else:
+        assert closest_path(command[1]) == ""
 
 
 def test_plan_by_rules(here: Path) -> None:
