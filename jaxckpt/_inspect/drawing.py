@@ -1,6 +1,6 @@
 """Drawings of layouts and sizes as inline SVG without scripts or styles, for notebooks and for reports.
 
-Names of leaves, axes and processes are anybody's text: all that is not `Markup` is escaped where elements are made.
+Names of leaves, axes and processes can be any text: `element` escapes all that is not `Markup`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COLOURS: tuple[str, ...] = (
     "#bbcc33",
     "#aaaa00",
 )
-"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): told apart by colour-blind people, and black
-text on it can be read. A page may restyle them by the classes k0 to k7."""
+"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can tell them apart,
+and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 _GREY = "#cccccc"
 _INK = "#111111"
@@ -56,11 +56,11 @@ def element(tag: str, *children: str, **attributes: str | float) -> Markup:
 
     Attributes are written with `_` for `-`; `class_` is class.
     """
-    told = "".join(
+    written = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for name, value in attributes.items()
     )
     inside = "".join(child if isinstance(child, Markup) else html.escape(child) for child in children)
-    return Markup(f"<{tag}{told}>{inside}</{tag}>")
+    return Markup(f"<{tag}{written}>{inside}</{tag}>")
 
 
 def joined(parts: Iterable[Markup]) -> Markup:
@@ -71,12 +71,12 @@ def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _svg(width: str, height: float, told: str, *children: Markup) -> Markup:
+def _svg(width: str, height: float, label: str, *children: Markup) -> Markup:
     return element(
         "svg",
         *children,
         role="img",
-        aria_label=told,
+        aria_label=label,
         width=width,
         height=_number(height),
         font_family=_FONT,
@@ -112,7 +112,7 @@ def _text(x: float | str, y: float, text: str, **more: str | float) -> Markup:
 
 def definitions(figures: Mapping[str, str]) -> Markup:
     """Figures with their names."""
-    pairs = [element("div", element("dt", name), element("dd", told)) for name, told in figures.items()]
+    pairs = [element("div", element("dt", name), element("dd", figure)) for name, figure in figures.items()]
     return element("dl", *pairs, class_="figures")
 
 
@@ -134,7 +134,7 @@ def notebook(*parts: Markup) -> Markup:
 
 
 def clipped(text: str, most: int) -> str:
-    """A name that is no longer than there is room for."""
+    """A name, shortened to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -142,14 +142,14 @@ def clipped(text: str, most: int) -> str:
 
 
 LAYOUT_WIDTH = 320
-_MOST_CELLS = 8  # along a side; of more, the first five and the last two are drawn
+_MOST_CELLS = 8  # along a side; if there are more, the first five and the last two are drawn
 
 
 def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -> Markup:
     """The boxes that a layout cuts a leaf of `rank` dimensions into, each with the devices that hold it.
 
-    Of three or more dimensions that are split, all but the last run down the side. `where` is what is said of a leaf
-    that lies on no mesh. Each box has its index along each dimension in `data-box`, for pages that know its shape.
+    If three or more dimensions are split, all but the last run down the side. `where` describes a leaf on no mesh. Each
+    box has its index along each dimension in `data-box`, for pages that know the leaf's shape.
     """
     axes = mesh.axes if mesh is not None else {}
     parts = [math.prod(axes[axis] for axis in (spec[dim] if dim < len(spec) else ())) for dim in range(rank)]
@@ -186,14 +186,14 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
         drawn.append(_text(left, 11, _cut_by(across, parts, spec, 44), class_="dim"))
     last = max(y + tall for y, tall in y_at.values())
     if down:
-        told = _cut_by(down, parts, spec, max(6, int(last / 6)))
-        drawn.append(_text(-(top + last), 11, told, transform="rotate(-90)", class_="dim"))
+        text = _cut_by(down, parts, spec, max(6, int(last / 6)))
+        drawn.append(_text(-(top + last), 11, text, transform="rotate(-90)", class_="dim"))
     said = f"{show_spec(spec)} on {show_axes(axes)}" if mesh is not None else where
     return _svg(str(LAYOUT_WIDTH), top + last, clipped(f"layout: {said}", 200), *drawn)
 
 
 def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], float | None]:
-    """(start, length) of each cell that is drawn along a side, and the middle of the gap where some are left out."""
+    """(start, length) of each cell that is drawn along a side, and the middle of the gap if some are left out."""
     if count <= _MOST_CELLS:
         each = room / max(1, count)
         return {cell: (cell * each + 1, each - 2) for cell in range(count)}, None
@@ -205,12 +205,12 @@ def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], fl
 
 
 def _cut_by(dims: Sequence[int], parts: Sequence[int], spec: Spec, most: int) -> str:
-    told = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({parts[dim]})" for dim in dims)
-    return clipped(told, most)
+    text = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({parts[dim]})" for dim in dims)
+    return clipped(text, most)
 
 
 def _unravelled(number: int, counts: Sequence[int]) -> list[int]:
-    """The index in an array of these sides, of its element of this number."""
+    """The index of an element in an array with these sides, from its number in row-major order."""
     index: list[int] = []
     for count in reversed(counts):
         number, at = divmod(number, count)
@@ -222,7 +222,7 @@ class _Holders:
     """Ids of the devices that hold a box, given by its index along the dimensions that are split."""
 
     def __init__(self, mesh: MeshRecord | None, spec: Spec, rank: int) -> None:
-        # Axes of size 1 say nothing, and NumPy takes no more than 32 or 64 axes.
+        # Axes of size 1 split nothing, and NumPy takes at most 32 or 64 axes.
         self._axes = {} if mesh is None else {name: size for name, size in mesh.axes.items() if size > 1}
         self._grid = np.array(() if mesh is None else mesh.devices, np.int64)
         if mesh is not None:
@@ -247,18 +247,18 @@ def _box(
     where: str,
     index: Sequence[int],
 ) -> Markup:
-    """One box with its devices written into it, as many of them as there is room for."""
-    told = show_ids(held)
+    """One box, with as many of its devices written into it as fit."""
+    ids = show_ids(held)
     lines = [where]
     if held:
         copies = f"×{len(held)}" if len(held) > 1 else ""
         room = int((wide - 4) / 6.2)
-        if len(held) > 1 and len(told) + len(copies) + 1 <= room and tall < 40:
-            lines = [f"{told} {copies}"]
+        if len(held) > 1 and len(ids) + len(copies) + 1 <= room and tall < 40:
+            lines = [f"{ids} {copies}"]
         elif len(held) > 1:
-            lines = [told if len(told) <= room else f"{held[0]}…", copies]
+            lines = [ids if len(ids) <= room else f"{held[0]}…", copies]
         else:
-            lines = [told]
+            lines = [ids]
     middle = y + tall / 2 + 4 - 6.5 * (len(lines) - 1)
     texts = [
         _text(x + wide / 2, middle + 13 * number, line, fill=_INK, text_anchor="middle", class_="ink")
@@ -288,7 +288,7 @@ def show_ids(ids: Sequence[int], most: int = 4) -> str:
 
 
 def show_cuts(shape: Sequence[int], spec: Spec, axes: Mapping[str, int]) -> list[str]:
-    """What becomes of each dimension: "dim 0: 4096 = 2 × 2048 by data"."""
+    """How each dimension is split: "dim 0: 4096 = 2 × 2048 by data"."""
     cuts: list[str] = []
     for dim, length in enumerate(shape):
         names = spec[dim] if dim < len(spec) else ()
@@ -312,7 +312,7 @@ class Bar:
 
 
 def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup:
-    """Horizontal bars as wide as there is room for, their text of one size on every screen."""
+    """Horizontal bars over the full width, with text of one size on every screen."""
     drawn: list[Markup] = []
     for colour, name in enumerate(legend):  # three in a line
         x, y = f"{colour % 3 / 3:.3%}", 18.0 * (colour // 3)
