@@ -102,7 +102,14 @@ def main() -> None:
             for phase, seconds in phases.items():
                 table.add_row(phase, f"{statistics.median(seconds) * 1e3:.1f}")
             report.console.print(table)
-    report.write("phases", {"rounds": arguments.rounds, **surroundings, "seconds": result}, arguments.json)
+    medians = {
+        key: {
+            verb: {phase: float(f"{statistics.median(seconds):.4g}") for phase, seconds in phases.items()}
+            for verb, phases in verbs.items()
+        }
+        for key, verbs in result.items()
+    }
+    report.write("phases", {"rounds": arguments.rounds, **surroundings, "median_seconds": medians}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What it takes one process to plan: a save, and a restore onto the same mesh and onto another.
 
-    python benchmarks/planning.py [--picture docs/pictures/planning.svg]
+    python benchmarks/planning.py
 
 A process decides who writes each object of the whole job, and lists its own, without asking anyone; so the plan of a
 job of 4,096 processes is made here, by one of them. The devices are stand-ins, of which a `jax.sharding.Mesh` asks
@@ -45,9 +45,7 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.plan import Want, plan_read
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "planning.svg"
-
-TARGET_SECONDS, TARGET_BYTES = 2.0, 500 << 20
+TARGETS = {"cpu_seconds": 2.0, "peak_bytes": 500 << 20}
 
 OPERATIONS = ("save", "restore, same mesh", "restore, another mesh")
 
@@ -241,67 +239,27 @@ def show(result: dict[str, Any]) -> None:
     seconds, peak = max(one["cpu_seconds"] for one in worst), max(one["peak_bytes"] for one in worst)
     report.console.print(
         f"at {Point().processes:,} × {Point().devices_per_process} × {Point().leaves:,}: at most {seconds:.2f} s"
-        f" (target {TARGET_SECONDS:g}), {peak >> 20} MiB (target {TARGET_BYTES >> 20})"
+        f" (target {TARGETS['cpu_seconds']:g}), {peak >> 20} MiB (target {TARGETS['peak_bytes'] >> 20})"
     )
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Seconds and bytes along each of the three, both axes logarithmic, with a line of slope one to compare with."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "jaxckpt"  # the same figures draw the same file
-    measured = {Point(**row["point"]): row["measured"] for row in result["points"]}
-    figure, panels = pyplot.subplots(2, 3, figsize=(11, 6), sharex="col", sharey="row", layout="constrained")
-    rows = [
-        ("CPU seconds", lambda one: one["cpu_seconds"], TARGET_SECONDS),
-        ("peak memory, MiB", lambda one: max(one["peak_bytes"], 1 << 20) / 2**20, TARGET_BYTES / 2**20),
-    ]
-    for column, (axis, points) in enumerate(AXES.items()):
-        along = [getattr(point, axis) for point in points]
-        for row, (what, figure_of, target) in enumerate(rows):
-            panel = panels[row, column]
-            for operation, marker in zip(OPERATIONS, "os^", strict=True):
-                panel.plot(along, [figure_of(measured[p][operation]) for p in points], marker=marker, label=operation)
-            end = figure_of(measured[points[-1]]["save"])
-            guide = [end * count / along[-1] for count in along]
-            panel.plot(along, guide, color="0.6", linestyle=":", label="linear")
-            panel.axhline(target, color="0.3", linewidth=0.8, linestyle="--", label="target")
-            panel.set(xscale="log", yscale="log")
-            panel.set_ylim(bottom=0.005 if not row else 0.5)
-            panel.set_xticks(along, [f"{count:,}" for count in along], minor=False)
-            panel.minorticks_off()
-            if not column:
-                panel.set_ylabel(what)
-            if row:
-                panel.set_xlabel(axis.replace("_", " "))
-    panels[0, 0].legend(fontsize="small")
-    figure.suptitle("One process plans, of a job of 16,000 leaves on 4,096 processes × 4 devices; each is varied alone")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    report.console.print(f"drawn to {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="where the result goes; by default results/planning-<date>.json")
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="where the picture goes")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         asked = json.loads(arguments.one)
         print(json.dumps(measure(Point(**asked["point"]), asked["operation"])))
         return
-    result: dict[str, Any] = report.surroundings(Path.cwd()) | {"points": []}
+    result: dict[str, Any] = report.surroundings(Path.cwd())
+    result |= {"base": asdict(Point()), "targets": TARGETS, "points": []}
     for point in dict.fromkeys([*itertools.chain(*AXES.values()), *OTHERS]):
         report.console.print(f"{point.leaves:,} leaves, {point.processes:,} × {point.devices_per_process} …")
         measured = {operation: measure_apart(point, operation) for operation in OPERATIONS}
         result["points"].append({"point": asdict(point), "measured": measured})
     show(result)
     report.write("planning", result, arguments.json)
-    draw(result, arguments.picture)
 
 
 if __name__ == "__main__":

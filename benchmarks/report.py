@@ -1,7 +1,6 @@
-"""What the benchmarks have in common beside the figures: where they ran, and the files that the result goes to.
+"""What the benchmarks share: where they ran, the files that their results go to, and the summary of a run of peers.py.
 
-The lower half is of runs of peers.py: {"workload", "pairs": {peer: {"seconds": {operation: {contender: [a number a
-round]}}, ...}}, ...}.
+A run is {"workload", "pairs": {peer: {"seconds": {operation: {contender: [a number a round]}}, ...}}, ...}.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from rich.table import Table
 import jaxckpt
 
 RESULTS = Path(__file__).parent / "results"
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 LIBRARIES = "jax jaxlib numpy tensorstore orbax-checkpoint torch safetensors".split()
 OURS = "jaxckpt"
 
@@ -56,8 +54,21 @@ def write(benchmark: str, result: dict[str, Any], path: Path | None) -> None:
     console.print(f"{machine['cpu']}, {machine['cores']} cores, {where}; {known}")
     out = path or RESULTS / f"{benchmark}-{result['date']}{'-tmpfs' if where == 'tmpfs' else ''}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"benchmark": benchmark, **result}, indent=1) + "\n")
+    out.write_text(compact({"benchmark": benchmark, **result}) + "\n")
     console.print(f"written to {out}", soft_wrap=True)
+
+
+def compact(value: Any, indent: str = "") -> str:
+    """JSON in which what fits on a line is on one."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(indent + line) <= 160 or not isinstance(value, dict | list):
+        return line
+    inner = f"{indent} "
+    if isinstance(value, dict):
+        items, ends = [f"{json.dumps(key)}: {compact(item, inner)}" for key, item in value.items()], "{}"
+    else:
+        items, ends = [compact(item, inner) for item in value], "[]"
+    return f"{ends[0]}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{ends[1]}"
 
 
 def filesystem(folder: Path) -> str:
@@ -96,9 +107,13 @@ def _lines(path: str) -> list[str]:
 
 
 def summed_up(run: dict[str, Any]) -> dict[str, Any]:
-    """The run, with the spread of each figure, and of its ratio to ours within a round. Ours is of all pairs."""
+    """A run without its samples: [least, median, greatest] of each figure, and of its ratio to ours within a round.
+
+    Our own samples are those of all pairs.
+    """
     samples: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for peer, pair in run["pairs"].items():
+    pairs = run["pairs"]
+    for peer, pair in pairs.items():
         for operation, seconds in pair.get("seconds", {}).items():
             of, cpu_seconds = samples.setdefault(operation, {}), pair["cpu_seconds"][operation]
             for name in (OURS, peer):
@@ -108,103 +123,64 @@ def summed_up(run: dict[str, Any]) -> dict[str, Any]:
                 found["times_jaxckpt"] += [
                     other / ours for other, ours in zip(seconds.get(name, []), seconds[OURS], strict=False)
                 ]
-    spreads = {
-        operation: {
-            name: {what: _spread(one) for what, one in found.items()} for name, found in of.items() if found["seconds"]
-        }
-        for operation, of in samples.items()
+    return {
+        **{name: value for name, value in run.items() if name != "pairs"},
+        "title": next((pair["title"] for pair in pairs.values() if "title" in pair), "failed"),
+        "contenders": [peer for peer, pair in pairs.items() if "seconds" in pair],
+        "failed": {peer: pair["failed"] for peer, pair in pairs.items() if "failed" in pair},
+        "spreads": {
+            operation: {
+                name: {what: spread(one) for what, one in found.items()}
+                for name, found in of.items()
+                if found["seconds"]
+            }
+            for operation, of in samples.items()
+        },
+        **{
+            key: {name: count for pair in pairs.values() for name, count in pair.get(key, {}).items()}
+            for key in ("one_leaf_bytes_read", "files")
+        },
     }
-    return {**run, "spreads": spreads}
 
 
-def _spread(samples: list[float]) -> dict[str, float]:
-    return {"min": min(samples), "median": statistics.median(samples), "max": max(samples)}
-
-
-def heading(run: dict[str, Any]) -> str:
-    processes = f"{run['processes']} processes" if run["processes"] > 1 else "one process"
-    return f"({run['workload']}) {workload(run)}, {run['filesystem']}, {processes}"
-
-
-def workload(run: dict[str, Any]) -> str:
-    return next((pair["title"] for pair in run["pairs"].values() if "title" in pair), "failed")
+def spread(samples: list[float]) -> list[float]:
+    """[least, median, greatest], to four digits."""
+    return [float(f"{figure:.4g}") for figure in (min(samples), statistics.median(samples), max(samples))]
 
 
 def show(run: dict[str, Any]) -> None:
     """Milliseconds, and how many times ours: medians over rounds."""
-    for peer, pair in run["pairs"].items():
-        if "failed" in pair:
-            console.print(f"[red]({run['workload']}) {run['filesystem']}: {peer}: {pair['failed']}")
-    table = Table(title=f"{heading(run)}: ms (× jaxckpt)")
+    for peer, why in run["failed"].items():
+        console.print(f"[red]({run['workload']}) {run['filesystem']}: {peer}: {why}")
+    processes = f"{run['processes']} processes" if run["processes"] > 1 else "one process"
+    heading = f"({run['workload']}) {run['title']}, {run['filesystem']}, {processes}"
+    table = Table(title=f"{heading}: ms (× jaxckpt)")
     table.add_column("")
-    took_part = [OURS, *(peer for peer, pair in run["pairs"].items() if "seconds" in pair)]
+    took_part = [OURS, *run["contenders"]]
     for contender in took_part:
         table.add_column(contender, justify="right")
 
     def cell(contender: str, found: dict[str, Any] | None) -> str:
         if not found:
             return ""
-        ratio = f" ({_short(found['times_jaxckpt']['median'])})" if contender != OURS else ""
-        return _short(found["seconds"]["median"] * 1e3) + ratio
+        ratio = f" ({_short(found['times_jaxckpt'][1])})" if contender != OURS else ""
+        return _short(found["seconds"][1] * 1e3) + ratio
 
     for operation, found in run["spreads"].items():
         table.add_row(operation, *(cell(contender, found.get(contender)) for contender in took_part))
         if operation == "open":
-            cpu = {contender: one["cpu_seconds"]["median"] * 1e3 for contender, one in found.items()}
+            cpu = {contender: one["cpu_seconds"][1] * 1e3 for contender, one in found.items()}
             table.add_row("open, CPU ms", *(_short(cpu[one]) if one in cpu else "" for one in took_part))
     for label, key, of in (
         ("one leaf, KiB read", "one_leaf_bytes_read", lambda found: found / 1024),
         ("files", "files", lambda found: found["count"]),
         ("MiB stored", "files", lambda found: found["bytes"] / (1 << 20)),
     ):
-        counts = {name: of(found) for pair in run["pairs"].values() for name, found in pair.get(key, {}).items()}
+        counts = {name: of(found) for name, found in run[key].items()}
         table.add_row(label, *(_short(counts[one]) if one in counts else "" for one in took_part))
     console.print(table)
 
 
 def _short(number: float) -> str:
-    """Three figures, or all that stand before the point."""
+    """Three digits, or all digits before the point."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def draw(runs: list[dict[str, Any]]) -> None:
-    """A picture a run: how many times ours each contender took, operation by operation."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "jaxckpt"  # the same figures give the same file
-    PICTURES.mkdir(exist_ok=True)
-    for run in runs:
-        operations = [name for name in run["spreads"] if not name.startswith("a step")]
-        peers = [name for name, pair in run["pairs"].items() if "seconds" in pair]
-        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.55 * len(operations)), layout="constrained")
-        for place, peer in enumerate(peers):
-            found = {row: run["spreads"][name].get(peer) for row, name in enumerate(operations)}
-            ratios = {row: one["times_jaxckpt"] for row, one in found.items() if one}
-            middle = [one["median"] for one in ratios.values()]
-            axes.errorbar(
-                middle,
-                [row + 0.1 * (place - (len(peers) - 1) / 2) for row in ratios],
-                xerr=[
-                    [m - one["min"] for m, one in zip(middle, ratios.values(), strict=True)],
-                    [one["max"] - m for m, one in zip(middle, ratios.values(), strict=True)],
-                ],
-                fmt="os^Dv<>PX"[place],
-                markersize=5,
-                linewidth=1,
-                label=peer,
-            )
-        axes.axvline(1, color="black", linewidth=1)
-        axes.set_xscale("log")
-        axes.set_yticks(range(len(operations)), operations)
-        axes.invert_yaxis()
-        axes.grid(axis="x", which="both", linewidth=0.3)
-        axes.set_xlabel("times jaxckpt; left of 1 is faster than it; medians of ratios within a round, and their range")
-        axes.set_title(heading(run), fontsize="medium")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
-        path = PICTURES / f"peers-{run['workload']}-{run['filesystem']}-{run['processes']}.svg"
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
-        console.print(f"drawn in {path}")

@@ -1,5 +1,5 @@
-"""What the site adds to the Markdown files, which can be read without it: a page for each source file they link to,
-and links from the names of the API to its reference.
+"""What the site adds to the Markdown files: charts, a page for each source file that they link to, and links from the
+names of the API to its reference.
 
 MkDocs calls the functions by their names.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,9 @@ _OTHER_WORDS = ("training-loop.md", "command-line.md", "api/checkpointer.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each source that a page links to."""
+    """Add the charts, and a page for each source that a page links to."""
+    for name, svg in runpy.run_path(str(ROOT / "benchmarks" / "charts.py"))["charts"]().items():
+        files.append(File.generated(config, f"pictures/{name}", content=svg))
     for page in files.documentation_pages():
         for match in _LINK.finditer(page.content_string):
             source = _outside(page, match["target"])
@@ -53,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link the names of the API, where they stand as code in the text."""
+    """Link the names of the API that the text has as code."""
     names = set(_public_names())
     if page.file.src_uri in _OTHER_WORDS:
         names = {name for name in names if name[0].isupper()}
@@ -69,7 +72,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _outside(page: File, target: str) -> str | None:
-    """What a link names from the root of the repository on; None where it stays within docs/."""
+    """The target of a link, from the root of the repository; None if it is within docs/."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.src_uri), target))
     return None if path.startswith("docs/") else path
 

@@ -5,41 +5,9 @@ state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mes
 weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
 """
 
-from jaxckpt._foreign.convert import convert
-from jaxckpt._foreign.mindspore import mindspore_ranks
-from jaxckpt._foreign.oneflow import oneflow_ranks
-from jaxckpt._foreign.rank_files import rank_files
-from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf, RestorePlan, open
-from jaxckpt._inspect.diff import Delta, LeafDelta, diff
-from jaxckpt._inspect.report import report
-from jaxckpt._inspect.verify import Problem, VerifyReport, verify
-from jaxckpt._restore.restore import load_numpy, restore
-from jaxckpt._runtime.errors import (
-    CheckpointExistsError,
-    CorruptError,
-    DataError,
-    InputError,
-    JaxckptError,
-    LayoutError,
-    ManifestError,
-    MismatchError,
-    NotACheckpointError,
-    PathNotSharedError,
-    PeerError,
-    PeerFailedError,
-    PeersDisagreeError,
-    PeerTimeoutError,
-    Preempted,
-    SpecError,
-    StorageError,
-    TreeError,
-)
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.progress import Progress
-from jaxckpt._save.background import PendingSave, SaveInfo
-from jaxckpt._save.save import save, save_async
-from jaxckpt._steps.checkpointer import Checkpointer
-from jaxckpt._steps.follow import Step, follow, latest_step, steps
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -92,5 +60,63 @@ __all__ = [
     "verify",
 ]
 
-for _name in __all__:  # errors and tracebacks name things as users know them
-    globals()[_name].__module__ = __name__
+
+def _is_command_line() -> bool:
+    """Whether this process is `jaxckpt …` or `python -m jaxckpt …`, whose commands import what they use themselves.
+
+    All other programs import everything here, JAX included: what they register with atexit afterwards then runs before
+    JAX shuts down, and before jaxckpt reports a save that failed.
+    """
+    script = os.path.splitext(os.path.basename(next(iter(sys.argv), "")))[0]
+    return script == "jaxckpt" or sys.orig_argv[1:3] == ["-m", "jaxckpt"]
+
+
+if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
+    from jaxckpt._foreign.convert import convert
+    from jaxckpt._foreign.mindspore import mindspore_ranks
+    from jaxckpt._foreign.oneflow import oneflow_ranks
+    from jaxckpt._foreign.rank_files import rank_files
+    from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf, RestorePlan, open
+    from jaxckpt._inspect.diff import Delta, LeafDelta, diff
+    from jaxckpt._inspect.report import report
+    from jaxckpt._inspect.verify import Problem, VerifyReport, verify
+    from jaxckpt._restore.restore import load_numpy, restore
+    from jaxckpt._runtime.errors import (
+        CheckpointExistsError,
+        CorruptError,
+        DataError,
+        InputError,
+        JaxckptError,
+        LayoutError,
+        ManifestError,
+        MismatchError,
+        NotACheckpointError,
+        PathNotSharedError,
+        PeerError,
+        PeerFailedError,
+        PeersDisagreeError,
+        PeerTimeoutError,
+        Preempted,
+        SpecError,
+        StorageError,
+        TreeError,
+    )
+    from jaxckpt._runtime.options import Options
+    from jaxckpt._runtime.progress import Progress
+    from jaxckpt._save.background import PendingSave, SaveInfo
+    from jaxckpt._save.save import save, save_async
+    from jaxckpt._steps.checkpointer import Checkpointer
+    from jaxckpt._steps.follow import Step, follow, latest_step, steps
+
+    for _name in __all__:  # errors and tracebacks show the public names
+        globals()[_name].__module__ = __name__
+else:
+
+    def __getattr__(name: str) -> Any:  # in another program that has this name
+        global _needed
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
+        _needed = True
+        return getattr(importlib.reload(sys.modules[__name__]), name)

@@ -1,27 +1,25 @@
-"""What may stand on a command line: the options that commands share, and texts read as meshes, specs and indices."""
+"""The arguments and options that commands share, the parsers of their texts, and completion. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import functools
-import itertools
+import json
+import os
 import re
+import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
-from jax.sharding import PartitionSpec
 
-from jaxckpt._format.tree import Tree, nested, renamed, selector
-from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
-from jaxckpt._runtime.errors import InputError, JaxckptError
-from jaxckpt._storage.place import local_path
+Rule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
+"""(glob of the leaves that it is for, or None for all; the entries of their PartitionSpec)."""
 
-Rule = tuple[str | None, PartitionSpec]
-"""(glob of the leaves it is for, or None for all; their spec)."""
+FORMATS = ("jaxckpt", "safetensors", "npz", "zarr", "orbax")
+"""What `convert` writes."""
 
 
 # Texts ----------------------------------------------------------------------------------------------------
@@ -44,14 +42,14 @@ def rule(text: str) -> Rule:
     with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as literal_eval says
         call = ast.parse(found[2], mode="eval").body if found else None
         if isinstance(call, ast.Call) and not call.keywords:
-            entries = [ast.literal_eval(entry) for entry in call.args]
+            entries = tuple(ast.literal_eval(entry) for entry in call.args)
             if all(map(_is_entry, entries)):
-                return found[1] if found else None, PartitionSpec(*entries)
+                return found[1] if found else None, entries
     raise click.BadParameter(f"{text!r}: expected a spec such as 'params/*/kernel=P(\"data\", None)'")
 
 
 def _is_entry(entry: object) -> bool:
-    """Whether it is what a PartitionSpec takes for a dimension."""
+    """Whether a PartitionSpec takes it for a dimension."""
     axes = entry if isinstance(entry, tuple) else (entry,)
     return entry is None or all(isinstance(axis, str) for axis in axes)
 
@@ -72,81 +70,71 @@ def old_and_new(text: str) -> tuple[str, str]:
     return old, new
 
 
-# Texts that need the checkpoint ---------------------------------------------------------------------------
-
-
-def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
-    """Its leaves at or below any of some globs, or all. Raises InputError if a glob matches none."""
-    leaves = checkpoint.leaves
-    chosen = selector(select or None).choose(leaves)
-    return dict(itertools.compress(leaves.items(), chosen))
-
-
-def indexed(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
-    """(leaf, index or None) of `LEAF` or `LEAF[index]`; a leaf's own name may have brackets. Raises InputError."""
-    found = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
-    index = _index(found[2]) if found else None
-    try:
-        return checkpoint[found[1] if found else text], index
-    except KeyError as error:
-        raise InputError(str(error.args[0])) from None
-
-
-def _index(text: str) -> tuple[Any, ...]:
-    try:
-        return tuple(_index_entry(entry.strip()) for entry in text.rstrip().removesuffix(",").split(","))
-    except (ValueError, TypeError):  # a slice of four entries is a TypeError
-        raise InputError(f"index [{text}]: expected integers, slices and ..., such as [8:16, 0]") from None
-
-
-def _index_entry(text: str) -> Any:
-    if text == "...":
-        return ...
-    if ":" not in text:
-        return int(text)
-    return slice(*(int(part) if part.strip() else None for part in text.split(":")))
-
-
-def spec_tree(
-    checkpoint: Checkpoint, rules: Sequence[Rule], select: Sequence[str] = (), rename: Mapping[str, str] | None = None
-) -> Tree:
-    """The specs of those leaves that a rule fits, as nested dicts of their new paths; None without rules."""
-    if not rules:
-        return None
-    leaves, chosen = checkpoint.leaves, selected(checkpoint, select)
-    new = zip(renamed(rename or None, leaves), leaves.items(), strict=True)
-    # Of the others, which go to no device, none has a spec.
-    paths = [path for path, (old, leaf) in new if old in chosen and leaf.kind in ("jax", "key")]
-    found: dict[str, Any] = {}
-    for glob, spec in rules:
-        matched = list(filter(selector(glob), paths))
-        if not matched:
-            raise InputError(f"--specs {glob or spec}: no array is there or below")
-        for path in matched:
-            found.setdefault(path, spec)
-    return nested(found)
-
-
 def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[Rule]) -> None:
     if rules and not mesh:
-        raise click.UsageError("--specs needs --mesh, whose axes they name")
+        raise click.UsageError("--specs needs --mesh, which defines the axes")
+
+
+# Completion -----------------------------------------------------------------------------------------------
 
 
 def complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Paths of leaves of the checkpoint that was named before, one component at a time, as shells complete folders."""
-    path = str(ctx.params.get("path") or "")
-    try:
-        if local_path(path) is None:  # nobody waits for a network at each press of a key
-            return []
-        leaves = open_checkpoint(path).leaves
-    except (JaxckptError, OSError):
-        return []
+    """Paths of leaves of the checkpoint named before, one component at a time, as shells complete folders."""
+    # After an option that still lacks its value, click leaves the arguments in `ctx.args`.
+    before = [*filter(None, map(ctx.params.get, ("path", "source", "a"))), *ctx.args]
     ends: set[str] = set()
-    for leaf in leaves:
+    for leaf in _leaf_paths(before[0]) if before else ():
         if leaf.startswith(incomplete):
             slash = leaf.find("/", len(incomplete))
             ends.add(leaf if slash < 0 else leaf[: slash + 1])
     return [CompletionItem(end) for end in sorted(ends)]
+
+
+def _leaf_paths(path: str) -> list[str]:
+    """The leaves of a local checkpoint; a key press must not wait for a network, nor for the import of JAX."""
+    local = urllib.parse.unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
+    if "://" in local:
+        return []
+    try:
+        with open(f"{local}/manifest.json", encoding="utf-8") as file:
+            return [leaf["path"] for leaf in json.load(file)["leaves"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return _foreign_leaf_paths(local)
+
+
+def _foreign_leaf_paths(path: str) -> list[str]:
+    from jaxckpt._inspect.checkpoint import open as open_checkpoint
+    from jaxckpt._runtime.errors import JaxckptError
+
+    with contextlib.suppress(JaxckptError, OSError):
+        return list(open_checkpoint(path).leaves)
+    return []
+
+
+# Paths ----------------------------------------------------------------------------------------------------
+
+
+def _note_path(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    ctx.meta.setdefault("paths", []).append(value)
+    return value
+
+
+def closest_path(path: str) -> str:
+    """A hint for a local path that does not exist: the same step in full, or a name much like it."""
+    folder, name = os.path.split(path.rstrip("/"))
+    if "://" in path or os.path.exists(path):
+        return ""
+    if folder and not os.path.isdir(folder):
+        return closest_path(folder)
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder or ".")
+        if name.isdecimal():
+            found = [other for other in names if other.isdecimal() and int(other) == int(name)]
+        else:
+            found = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        if found:
+            return f"; did you mean {os.path.join(folder, found[0])}?"
+    return ""
 
 
 # Options that commands share ------------------------------------------------------------------------------
@@ -156,11 +144,15 @@ def _note_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None
     ctx.meta["debug"] = ctx.meta.get("debug", False) or value
 
 
-location = functools.partial(click.argument, type=click.Path(path_type=str))
+location = functools.partial(click.argument, type=click.Path(path_type=str), callback=_note_path)
 """An argument by its name: where a checkpoint is, or goes."""
 
 select_option = click.option(
-    "--select", multiple=True, metavar="GLOB", help="Only leaves at or below it; may be repeated."
+    "--select",
+    multiple=True,
+    metavar="GLOB",
+    shell_complete=complete_leaf,
+    help="Only leaves whose path, or a container above them, matches GLOB. May be repeated.",
 )
 
 mesh_option = functools.partial(
@@ -172,11 +164,17 @@ specs_option = click.option(
     type=rule,
     multiple=True,
     metavar="[GLOB=]P(…)",
-    help="PartitionSpec of the leaves at or below GLOB, by default of all; the first that fits a leaf counts. Leaves"
-    " that none fits keep their own, by axis name.",
+    help="PartitionSpec of the leaves that GLOB selects; without GLOB, of all. May be repeated: the first match counts."
+    " Leaves without a match keep their own spec, mapped by axis name.",
 )
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+output_option = click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=str), required=True, help="The .html file to write."
+)
+
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what exists at the destination.")
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON value to stdout.")
 
 debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show the traceback of an error."

@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, for `ls`: which there are, their table and their JSON."""
+"""`ls`: the checkpoints in a folder, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from jaxckpt._cli.terminal import Column, natural, print_table, printable, show_age, show_metrics
+from jaxckpt._cli.terminal import Column, natural, number, print_json, print_table, printable, show_age, show_metrics
 from jaxckpt._foreign.orbax_in import has_steps
 from jaxckpt._format.names import is_data
 from jaxckpt._inspect.checkpoint import Checkpoint
@@ -31,8 +31,8 @@ class Entry:
     path: str
 
     status: str = "ok"
-    """"ok", "unfinished", "damaged" or "unreadable"; where it is not "ok", `problem` says why, and what is not in the
-    path is unknown."""
+    """"ok", "unfinished", "damaged" or "unreadable". Unless it is "ok", `problem` says why, and only the path is
+    known."""
 
     format: str | None = None
 
@@ -52,8 +52,35 @@ class Entry:
     problem: str | None = None
 
 
+def ls(path: str, as_json: bool) -> None:
+    entries = list_checkpoints(path)
+    if as_json:
+        print_json({"path": path, "checkpoints": [asdict(entry) for entry in entries]})
+        return
+    numbers = map(number, ("leaves", "size", "age"))
+    columns = [Column("name", 16, middle=True), Column("format"), *numbers, Column("metrics", 10)]
+    if any(entry.dropped for entry in entries):
+        columns.append(Column("dropped", 10))
+    print_table(columns, [_row(entry)[: len(columns)] for entry in entries])
+    for entry in entries:
+        if entry.problem:
+            click.echo(printable(f"{entry.name}: {entry.problem}"), err=True)
+
+
+def _row(entry: Entry) -> list[str]:
+    return [
+        entry.name,
+        entry.format or entry.status,
+        "" if entry.leaves is None else f"{entry.leaves:,}",
+        "" if entry.bytes is None else show_bytes(entry.bytes),
+        "" if entry.format is None else show_age(entry.created),
+        show_metrics(entry.metrics),
+        ", ".join(entry.dropped),
+    ]
+
+
 def list_checkpoints(path: str) -> list[Entry]:
-    """The checkpoint at a path, or those in it. Raises NotACheckpointError where there is none."""
+    """The checkpoint at a path, or those in it. Raises NotACheckpointError if there is none."""
     store = store_at(path, Options())
     checkpoint: Checkpoint | None = None
     nothing: NotACheckpointError | None = None
@@ -66,7 +93,7 @@ def list_checkpoints(path: str) -> list[Entry]:
         return _entries([path])  # with its problem
     if checkpoint is not None and _stands_alone(path, checkpoint, store):
         return _entries([path])
-    # On an object store the first costs a request for each checkpoint, the other one for each thousand objects.
+    # On an object store `folders` costs a request for each checkpoint, `names` one for each thousand objects.
     names = list(store.folders()) or store.names()
     found = _entries(store.child(name).url for name in sorted(names, key=natural))
     if not found and nothing is not None:
@@ -75,18 +102,18 @@ def list_checkpoints(path: str) -> list[Entry]:
 
 
 def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:
-    """Whether it is no folder of other checkpoints.
+    """Whether a path that opens as a checkpoint is that checkpoint, and not a folder of checkpoints.
 
-    A folder of steps may open as the newest of them, and one with some exported file in it as that.
+    A folder of steps may open as its newest step, and a folder that holds one exported file as that file.
     """
     local = local_path(path)
-    if checkpoint.format == "jaxckpt":  # of Orbax's CheckpointManager, perhaps
+    if checkpoint.format == "jaxckpt":  # perhaps in a step of Orbax's CheckpointManager
         return local is None or not has_steps(local, store.names())
     return not any(store.folders().values()) and local == local_path(checkpoint.path)
 
 
 def _entries(paths: Iterable[str]) -> list[Entry]:
-    """Those of them where a checkpoint is, or one was begun."""
+    """The checkpoints at these paths, finished or not."""
     return [entry for entry in map(_entry, paths) if entry is not None]
 
 
@@ -100,7 +127,7 @@ def _entry(path: str) -> Entry | None:
     except NotACheckpointError:
         if not any(map(is_data, store_at(path, Options()).names())):
             return None
-        return replace(entry, status="unfinished", problem="a save to it is going on, or never finished")
+        return replace(entry, status="unfinished", problem="a save to it is running, or never finished")
     except (CorruptError, InputError, StorageError) as error:
         status = "damaged" if isinstance(error, CorruptError) else "unreadable"
         return replace(entry, status=status, problem=str(error))
@@ -117,43 +144,9 @@ def _entry(path: str) -> Entry | None:
 
 
 def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:
-    """Its metrics; of another library's checkpoint the numbers that its metadata has under that name."""
+    """Its metrics; for another library's checkpoint, the numbers under "metrics" in its metadata."""
     found: Any = checkpoint.metadata
     if checkpoint.format == "jaxckpt" or not isinstance(found, dict):
         return dict(checkpoint.metrics)
     found = found.get("metrics")  # pyright: ignore[reportUnknownMemberType]
     return {name: value for name, value in found.items() if isinstance(value, int | float)} if found else {}
-
-
-def listing_record(path: str, entries: Sequence[Entry]) -> dict[str, Any]:
-    return {"path": path, "checkpoints": [asdict(entry) for entry in entries]}
-
-
-def print_listing(entries: Sequence[Entry]) -> None:
-    """The table on stdout, and on stderr what is wrong with an entry."""
-    columns = [
-        Column("name", least=16, middle=True),
-        Column("format"),
-        Column("leaves", right=True),
-        Column("size", right=True),
-        Column("age", right=True),
-        Column("metrics", least=10),
-        Column("dropped", least=10),
-    ]
-    rows = [
-        [
-            entry.name,
-            entry.format or entry.status,
-            "" if entry.leaves is None else f"{entry.leaves:,}",
-            "" if entry.bytes is None else show_bytes(entry.bytes),
-            "" if entry.format is None else show_age(entry.created),
-            show_metrics(entry.metrics),
-            ", ".join(entry.dropped),
-        ]
-        for entry in entries
-    ]
-    shown = len(columns) if any(entry.dropped for entry in entries) else len(columns) - 1
-    print_table(columns[:shown], [row[:shown] for row in rows])
-    for entry in entries:
-        if entry.problem:
-            click.echo(printable(f"{entry.name}: {entry.problem}"), err=True)

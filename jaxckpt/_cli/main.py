@@ -1,4 +1,7 @@
-"""The command line: each command asks a public function, and shows what it says as a table or as JSON."""
+"""The command line: its commands and options, and how each error becomes a message and an exit code.
+
+A command imports its work when it runs, and JAX with it: `--help`, `--version` and completion need neither.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +9,43 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from jaxckpt._cli.arguments import (
-    Rule,
+    FORMATS,
+    closest_path,
     complete_leaf,
     debug_option,
-    indexed,
     json_option,
     location,
     mesh_option,
     n_bytes,
     old_and_new,
-    require_mesh,
+    output_option,
+    overwrite_option,
     select_option,
-    selected,
-    spec_tree,
     specs_option,
 )
-from jaxckpt._cli.listing import list_checkpoints, listing_record, print_listing
-from jaxckpt._cli.results import (
-    delta_record,
-    plan_record,
-    print_delta,
-    print_plan,
-    print_verification,
-    verification_record,
-)
-from jaxckpt._cli.terminal import print_json, printable
-from jaxckpt._cli.tree_view import describe, print_tree, print_value, read_value, save_npy, tree_record, value_record
-from jaxckpt._foreign.convert import convert as convert_checkpoint
-from jaxckpt._foreign.convert import integrate as integrate_ranks
-from jaxckpt._format.names import MANIFEST
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
-from jaxckpt._inspect.diff import diff as diff_checkpoints
-from jaxckpt._inspect.report import report as report_on
-from jaxckpt._inspect.verify import verify as verify_checkpoint
+from jaxckpt._cli.terminal import printable
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
-from jaxckpt._runtime.options import Options
-from jaxckpt._storage.place import local_path, store_at
-from jaxckpt._storage.steps import steps_of
 
 NO, BAD_INPUT, DAMAGED, NOT_THERE, STORAGE, BUG = 1, 2, 3, 4, 5, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 _EXIT_CODES = """\b
 Exit codes:
-  0    all is well
+  0    success
   1    the answer is no: verify found problems, diff found differences,
        rm was not confirmed
-  2    bad arguments, or a destination that is there already
+  2    bad arguments, or the destination exists already
   3    the checkpoint is damaged
-  4    there is no checkpoint at the path
+  4    no checkpoint exists at the path
   5    the file system or object store refused
-  70   a bug of jaxckpt
+  70   a bug in jaxckpt
   130  interrupted (Ctrl-C)
-  141  nobody reads the output any more (| head)
+  141  the reader of the output has closed it (| head)
 """
 
 
@@ -91,13 +72,15 @@ class _Program(click.Group):
         except Exception as error:
             if ctx.meta.get("debug"):
                 traceback.print_exc()
-            message, exit_code = _told(error)
+            message, exit_code = _message(error)
+            if exit_code == NOT_THERE:
+                message += next(filter(None, map(closest_path, ctx.meta["paths"])), "")
             click.echo(printable(f"jaxckpt: {message}", keep="\n"), err=True)
             raise click.exceptions.Exit(exit_code) from error
         return result
 
 
-def _told(error: Exception) -> tuple[str, int]:
+def _message(error: Exception) -> tuple[str, int]:
     """(message, exit code) of an error."""
     match error:
         case InputError() | CheckpointExistsError():
@@ -109,24 +92,24 @@ def _told(error: Exception) -> tuple[str, int]:
         case JaxckptError() | OSError():
             return str(error), STORAGE
         case _:
-            told = f"{type(error).__name__}: {error}".rstrip(": ")
-            return f"unexpected {told}\nThis is a bug; --debug shows where.", BUG
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            return f"unexpected {what}\nThis is a bug; --debug shows where.", BUG
+
+
+def _answer(yes: bool) -> None:
+    if not yes:
+        raise click.exceptions.Exit(NO)
 
 
 @click.group(cls=_Program, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="jaxckpt")
 @debug_option
 def main() -> None:
-    """Look into jaxckpt checkpoints, check, compare, plan, convert and delete them.
+    """Inspect, check, compare, plan, convert and delete jaxckpt checkpoints.
 
-    A PATH is a folder or file, or a URL such as s3://bucket/run1/00000100. Checkpoints of other libraries that jaxckpt
-    opens are fine everywhere but in rm.
+    A PATH is a folder or file, or a URL such as s3://bucket/run1/00000100. Every command but rm also takes checkpoints
+    of other libraries that jaxckpt can open.
     """
-
-
-def _options() -> Options:
-    """With a bar on a terminal, and nothing where stderr is a file."""
-    return Options(progress=sys.stderr.isatty())
 
 
 # Looking --------------------------------------------------------------------------------------------------
@@ -136,38 +119,33 @@ def _options() -> Options:
 @location("path")
 @json_option
 @debug_option
-def ls(path: str, as_json: bool) -> None:
+def ls(**arguments: Any) -> None:
     """List the checkpoints in a folder: size, age, metrics.
 
-    Nothing is changed, whatever a killed run has left. Of a checkpoint itself, it lists that alone.
+    Nothing is changed, even if a killed run left unfinished saves. If PATH is itself a checkpoint, only that is listed.
     """
-    found = list_checkpoints(path)
-    if as_json:
-        print_json(listing_record(path, found))
-    else:
-        print_listing(found)
+    from jaxckpt._cli import listing
+
+    listing.ls(**arguments)
 
 
 @main.command()
 @location("path")
 @select_option
 @click.option("--depth", type=click.IntRange(min=1), help="Show containers down to this level only.")
-@click.option("--all", "every", is_flag=True, help="Show alike containers, such as layers, each by itself.")
+@click.option("--all", "every", is_flag=True, help="Show each container, also if many are alike, such as layers.")
 @json_option
 @debug_option
-def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_json: bool) -> None:
+def show(**arguments: Any) -> None:
     """Show the tree: shapes, dtypes, specs and bytes. No array is read.
 
     \b
     jaxckpt show run1/00000100
     jaxckpt show run1/00000100 --select 'params/**/kernel' --depth 2
     """
-    checkpoint = open_checkpoint(path)
-    leaves = selected(checkpoint, select)
-    if as_json:
-        print_json(tree_record(checkpoint, leaves))
-    else:
-        print_tree(path, checkpoint, leaves, depth, every)
+    from jaxckpt._cli import tree_view
+
+    tree_view.show(**arguments)
 
 
 @main.command()
@@ -176,44 +154,32 @@ def show(path: str, select: tuple[str, ...], depth: int | None, every: bool, as_
 @click.option("--save", type=click.Path(dir_okay=False, path_type=str), help="Write it to a .npy file instead.")
 @json_option
 @debug_option
-def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
-    """Print a leaf, or a part of it. Only the chunks that are touched are read.
+def cat(**arguments: Any) -> None:
+    """Print a leaf, or a part of it. Only the chunks that hold it are read.
 
     \b
     jaxckpt cat run1/00000100 step
     jaxckpt cat run1/00000100 'params/w[8:16, 0]'
     jaxckpt cat run1/00000100 params/w --save w.npy
 
-    An index is of integers, slices and "...". A .npy file holds bfloat16 and other dtypes that NumPy lacks as float32,
-    int4 as int8: no value is lost.
+    An index consists of integers, slices and "...". NumPy lacks some dtypes: a .npy file holds bfloat16 and others as
+    float32, int4 as int8, without loss.
     """
-    found, index = indexed(open_checkpoint(path), leaf)
-    if save is not None:
-        save_npy(found, index, save)
-        if as_json:
-            print_json({"path": path, "leaf": found.path, "saved": save})
-        return
-    value = read_value(found, index, leaf)
-    if as_json:
-        print_json(value_record(path, found, value))
-    else:
-        print_value(value)
+    from jaxckpt._cli import tree_view
+
+    tree_view.cat(**arguments)
 
 
 @main.command()
 @location("path")
-@click.option("--quick", is_flag=True, help="Only whether each file is there and of its length.")
+@click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size.")
 @json_option
 @debug_option
-def verify(path: str, quick: bool, as_json: bool) -> None:
-    """Read every byte of a checkpoint and check it. Exit code 1 where anything is not as it was saved."""
-    found = verify_checkpoint(path, quick=quick, options=_options())
-    if as_json:
-        print_json(verification_record(found, quick))
-    else:
-        print_verification(found)
-    if not found.ok:
-        raise click.exceptions.Exit(NO)
+def verify(**arguments: Any) -> None:
+    """Read every byte of a checkpoint and check it. The exit code is 1 if it has problems."""
+    from jaxckpt._cli import results
+
+    _answer(results.verify(**arguments))
 
 
 @main.command()
@@ -222,15 +188,11 @@ def verify(path: str, quick: bool, as_json: bool) -> None:
 @select_option
 @json_option
 @debug_option
-def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
-    """Compare two checkpoints leaf by leaf. Meshes and formats do not matter; exit code 1 where they differ."""
-    found = diff_checkpoints(a, b, select=select or None, options=_options())
-    if as_json:
-        print_json(delta_record(found))
-    else:
-        print_delta(found)
-    if not found.identical:
-        raise click.exceptions.Exit(NO)
+def diff(**arguments: Any) -> None:
+    """Compare two checkpoints leaf by leaf, whatever their meshes and formats. The exit code is 1 if they differ."""
+    from jaxckpt._cli import results
+
+    _answer(results.diff(**arguments))
 
 
 @main.command()
@@ -243,144 +205,65 @@ def diff(a: str, b: str, select: tuple[str, ...], as_json: bool) -> None:
 )
 @json_option
 @debug_option
-def plan(
-    path: str,
-    mesh: Mapping[str, int],
-    specs: Sequence[Rule],
-    select: tuple[str, ...],
-    devices_per_process: int,
-    as_json: bool,
-) -> None:
-    """Tell what a restore onto a mesh would read. Nothing is read, and the mesh need not be here.
+def plan(**arguments: Any) -> None:
+    """Show what a restore onto a mesh would read. Nothing is read, and this machine need not have the mesh.
 
     \b
     jaxckpt plan run1/00000100 --mesh data=4,model=2
     jaxckpt plan run1/00000100 --mesh model=8 --specs 'params/**/kernel=P(None, "model")'
     """
-    checkpoint = open_checkpoint(path)
-    found = checkpoint.plan(
-        mesh=mesh,
-        specs=spec_tree(checkpoint, specs, select),
-        select=select or None,
-        devices_per_process=devices_per_process,
-    )
-    if as_json:
-        print_json({"path": path, "mesh": mesh, **plan_record(found)})
-    else:
-        print_plan(found)
+    from jaxckpt._cli import results
+
+    results.plan(**arguments)
 
 
 # Writing and deleting -------------------------------------------------------------------------------------
-
-
-def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:
-    """What a command that writes or deletes has done."""
-    if as_json:
-        print_json(record)
-    else:
-        click.echo(printable(text))
 
 
 @main.command()
 @location("source")
 @location("destination")
 @click.option(
-    "--format", help="jaxckpt, safetensors, npz, zarr or orbax; by default it follows from DESTINATION's suffix."
+    "--format", type=click.Choice(FORMATS), help="Format to write. By default DESTINATION's suffix determines it."
 )
 @mesh_option()
 @specs_option
 @select_option
 @click.option(
-    "--rename", type=old_and_new, metavar="OLD=NEW", multiple=True, help="A leaf or container by its old and new path."
+    "--rename", type=old_and_new, metavar="OLD=NEW", multiple=True, help="Give a leaf or container another path."
 )
-@click.option("--chunk-bytes", type=n_bytes, metavar="SIZE", help="Bytes of one chunk, about: 64KiB.")
-@click.option("--overwrite", is_flag=True, help="Replace what is at DESTINATION.")
+@click.option("--chunk-bytes", type=n_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB.")
+@overwrite_option
 @json_option
 @debug_option
-def convert(
-    source: str,
-    destination: str,
-    format: str | None,
-    mesh: Mapping[str, int] | None,
-    specs: Sequence[Rule],
-    select: tuple[str, ...],
-    rename: tuple[tuple[str, str], ...],
-    chunk_bytes: int | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
-    """Write anew in another format or layout, or only some leaves.
+def convert(**arguments: Any) -> None:
+    """Write a checkpoint again in another format or layout, or only some of its leaves.
 
     \b
     jaxckpt convert run1/00000100 model.safetensors --select params
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
     """
-    require_mesh(mesh, specs)
-    convert_checkpoint(
-        source,
-        destination,
-        format=format,
-        mesh_shape=mesh,
-        specs=spec_tree(open_checkpoint(source), specs, select, dict(rename)) if specs else None,
-        select=select or None,
-        rename=dict(rename) or None,
-        chunk_bytes=chunk_bytes,
-        overwrite=overwrite,
-        options=_options(),
-    )
-    _print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
+    from jaxckpt._cli import writing
+
+    writing.convert(**arguments)
 
 
 @main.command()
 @location("path")
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=str), required=True, help="The file to write, .html."
-)
+@output_option
 @mesh_option()
 @specs_option
-@click.option("--histograms", is_flag=True, help="Also read the arrays, and draw how their values are distributed.")
+@click.option("--histograms", is_flag=True, help="Also read the arrays, and draw the distribution of their values.")
 @json_option
 @debug_option
-def report(
-    path: str, output: str, mesh: Mapping[str, int] | None, specs: Sequence[Rule], histograms: bool, as_json: bool
-) -> None:
-    """Draw a checkpoint: one HTML file, which needs no network and no other file.
+def report(**arguments: Any) -> None:
+    """Draw a checkpoint as one HTML file, which needs no network and no other file.
 
-    With --mesh it also shows what a restore onto that mesh would read.
+    With --mesh the page also shows what a restore onto that mesh would read.
     """
-    require_mesh(mesh, specs)
-    _require_outside(output, path)
-    rules = spec_tree(open_checkpoint(path), specs) if specs else None
-    page = report_on(path, mesh=mesh, specs=rules, histograms=histograms, options=_options())
-    _write_text(output, page)
-    _print_done(output, {"path": path, "output": output}, as_json)
+    from jaxckpt._cli import writing
 
-
-def _require_outside(output: str, path: str) -> None:
-    """Raise InputError if a file would be written over the checkpoint at a path, or into its folder."""
-    folder = local_path(path)
-    if folder is None:
-        return
-    folder, written = os.path.realpath(folder), os.path.realpath(output)
-    if written == folder or written.startswith(os.path.join(folder, "")):
-        raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
-
-
-def _write_text(path: str, text: str) -> None:
-    """Write a file that takes the place of another only once it is complete."""
-    path = os.path.realpath(path)
-    if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout, for example
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-        return
-    draft = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(draft, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft)
+    writing.report(**arguments)
 
 
 @main.command()
@@ -388,17 +271,18 @@ def _write_text(path: str, text: str) -> None:
 @location("new")
 @location("strategy")
 @click.argument("n", type=click.IntRange(min=1))
-@click.option("--overwrite", is_flag=True, help="Replace what is at NEW.")
+@overwrite_option
 @json_option
 @debug_option
-def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_json: bool) -> None:
-    """Merge the files of MindSpore's ranks, as its tutorial's integrate_checkpoint.py does with the same arguments.
+def integrate(**arguments: Any) -> None:
+    """Merge the files of MindSpore's ranks, with the arguments of its tutorial's integrate_checkpoint.py.
 
-    OLD is the name that the files of all ranks have: ./node0/OLD, ./node1/OLD, …; NEW is where the checkpoint goes,
-    STRATEGY the strategy file, protobuf or JSON, and N how many ranks there are.
+    OLD is the name of each rank's file: ./node0/OLD, ./node1/OLD, …; NEW is where the checkpoint goes, STRATEGY is
+    the strategy file (protobuf or JSON), and N is the number of ranks.
     """
-    integrate_ranks(old, new, strategy, n, overwrite=overwrite)
-    _print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
+    from jaxckpt._cli import writing
+
+    writing.integrate(**arguments)
 
 
 @main.command()
@@ -406,39 +290,12 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 @debug_option
-def rm(path: str, yes: bool, as_json: bool) -> None:
+def rm(**arguments: Any) -> None:
     """Delete a jaxckpt checkpoint, such as a step of a run.
 
-    Its manifest goes first: a reader finds the checkpoint whole, or finds that it is not there. Files that are not
-    jaxckpt's own are left.
+    The manifest is deleted first, so a reader finds either the whole checkpoint or none. Other files in the folder
+    are kept.
     """
-    options = Options()
-    if (steps := steps_of(store_at(path, options))) is not None:
-        raise InputError(f"{path} is the directory of a run: name the step to delete, as in {steps[-1].url}")
-    checkpoint = open_checkpoint(path)
-    if checkpoint.format != "jaxckpt":  # it may have files that are not ours to know
-        raise InputError(f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes jaxckpt's only")
-    path = checkpoint.path if "@" in path else path
-    store = store_at(path, options)
-    if store.read(MANIFEST) is None:
-        raise InputError(
-            f"{path} belongs to Orbax's CheckpointManager, which deletes its steps itself; only {checkpoint.path} in it"
-            " was written by jaxckpt"
-        )
-    if not yes:
-        what = next(describe(checkpoint, checkpoint.leaves))
-        click.confirm(printable(f"delete {path} ({what})?"), abort=True, err=True)
-        again = open_checkpoint(path)
-        if again.save_id != checkpoint.save_id:
-            raise InputError(f"{path} was saved anew meanwhile, and is not deleted")
-    if store.read(MANIFEST) is None:
-        raise NotACheckpointError(f"{path} was deleted meanwhile")
-    store.unpublish(sync=options.sync)
-    store.clear()
-    # A directory may keep a list of steps; this one may have been published again meanwhile.
-    if (above := store.above()) and store.read(MANIFEST) is None:
-        above[0].unmark(above[1])
-    left = store.names()
-    _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
-    if left:
-        click.echo(printable(f"left there, as not of this checkpoint: {', '.join(left[:5])}"), err=True)
+    from jaxckpt._cli import writing
+
+    writing.rm(**arguments)

@@ -1,91 +1,81 @@
-"""What `verify`, `diff` and `plan` found: each as JSON, and as a table or text."""
+"""`verify`, `diff` and `plan`: what each found, as a table or as JSON."""
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from jaxckpt._cli.terminal import Column, print_table, printable, show_array
+from jaxckpt._cli.arguments import Rule
+from jaxckpt._cli.inputs import spec_tree, with_progress
+from jaxckpt._cli.terminal import Column, fields, number, print_json, print_table, printable, show_array
 from jaxckpt._inspect.checkpoint import ProcessPlan, RestorePlan
+from jaxckpt._inspect.checkpoint import open as open_checkpoint
 from jaxckpt._inspect.diff import Delta, LeafDelta
-from jaxckpt._inspect.verify import VerifyReport
+from jaxckpt._inspect.diff import diff as diff_checkpoints
+from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.progress import show_bytes
 
 _SHOWN_ROWS = 40
-"""Of processes or leaves in a plan: the rest is counted."""
+"""Of processes or leaves in a plan: the others are counted."""
 
 
 # Verifying ------------------------------------------------------------------------------------------------
 
 
-def verification_record(report: VerifyReport, quick: bool) -> dict[str, Any]:
-    return {
-        "path": report.path,
-        "ok": report.ok,
-        "quick": quick,
-        "leaves": report.leaves,
-        "objects": report.objects,
-        "checked_bytes": report.checked_bytes,
-        "problems": [
-            {"leaf": found.leaf, "box": found.box, "object": found.object, "reason": found.reason}
-            for found in report.problems
-        ],
-    }
-
-
-def print_verification(report: VerifyReport) -> None:
-    click.echo(printable(str(report), keep="\n"))
+def verify(path: str, quick: bool, as_json: bool) -> bool:
+    report = verify_checkpoint(path, quick=quick, options=with_progress())
+    if as_json:
+        problems = [fields(problem, "leaf box object reason") for problem in report.problems]
+        print_json({**fields(report, "path ok leaves objects checked_bytes"), "quick": quick, "problems": problems})
+    else:
+        click.echo(printable(str(report), keep="\n"))
+    return report.ok
 
 
 # Comparing ------------------------------------------------------------------------------------------------
 
 
-def delta_record(delta: Delta) -> dict[str, Any]:
+def diff(a: str, b: str, select: Sequence[str], as_json: bool) -> bool:
+    delta = diff_checkpoints(a, b, select=select or None, options=with_progress())
+    if as_json:
+        print_json(_delta_record(delta))
+    else:
+        _print_delta(delta)
+    return delta.identical
+
+
+def _delta_record(delta: Delta) -> dict[str, Any]:
     return {
         "a": delta.path_a,
         "b": delta.path_b,
-        "identical": delta.identical,
-        "same_structure": delta.same_structure,
+        **fields(delta, "identical same_structure"),
         "leaves": len(delta.leaves),
         "differing": [
-            {
-                "path": leaf.path,
-                "a": leaf.a or None,
-                "b": leaf.b or None,
-                "size": leaf.size,
-                "differing": leaf.differing,
-                "max_abs": leaf.max_abs,
-                "max_rel": leaf.max_rel,
-            }
+            {**fields(leaf, "path size differing max_abs max_rel"), "a": leaf.a or None, "b": leaf.b or None}
             for leaf in delta.differing
         ],
     }
 
 
-def print_delta(delta: Delta) -> None:
+def _print_delta(delta: Delta) -> None:
     if delta.identical:
         click.echo(f"identical: {counted(len(delta.leaves), 'leaf')}, bit by bit")
         return
     structure = "" if delta.same_structure else "; the containers differ too"
     click.echo(f"{len(delta.differing):,} of {counted(len(delta.leaves), 'leaf')} differ{structure}")
-    columns = [
-        Column("leaf", least=16, middle=True),
-        Column("a", least=10),
-        Column("b", least=10),
-        Column("elements", right=True),
-        Column("max |a−b|", right=True),
-        Column("relative", right=True),
-    ]
+    numbers = map(number, ("elements", "max |a−b|", "relative"))
+    columns = [Column("leaf", 16, middle=True), Column("a", 10), Column("b", 10), *numbers]
     print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
 
 
 def _delta_row(leaf: LeafDelta) -> list[str]:
     same = "same" if leaf.a == leaf.b else leaf.b
     if not leaf.size:
-        return [leaf.path, leaf.a or "not there", same or "not there", "", "", ""]
+        return [leaf.path, leaf.a or "missing", same or "missing", "", "", ""]
     share = f"{leaf.differing:,} of {leaf.size:,}"
     if not leaf.max_abs:  # texts, or bits that mean one number, such as 0.0 and -0.0
         return [leaf.path, leaf.a, same, share, "", ""]
@@ -95,38 +85,50 @@ def _delta_row(leaf: LeafDelta) -> list[str]:
 # Planning -------------------------------------------------------------------------------------------------
 
 
-def plan_record(plan: RestorePlan) -> dict[str, Any]:
+def plan(
+    path: str,
+    mesh: Mapping[str, int],
+    specs: Sequence[Rule],
+    select: Sequence[str],
+    devices_per_process: int,
+    as_json: bool,
+) -> None:
+    checkpoint = open_checkpoint(path)
+    found = checkpoint.plan(
+        mesh=mesh,
+        specs=spec_tree(checkpoint, specs, select),
+        select=select or None,
+        devices_per_process=devices_per_process,
+    )
+    if as_json:
+        print_json({"path": path, "mesh": mesh, **_plan_record(found)})
+    else:
+        _print_plan(found)
+
+
+def _plan_record(plan: RestorePlan) -> dict[str, Any]:
     return {
-        "needed_bytes": plan.needed_bytes,
-        "read_bytes": plan.read_bytes,
-        "over_read": plan.over_read,
-        "requests": plan.requests,
-        "peak_host_bytes": plan.peak_host_bytes,
+        **fields(plan, "needed_bytes read_bytes over_read requests peak_host_bytes"),
         "processes": [
             {
                 "process": part.process,
-                "needed_bytes": part.cost.needed_bytes,
-                "read_bytes": part.cost.read_bytes,
-                "requests": part.cost.requests,
-                "peak_host_bytes": part.cost.peak_host_bytes,
+                **fields(part.cost, "needed_bytes read_bytes requests peak_host_bytes"),
                 "device_bytes": {str(device): size for device, size in part.device_bytes.items()},
             }
             for part in plan.processes
         ],
         "leaves": [
             {
-                "path": leaf.path,
-                "dtype": leaf.dtype,
-                "shape": leaf.shape,
-                "saved": {"spec": leaf.saved.spec, "on": leaf.saved.on},
-                "wanted": {"spec": leaf.wanted.spec, "on": leaf.wanted.on},
+                **fields(leaf, "path dtype shape"),
+                "saved": fields(leaf.saved, "spec on"),
+                "wanted": fields(leaf.wanted, "spec on"),
             }
             for leaf in plan.leaves
         ],
     }
 
 
-def print_plan(plan: RestorePlan) -> None:
+def _print_plan(plan: RestorePlan) -> None:
     devices = sum(len(part.device_bytes) for part in plan.processes)
     click.echo(
         f"{counted(len(plan.leaves), 'array')} onto {counted(devices, 'device')} of"
@@ -140,7 +142,7 @@ def print_plan(plan: RestorePlan) -> None:
     if len(plan.processes) > 1:
         sizes = [show_bytes(plan.needed_bytes), show_bytes(plan.read_bytes), f"{plan.over_read:.3f} ×"]
         rows.append(["all", *sizes, f"{plan.requests:,}", "", ""])
-    print_table([Column(title, right=True) for title in titles], rows)
+    print_table(list(map(number, titles)), rows)
     click.echo()
     moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in plan.leaves)
     for (before, after), count in moves.most_common():
@@ -154,12 +156,7 @@ def print_plan(plan: RestorePlan) -> None:
     if not groups:
         return
     click.echo()
-    columns = [
-        Column("leaf", least=20, middle=True),
-        Column("dtype[shape]", least=12),
-        Column("saved", least=12),
-        Column("wanted", least=12),
-    ]
+    columns = [Column("leaf", 20, middle=True), *(Column(title, 12) for title in ("dtype[shape]", "saved", "wanted"))]
     rows = [
         [pattern, f"{len(paths)} × {what}", before, wanted] if len(paths) > 1 else [paths[0], what, before, wanted]
         for (pattern, what, before, wanted), paths in groups.items()
@@ -170,7 +167,7 @@ def print_plan(plan: RestorePlan) -> None:
 
 
 def _numberless(path: str) -> str:
-    """A path as the glob of all that differ from it in numbers alone, as layers do."""
+    """A path with `*` for each number: the glob of all paths that differ only in these, as those of layers do."""
     return "/".join("*" if part.isdecimal() else part for part in path.split("/"))
 
 

@@ -1,11 +1,9 @@
-"""What a person or a program reads on stdout: tables that fit the terminal, texts that cannot drive it, JSON.
-
-And in which few characters it says what several commands show: an age, metrics, a dtype and shape.
-"""
+"""What commands print and write: tables that fit the terminal, texts that cannot control it, JSON, whole files."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import json
 import math
@@ -14,12 +12,14 @@ import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
-import numpy as np
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,25 @@ class Column:
 
     title: str
 
-    right: bool = False
-    """Whether it is of numbers, at the right."""
-
     least: int | None = None
-    """The width down to which its texts may be elided; None where they may not."""
+    """The width down to which its texts may be shortened; None if they may not."""
 
     middle: bool = False
-    """Whether the middle is left out, as of paths, whose ends tell most."""
+    """Whether texts are shortened in the middle, as paths are: their ends matter most."""
+
+    right: bool = False
+    """Whether its texts are aligned at the right."""
+
+
+def number(title: str) -> Column:
+    return Column(title, right=True)
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """A table as wide as the terminal at most; columns that may be elided give way, the widest first."""
+    """A table that fits the terminal: the widest of the columns that may be shortened is shortened first.
+
+    Rich's tables shorten texts only at their end, pad the last column, and wrap what a pipe should get whole.
+    """
     cells = [[printable(cell) for cell in row] for row in rows]
     titles = [printable(column.title) for column in columns]
     widths = [max(map(_cells, column)) for column in zip(titles, *cells, strict=True)]
@@ -60,15 +67,15 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal, or as COLUMNS says; None where lines may be as long as they are, as in a pipe."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told):
-        return int(told)
+    """Columns of the terminal, or COLUMNS; None if lines may have any length, as in a pipe."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _color() -> bool | None:
-    return False if os.environ.get("NO_COLOR") else None  # None: where it is a terminal
+    return False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
 
 
 def _cells(text: str) -> int:
@@ -87,7 +94,7 @@ def elided(text: str, width: int | None) -> str:
 
 
 def elided_middle(text: str, width: int | None) -> str:
-    """Its ends, of which the second tells more; what it is indented by stays."""
+    """Its ends, more of the second; its indentation stays."""
     if width is None or _cells(text) <= width:
         return text
     body = text.lstrip()
@@ -104,7 +111,7 @@ def elided_middle(text: str, width: int | None) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text for a terminal: names in a checkpoint are anybody's, and could hold what moves a cursor."""
+    """A text for a terminal: anybody can have written a checkpoint, and its names could hold control characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
@@ -116,7 +123,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def show_age(created: str | None) -> str:
-    """How long ago: "5 min"; "-" where it is not known."""
+    """How long ago: "5 min"; "-" if unknown."""
     try:
         then = datetime.datetime.fromisoformat(created or "")
         seconds = (datetime.datetime.now(datetime.UTC) - then).total_seconds()
@@ -138,32 +145,56 @@ def show_array(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}{list(shape)}" if shape else dtype
 
 
+def fields(value: Any, names: str) -> dict[str, Any]:
+    """Some attributes, by name."""
+    return {name: getattr(value, name) for name in names.split()}
+
+
 def print_json(value: Any) -> None:
     click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it: complex numbers as [real, imaginary], bytes as base64, what is not finite as a text
-    that Python's float() takes."""
-    if isinstance(value, np.ndarray):
-        return _plain(value.astype(plain_dtype(value.dtype)).tolist())
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, complex):
-        return [_plain(value.real), _plain(value.imag)]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value
+    """A value as JSON holds it: complex numbers as [real, imaginary], bytes as base64, numbers that are not finite as
+    texts that Python's float() takes."""
+    match value:
+        case Mapping():
+            return {name: _plain(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        case list() | tuple():
+            return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        case complex():
+            return [_plain(value.real), _plain(value.imag)]
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case bytes():
+            return base64.b64encode(value).decode()
+        case _ if hasattr(value, "dtype"):  # an array or scalar of NumPy's
+            return _plain(value.astype(plain_dtype(value.dtype)).tolist())
+        case _:
+            return value
 
 
 def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype itself, or where NumPy alone does not know it one that holds all its values."""
+    """The dtype itself, or if NumPy alone does not know it one that holds all its values."""
     if dtype.isbuiltin == 1:
         return dtype
+    import numpy as np
+
     return np.dtype(f"{dtype.name.rstrip('0123456789')}8" if "int" in dtype.name else "float32")
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Generator[IO[bytes]]:
+    """A file to write, which replaces another only once it is complete."""
+    path = os.path.realpath(path)
+    special = os.path.exists(path) and not os.path.isfile(path)  # /dev/stdout, for example
+    draft = path if special else f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(draft, "wb") as file:
+            yield file
+        if not special:
+            os.replace(draft, path)
+    finally:
+        if not special:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)

@@ -1,25 +1,28 @@
-"""The tree of a checkpoint, as `show` draws it, and one leaf of it, as `cat` prints or saves it."""
+"""`show` and `cat`: the tree of a checkpoint, and one leaf of it, printed or saved."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 import numpy as np
 
+from jaxckpt._cli.inputs import indexed, selected
 from jaxckpt._cli.terminal import (
     Column,
     elided,
     elided_middle,
+    fields,
     natural,
+    number,
     plain_dtype,
+    print_json,
     print_table,
     printable,
+    replacing,
     show_age,
     show_array,
     show_metrics,
@@ -28,6 +31,7 @@ from jaxckpt._cli.terminal import (
 from jaxckpt._format.grid import show_axes, show_spec, spec_of
 from jaxckpt._format.pieces import Array
 from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
+from jaxckpt._inspect.checkpoint import open as open_checkpoint
 from jaxckpt._runtime.errors import InputError, counted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
@@ -47,17 +51,22 @@ def _is_value(leaf: LazyLeaf) -> bool:
 # The tree -------------------------------------------------------------------------------------------------
 
 
-def tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict[str, Any]:
+def show(path: str, select: Sequence[str], depth: int | None, every: bool, as_json: bool) -> None:
+    checkpoint = open_checkpoint(path)
+    leaves = selected(checkpoint, select)
+    if as_json:
+        print_json(_tree_record(checkpoint, leaves))
+    else:
+        _print_tree(path, checkpoint, leaves, depth, every)
+
+
+def _tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict[str, Any]:
     return {
         "path": checkpoint.path,
         "format": checkpoint.format,
         "save_id": checkpoint.save_id or None,
         "created": checkpoint.created or None,
-        "libraries": checkpoint.libraries,
-        "metadata": checkpoint.metadata,
-        "step": checkpoint.step,
-        "metrics": checkpoint.metrics,
-        "dropped": checkpoint.dropped,
+        **fields(checkpoint, "libraries metadata step metrics dropped"),
         "bytes": checkpoint.nbytes,
         "leaves": [_leaf_record(path, leaf) for path, leaf in leaves.items()],
     }
@@ -78,10 +87,10 @@ def _leaf_record(path: str, leaf: LazyLeaf) -> dict[str, Any]:
     }
 
 
-def print_tree(
+def _print_tree(
     path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, every: bool
 ) -> None:
-    """What is known of a checkpoint, and the tree of these of its leaves, by itself `every` container of many alike."""
+    """Lines about a checkpoint, and the tree of some of its leaves; with `every`, containers that are alike in full."""
     width = terminal_width()
     click.echo(elided_middle(printable(path), width))
     for line in describe(checkpoint, leaves):
@@ -94,18 +103,13 @@ def print_tree(
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = leaf
-    columns = [
-        Column("leaf", least=12, middle=True),
-        Column("dtype[shape]", least=12),
-        Column("layout", least=10),
-        Column("bytes", right=True),
-    ]
+    columns = [Column("leaf", 12, middle=True), Column("dtype[shape]", 12), Column("layout", 10), number("bytes")]
     one_mesh = len(_meshes(leaves)) == 1
     print_table(columns, list(_rows(tree, 0, depth, every, one_mesh=one_mesh)))
 
 
 def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[str]:
-    """Lines about a checkpoint of which these leaves are chosen; the first alone tells what it is."""
+    """Lines about a checkpoint of which these leaves are selected; the first identifies it."""
     count, size = counted(len(checkpoint), "leaf"), show_bytes(checkpoint.nbytes)
     if len(leaves) < len(checkpoint):
         chosen = show_bytes(sum(leaf.nbytes for leaf in leaves.values()))
@@ -133,7 +137,7 @@ _Node = dict[str, Any]
 
 
 def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: bool) -> Iterator[list[str]]:
-    """The rows of a container's children; several in a row that are alike as one."""
+    """The rows of a container's children; children in a row that are alike share one."""
     for names in [[name] for name in node] if every else _runs(node, one_mesh):
         child = node[names[0]]
         label, head = "  " * level + _run_label(names), f"{len(names)} × " if len(names) > 1 else ""
@@ -141,7 +145,7 @@ def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: 
             below: list[LazyLeaf] = [leaf for name in names for leaf in _below(node[name])]
             count = len(below) // len(names)
             size = show_bytes(sum(leaf.nbytes for leaf in below))
-            yield [f"{label}/", f"{head}{count:,} {'leaf' if count == 1 else 'leaves'}", "", size]
+            yield [f"{label}/", f"{head}{counted(count, 'leaf')}", "", size]
             if depth is None or level + 1 < depth:
                 yield from _rows(child, level + 1, depth, every, one_mesh=one_mesh)
         else:
@@ -159,7 +163,7 @@ def _below(node: Any) -> Iterator[LazyLeaf]:
 
 
 def _runs(node: _Node, one_mesh: bool) -> list[list[str]]:
-    """The names of children, those that follow one another and are alike together, from three of them on."""
+    """The names of children: three or more in a row that are alike are together."""
 
     def form(child: Any) -> Any:
         if not isinstance(child, dict):
@@ -170,7 +174,7 @@ def _runs(node: _Node, one_mesh: bool) -> list[list[str]]:
     previous: Any = None
     for name in node:
         found = form(node[name])
-        # Leaves that are named have each something to say; those that are numbered, as layers are, have not.
+        # The names of leaves matter, unless they are numbers.
         if runs and found == previous and found != (None,) and (isinstance(node[name], dict) or name.isdecimal()):
             runs[-1].append(name)
         else:
@@ -195,10 +199,29 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
 # A leaf ---------------------------------------------------------------------------------------------------
 
 
-def read_value(leaf: LazyLeaf, index: Any, name: str) -> Any:
+def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
+    found, index = indexed(open_checkpoint(path), leaf)
+    if save is not None:
+        _save_npy(found, index, save)
+        if as_json:
+            print_json({"path": path, "leaf": found.path, "saved": save})
+        return
+    value = _read_value(found, index, leaf)
+    is_array = isinstance(value, np.ndarray)
+    if as_json:
+        dtype, shape = (value.dtype.name, value.shape) if is_array else (None, None)
+        named = {"path": path, "leaf": found.path, "kind": found.kind}
+        print_json({**named, "dtype": dtype, "shape": shape, "value": value})
+    elif is_array and value.ndim:
+        click.echo(np.array2string(value, max_line_width=terminal_width() or 80, separator=", "))
+    else:
+        click.echo(str(value) if is_array else repr(value))
+
+
+def _read_value(leaf: LazyLeaf, index: Any, name: str) -> Any:
     """A value of Python's, or what an index selects of an array; `name` is what the user called it.
 
-    Raises InputError where the index does not fit, or it is more than people read.
+    Raises InputError if the index does not fit, or selects more than people read.
     """
     if _is_value(leaf):
         if index is not None:
@@ -211,49 +234,31 @@ def read_value(leaf: LazyLeaf, index: Any, name: str) -> Any:
 
 
 def _n_bytes(leaf: LazyLeaf, index: Any) -> int:
-    """Bytes that an index selects. Raises InputError where it does not fit."""
+    """Bytes that an index selects. Raises InputError if it does not fit."""
     try:
         return int(np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)[... if index is None else index].nbytes)
     except (IndexError, TypeError, ValueError) as error:
         raise InputError(f"leaf {leaf.path!r} of shape {leaf.shape}: {error}") from None
 
 
-def value_record(path: str, leaf: LazyLeaf, value: Any) -> dict[str, Any]:
-    dtype, shape = (value.dtype.name, value.shape) if isinstance(value, np.ndarray) else (None, None)
-    return {"path": path, "leaf": leaf.path, "kind": leaf.kind, "dtype": dtype, "shape": shape, "value": value}
-
-
-def print_value(value: Any) -> None:
-    if isinstance(value, np.ndarray) and value.ndim:
-        click.echo(np.array2string(value, max_line_width=terminal_width() or 80, separator=", "))
-    else:
-        click.echo(str(value) if isinstance(value, np.ndarray) else repr(value))
-
-
-def save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
-    """What an index selects, or all, as a .npy file: all goes row by row, so that it may be larger than memory."""
+def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
+    """What an index selects, or all, as a .npy file. All is written row by row, as it may be larger than memory."""
     if leaf.kind in ("str", "bytes"):
         raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is no array")
-    parts: Iterable[Array]
+    slabs: Iterable[Array]
     if index is None and leaf.shape:
         shape = leaf.shape
         rows = max(1, Options().host_bytes // max(1, leaf.nbytes // max(1, shape[0])))
-        parts = (leaf[row : row + rows] for row in range(0, shape[0], rows))
+        slabs = (leaf[row : row + rows] for row in range(0, shape[0], rows))
     else:
         _n_bytes(leaf, index)
-        parts = [np.asarray(leaf[... if index is None else index])]
-        shape = parts[0].shape
+        slabs = [np.asarray(leaf[... if index is None else index])]
+        shape = slabs[0].shape
     dtype = plain_dtype(leaf.dtype)
-    try:
-        with open(f"{path}.part", "wb") as file:
-            described = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
-            np.lib.format.write_array_header_1_0(file, described)
-            for part in parts:
-                file.write(np.ascontiguousarray(part, dtype).data)
-        os.replace(f"{path}.part", path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(f"{path}.part")
-        raise
+    with replacing(path) as file:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for slab in slabs:
+            file.write(np.ascontiguousarray(slab, dtype).data)
     if dtype != leaf.dtype:
         click.echo(f"{leaf.dtype} is saved as {dtype}, without loss", err=True)

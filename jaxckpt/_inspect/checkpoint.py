@@ -24,6 +24,7 @@ from jaxckpt._inspect.drawing import (
     Bar,
     Markup,
     bars,
+    byte_bars,
     clipped,
     definitions,
     element,
@@ -31,7 +32,6 @@ from jaxckpt._inspect.drawing import (
     layout_drawing,
     notebook,
     table,
-    treemap,
 )
 from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._restore.reading import read_box
@@ -378,7 +378,7 @@ class Checkpoint:
         facts = {"checkpoint": self.path, "format": self.format, "leaves": f"{len(self):,}"}
         facts |= {"bytes": show_bytes(self.nbytes)} | ({"saved": self.created} if self.created else {})
         sizes = {leaf.path: self._manifest.leaf_bytes(leaf) for leaf in self._manifest.leaves}
-        return notebook(definitions(facts), treemap(sizes))
+        return notebook(definitions(facts), byte_bars(sizes))
 
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)

@@ -1,10 +1,11 @@
 """Drawings of layouts and sizes as inline SVG without scripts or styles, for notebooks and for reports.
 
-Names of leaves, axes and processes are anybody's text: all that is not `Markup` is escaped where elements are made.
+Names of leaves, axes and processes can be any text: `element` escapes all that is not `Markup`.
 """
 
 from __future__ import annotations
 
+import collections
 import html
 import itertools
 import math
@@ -27,8 +28,8 @@ COLOURS: tuple[str, ...] = (
     "#bbcc33",
     "#aaaa00",
 )
-"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): told apart by colour-blind people, and black
-text on it can be read. A page may restyle them by the classes k0 to k7."""
+"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can tell them apart,
+and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 _GREY = "#cccccc"
 _INK = "#111111"
@@ -55,11 +56,11 @@ def element(tag: str, *children: str, **attributes: str | float) -> Markup:
 
     Attributes are written with `_` for `-`; `class_` is class.
     """
-    told = "".join(
+    written = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for name, value in attributes.items()
     )
     inside = "".join(child if isinstance(child, Markup) else html.escape(child) for child in children)
-    return Markup(f"<{tag}{told}>{inside}</{tag}>")
+    return Markup(f"<{tag}{written}>{inside}</{tag}>")
 
 
 def joined(parts: Iterable[Markup]) -> Markup:
@@ -70,12 +71,12 @@ def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _svg(width: str, height: float, told: str, *children: Markup) -> Markup:
+def _svg(width: str, height: float, label: str, *children: Markup) -> Markup:
     return element(
         "svg",
         *children,
         role="img",
-        aria_label=told,
+        aria_label=label,
         width=width,
         height=_number(height),
         font_family=_FONT,
@@ -111,7 +112,7 @@ def _text(x: float | str, y: float, text: str, **more: str | float) -> Markup:
 
 def definitions(figures: Mapping[str, str]) -> Markup:
     """Figures with their names."""
-    pairs = [element("div", element("dt", name), element("dd", told)) for name, told in figures.items()]
+    pairs = [element("div", element("dt", name), element("dd", figure)) for name, figure in figures.items()]
     return element("dl", *pairs, class_="figures")
 
 
@@ -133,7 +134,7 @@ def notebook(*parts: Markup) -> Markup:
 
 
 def clipped(text: str, most: int) -> str:
-    """A name that is no longer than there is room for."""
+    """A name, shortened to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -141,14 +142,14 @@ def clipped(text: str, most: int) -> str:
 
 
 LAYOUT_WIDTH = 320
-_MOST_CELLS = 8  # along a side; of more, the first five and the last two are drawn
+_MOST_CELLS = 8  # along a side; if there are more, the first five and the last two are drawn
 
 
 def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -> Markup:
     """The boxes that a layout cuts a leaf of `rank` dimensions into, each with the devices that hold it.
 
-    Of three or more dimensions that are split, all but the last run down the side. `where` is what is said of a leaf
-    that lies on no mesh. Each box has its index along each dimension in `data-box`, for pages that know its shape.
+    If three or more dimensions are split, all but the last run down the side. `where` describes a leaf on no mesh. Each
+    box has its index along each dimension in `data-box`, for pages that know the leaf's shape.
     """
     axes = mesh.axes if mesh is not None else {}
     parts = [math.prod(axes[axis] for axis in (spec[dim] if dim < len(spec) else ())) for dim in range(rank)]
@@ -185,14 +186,14 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
         drawn.append(_text(left, 11, _cut_by(across, parts, spec, 44), class_="dim"))
     last = max(y + tall for y, tall in y_at.values())
     if down:
-        told = _cut_by(down, parts, spec, max(6, int(last / 6)))
-        drawn.append(_text(-(top + last), 11, told, transform="rotate(-90)", class_="dim"))
+        text = _cut_by(down, parts, spec, max(6, int(last / 6)))
+        drawn.append(_text(-(top + last), 11, text, transform="rotate(-90)", class_="dim"))
     said = f"{show_spec(spec)} on {show_axes(axes)}" if mesh is not None else where
     return _svg(str(LAYOUT_WIDTH), top + last, clipped(f"layout: {said}", 200), *drawn)
 
 
 def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], float | None]:
-    """(start, length) of each cell that is drawn along a side, and the middle of the gap where some are left out."""
+    """(start, length) of each cell that is drawn along a side, and the middle of the gap if some are left out."""
     if count <= _MOST_CELLS:
         each = room / max(1, count)
         return {cell: (cell * each + 1, each - 2) for cell in range(count)}, None
@@ -204,12 +205,12 @@ def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], fl
 
 
 def _cut_by(dims: Sequence[int], parts: Sequence[int], spec: Spec, most: int) -> str:
-    told = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({parts[dim]})" for dim in dims)
-    return clipped(told, most)
+    text = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({parts[dim]})" for dim in dims)
+    return clipped(text, most)
 
 
 def _unravelled(number: int, counts: Sequence[int]) -> list[int]:
-    """The index in an array of these sides, of its element of this number."""
+    """The index of an element in an array with these sides, from its number in row-major order."""
     index: list[int] = []
     for count in reversed(counts):
         number, at = divmod(number, count)
@@ -221,7 +222,7 @@ class _Holders:
     """Ids of the devices that hold a box, given by its index along the dimensions that are split."""
 
     def __init__(self, mesh: MeshRecord | None, spec: Spec, rank: int) -> None:
-        # Axes of size 1 say nothing, and NumPy takes no more than 32 or 64 axes.
+        # Axes of size 1 split nothing, and NumPy takes at most 32 or 64 axes.
         self._axes = {} if mesh is None else {name: size for name, size in mesh.axes.items() if size > 1}
         self._grid = np.array(() if mesh is None else mesh.devices, np.int64)
         if mesh is not None:
@@ -246,18 +247,18 @@ def _box(
     where: str,
     index: Sequence[int],
 ) -> Markup:
-    """One box with its devices written into it, as many of them as there is room for."""
-    told = show_ids(held)
+    """One box, with as many of its devices written into it as fit."""
+    ids = show_ids(held)
     lines = [where]
     if held:
         copies = f"×{len(held)}" if len(held) > 1 else ""
         room = int((wide - 4) / 6.2)
-        if len(held) > 1 and len(told) + len(copies) + 1 <= room and tall < 40:
-            lines = [f"{told} {copies}"]
+        if len(held) > 1 and len(ids) + len(copies) + 1 <= room and tall < 40:
+            lines = [f"{ids} {copies}"]
         elif len(held) > 1:
-            lines = [told if len(told) <= room else f"{held[0]}…", copies]
+            lines = [ids if len(ids) <= room else f"{held[0]}…", copies]
         else:
-            lines = [told]
+            lines = [ids]
     middle = y + tall / 2 + 4 - 6.5 * (len(lines) - 1)
     texts = [
         _text(x + wide / 2, middle + 13 * number, line, fill=_INK, text_anchor="middle", class_="ink")
@@ -287,7 +288,7 @@ def show_ids(ids: Sequence[int], most: int = 4) -> str:
 
 
 def show_cuts(shape: Sequence[int], spec: Spec, axes: Mapping[str, int]) -> list[str]:
-    """What becomes of each dimension: "dim 0: 4096 = 2 × 2048 by data"."""
+    """How each dimension is split: "dim 0: 4096 = 2 × 2048 by data"."""
     cuts: list[str] = []
     for dim, length in enumerate(shape):
         names = spec[dim] if dim < len(spec) else ()
@@ -310,14 +311,14 @@ class Bar:
     """(colour, fraction of the whole width, what it is) from left to right."""
 
 
-def bars(told: str, lines: Sequence[Bar], legend: Sequence[str]) -> Markup:
-    """Horizontal bars as wide as there is room for, their text of one size on every screen."""
+def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup:
+    """Horizontal bars over the full width, with text of one size on every screen."""
     drawn: list[Markup] = []
     for colour, name in enumerate(legend):  # three in a line
         x, y = f"{colour % 3 / 3:.3%}", 18.0 * (colour // 3)
         drawn.append(element("rect", x=x, y=_number(y + 1), width=11, height=11, rx=2, **_filled(colour)))
         drawn.append(element("svg", _text(17, y + 11, name), x=x, overflow="visible"))
-    top = 18.0 * -(-len(legend) // 3) + 6
+    top = 18.0 * -(-len(legend) // 3) + (6 if legend else 0)
     for number, bar in enumerate(lines):
         y = top + 36 * number
         drawn.append(_text(0, y + 12, bar.label))
@@ -327,115 +328,34 @@ def bars(told: str, lines: Sequence[Bar], legend: Sequence[str]) -> Markup:
             place = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
             drawn.append(element("rect", element("title", title), **place, **_filled(colour)))
             at += fraction
-    return _svg("100%", top + 36 * len(lines), told, *drawn)
+    return _svg("100%", top + 36 * len(lines), label, *drawn)
 
 
-# Treemaps -------------------------------------------------------------------------------------------------
+def byte_bars(sizes: Mapping[str, int], most: int = 12) -> Markup:
+    """A bar for the bytes of each subtree, largest first; `sizes` are of leaves, by path.
 
-Rectangle = tuple[float, float, float, float]
-"""x, y, width, height."""
-
-
-def squarified(sizes: Sequence[float], x: float, y: float, width: float, height: float) -> list[Rectangle]:
-    """A rectangle for each size, largest first, their areas in proportion and their sides alike.
-
-    Bruls, Huizing and van Wijk, "Squarified treemaps", 2000. The report's page has the same in JavaScript.
+    Of the containers whose children fit into `most` bars, the largest is opened, again and again.
     """
-    total = sum(sizes)
-    if not total:
-        return [(x, y, 0.0, 0.0)] * len(sizes)
-    areas = [size * width * height / total for size in sizes]
-    found: list[Rectangle] = []
-    while len(found) < len(areas):
-        side = min(width, height)
-        begin, row, worst = len(found), 0.0, math.inf
-        stop = begin
-        while stop < len(areas):
-            extended = row + areas[stop]
-            depth = extended / side if side else 0.0
-            sides = areas[begin], areas[stop]
-            ratio = max((max(area / depth / depth, depth * depth / area) if area and depth else 1.0) for area in sides)
-            if stop > begin and ratio > worst:
-                break
-            row, worst, stop = extended, ratio, stop + 1
-        depth = row / side if side else 0.0
-        at = y if width >= height else x
-        for area in areas[begin:stop]:
-            length = area / depth if depth else 0.0
-            found.append((x, at, depth, length) if width >= height else (at, y, length, depth))
-            at += length
-        if width >= height:
-            x, width = x + depth, max(0.0, width - depth)
-        else:
-            y, height = y + depth, max(0.0, height - depth)
-    return found
-
-
-def treemap(sizes: Mapping[str, int], *, width: float = 640, height: float = 240, most: int = 40) -> Markup:
-    """Bytes of leaves by path: the containers at the top, and in each what lies directly below it.
-
-    Coloured by the containers, or where one or two of them fill it by what lies in them.
-    """
-    top = _grouped(sizes, 0)
-    drawn: list[Markup] = []
-    colours = itertools.count()
-    heads = _largest({head: sum(below.values()) for head, below in top.items()}, most)
-    total = sum(sizes.values())
-    by_heads = spread(heads.values()) >= 2.2
-    for head, (x, y, wide, tall) in zip(heads, squarified(list(heads.values()), 0, 0, width, height), strict=True):
-        told = f"{head}: {show_bytes(heads[head])}, {heads[head] / max(1, total):.1%}"
-        inner = _grouped(top[head], 1) if head in top else {}
-        colour = next(colours) if by_heads or len(inner) < 2 else None
-        drawn.append(_rect(x + 1, y + 1, wide - 2, tall - 2, colour, told))
-        if len(inner) > 1 and wide > 60 and tall > 50:
-            below = _largest({name: sum(found.values()) for name, found in inner.items()}, most)
-            for name, (a, b, c, d) in zip(
-                below, squarified(list(below.values()), x + 4, y + 20, wide - 8, tall - 24), strict=True
-            ):
-                drawn.append(
-                    _rect(
-                        a + 1,
-                        b + 1,
-                        c - 2,
-                        d - 2,
-                        next(colours) if colour is None else colour,
-                        f"{head}/{name}: {show_bytes(below[name])}",
-                        stroke=_INK,
-                        stroke_opacity="0.35",
-                    )
-                )
-                drawn.append(_label(a, b, c, d, name))
-        drawn.append(_label(x, y, wide, min(tall, 20) if len(inner) > 1 else tall, head))
-    return _svg(_number(width), height, f"{show_bytes(total)} by subtree", *drawn)
-
-
-def spread(sizes: Iterable[int]) -> float:
-    """How many equal sizes would be as diverse: the inverse of Simpson's index ("Measurement of diversity", 1949)."""
-    found = list(sizes)
-    return sum(found) ** 2 / max(1, sum(size * size for size in found))
-
-
-def _grouped(sizes: Mapping[str, int], depth: int) -> dict[str, dict[str, int]]:
-    """Leaves by the key that their path has at this depth."""
-    found: dict[str, dict[str, int]] = {}
+    totals = collections.Counter[str]()
+    children: dict[str | None, dict[str, None]] = {None: {}}
     for path, size in sizes.items():
-        keys = path.split("/")
-        found.setdefault(keys[min(depth, len(keys) - 1)], {})[path] = size
-    return found
-
-
-def _largest(sizes: Mapping[str, int], most: int) -> dict[str, int]:
-    """Those that have bytes, largest first; the smallest of many as one."""
-    ordered = {name: size for name, size in sorted(sizes.items(), key=lambda item: -item[1]) if size}
-    if len(ordered) <= most:
-        return ordered
-    kept = dict(list(ordered.items())[:most])
-    kept[f"… {len(ordered) - most} more"] = sum(ordered.values()) - sum(kept.values())
-    return kept
-
-
-def _label(x: float, y: float, wide: float, tall: float, text: str) -> Markup:
-    room = int((wide - 8) / 6.4)
-    if room < 2 or tall < 13:
-        return Markup()
-    return _text(x + 5, y + 14, clipped(text, room), fill=_INK, class_="ink", pointer_events="none")
+        above: str | None = None
+        for key in path.split("/"):
+            subtree = key if above is None else f"{above}/{key}"
+            children.setdefault(above, {})[subtree] = None
+            totals[subtree] += size
+            above = subtree
+    shown = set(children[None])
+    while fitting := [path for path in shown if path in children and len(shown) + len(children[path]) <= most + 1]:
+        opened = max(fitting, key=lambda path: totals[path])
+        shown = shown - {opened} | set(children[opened])
+    total = max(1, sum(sizes.values()))
+    found = sorted(((path, totals[path]) for path in shown if totals[path]), key=lambda item: (-item[1], item[0]))
+    if len(found) > most:
+        found[most - 1 :] = [(f"… {len(found) - most + 1} more", sum(size for _, size in found[most - 1 :]))]
+    largest = max((size for _, size in found), default=1)
+    lines = [
+        Bar(clipped(path, 60), f"{show_bytes(size)}, {size / total:.1%}", ((0, size / largest, f"{path}: {size:,} B"),))
+        for path, size in found
+    ]
+    return bars("Bytes by subtree", lines)

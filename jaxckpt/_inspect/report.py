@@ -3,8 +3,8 @@
 manifest ─▶ leaves, and for leaves alike one form ─▶ JSON in the page ─▶ treemap, table, details: report.html
          ─▶ drawings and tables that need no script ─▶ HTML
 
-Whatever a checkpoint says is text: `_drawing.element` escapes it, or it goes into the JSON, of which the page's script
-only ever makes text nodes. Should some slip through all the same, the page's policy runs no script but its own.
+Names and metadata of a checkpoint are text: `drawing.element` escapes them, or they go into the JSON, from which the
+page's script makes only text nodes. Should markup slip through all the same, the page's policy runs no script of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 
 MOST_DRAWINGS = 400
-"""Layouts that are drawn; models have a dozen. The others are told in words."""
+"""Layouts that are drawn; models have a dozen. The others are described in words."""
 
 MOST_BARS = 64
 """Processes that have a bar of their own."""
@@ -58,7 +58,7 @@ MOST_BARS = 64
 _CLIPPED = 20_000  # characters of the user's metadata that are shown
 _BINS = 64  # of a histogram; while values are counted there are more, so that coarser ones can be made of them
 _FINE_BINS = 1024
-_SCALE = 1 / 16  # so that the range of the bins does not overflow
+_SCALE = 1 / 16  # keeps the range of the bins from overflowing
 _BLOCK = 1 << 19  # values that are counted at once
 
 
@@ -70,22 +70,22 @@ def report(
     histograms: bool = False,
     options: Options | None = None,
 ) -> str:
-    """A page that shows a checkpoint: one HTML document, which needs no network and no other file.
+    """Draw a checkpoint as one HTML document, which needs no network and no other file.
 
-    It has a treemap of bytes by subtree, a table of the leaves to search and sort, the layout of each leaf on its mesh,
-    and how long each process took over each phase of the save.
+    The page has a treemap of bytes by subtree, a table of leaves to search and sort, the layout of each leaf on its
+    mesh, and the seconds that each process took for each phase of the save.
 
     Args:
         path: Where `save` wrote, or another checkpoint that `restore` takes.
-        mesh: Also show what a restore onto this mesh would read, as `Checkpoint.plan` takes it: a mesh that this
-            machine does not have will do, such as {"data": 64, "model": 8}.
+        mesh: Also show what a restore onto this mesh would read. As in `Checkpoint.plan`, this machine need not have
+            the mesh: {"data": 64, "model": 8}.
         specs: With `mesh`, as for `restore`.
         histograms: Also read every leaf of floating-point numbers, in memory bounded by `options.host_bytes`, and show
-            how its values are distributed. Without it only the manifest is read.
+            the distribution of its values. Otherwise only the manifest is read.
         options: See `Options`.
 
     Returns:
-        The document. Any process may call this alone; write it to a file of UTF-8 and open that in a browser.
+        The document; write it to a file as UTF-8, and open that in a browser. Any process may call this alone.
 
     Raises:
         NotACheckpointError, ManifestError: As `open`.
@@ -148,7 +148,7 @@ class _Layout:
     on: str
     cuts: list[str]
     parts: list[int]
-    """For each dimension, into how many boxes it is cut."""
+    """Number of boxes along each dimension."""
 
     drawing: int | None
     """Number of its drawing."""
@@ -156,7 +156,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What leaves that are alike have in common."""
+    """What leaves that are alike share."""
 
     kind: str
     dtype: str
@@ -168,7 +168,7 @@ class _Form:
 
 
 class _Drawings:
-    """The layouts that are drawn, each once: leaves of any shape share the drawing of a spec on a mesh."""
+    """Each layout drawn once: leaves of any shape share the drawing of a spec on a mesh."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -206,8 +206,8 @@ def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> 
         if alike not in numbers:
             numbers[alike] = len(forms)
             forms.append(asdict(_form(manifest, leaf, goal, drawings)))
-        told = [] if leaf.value is None else [clipped(leaf.value, 200)]
-        leaves.append([leaf.path, numbers[alike], *told])
+        value = [] if leaf.value is None else [clipped(leaf.value, 200)]
+        leaves.append([leaf.path, numbers[alike], *value])
     return {"leaves": leaves, "forms": forms}
 
 
@@ -232,9 +232,9 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
 
 
 def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
-    """How the values of each leaf of floating-point numbers are distributed, by the leaf's number."""
+    """The distribution of the values of each leaf of floating-point numbers, by the leaf's number."""
     found: dict[int, dict[str, Any]] = {}
-    # What is read, and as much again in copies of other widths.
+    # Half for what is read, half for its copies of other widths.
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
     leaves = [
         (number, leaf)
@@ -248,12 +248,12 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
             values = _Values()
             for slab in Stored(source, number, options, tell).slabs():
                 values.add(slab)
-            found[number] = values.told()
+            found[number] = values.summary()
     return found
 
 
 class _Values:
-    """Counts of values, taken in one pass: the range of the bins grows as values come that lie outside of it."""
+    """Counts of values, taken in one pass: the range of the bins grows with the values."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_FINE_BINS, np.int64)
@@ -289,7 +289,7 @@ class _Values:
         self._finite = count
 
     def _widen(self, least: float, most: float) -> None:
-        """Let the bins reach from `least` to `most`, by halving their number as often as it takes."""
+        """Widen the bins until they reach from `least` to `most`: each time, pairs of them become one."""
         if not self._finite:
             spare = max(abs(least) * 1e-3, 1e-300) if least == most else 0.0
             self._low, self._high = least - spare, most + spare
@@ -303,8 +303,8 @@ class _Values:
     def _paired(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return self._counts.reshape(-1, 2).sum(1)
 
-    def told(self) -> dict[str, Any]:
-        """For the page's script: at most `_BINS` bins over the values that there are, and figures in words."""
+    def summary(self) -> dict[str, Any]:
+        """For the page's script: at most `_BINS` bins over the range of the values, and figures as text."""
         facts = {"NaN": f"{self._nan:,}", "infinite": f"{self._inf:,}", "zero": f"{self._zero:,}"}
         if not self._finite:
             return {"low": 0.0, "high": 0.0, "counts": [], "facts": facts}
@@ -362,7 +362,7 @@ def _stack_bytes(manifest: Manifest) -> list[int]:
 
 
 def _save_section(manifest: Manifest) -> Markup:
-    """How long each process took over each phase, the slowest first; nothing where it was not recorded."""
+    """The seconds of each process and phase, of the slowest processes; empty if they were not recorded."""
     phases = manifest.phase_seconds
     totals = [sum(seconds) for seconds in zip(*phases.values(), strict=True)]
     longest = max(totals, default=0.0)
@@ -380,19 +380,19 @@ def _save_section(manifest: Manifest) -> Markup:
         )
         for process in sorted(slowest)
     ]
-    told = (
+    about = (
         "Seconds of each process until it had written its share; then process 0 published the checkpoint."
         " Phases alternate while a process works; each is drawn in one piece."
     )
     if len(totals) > MOST_BARS:
-        told += f" The slowest {MOST_BARS} of {len(totals)} processes are shown."
+        about += f" The slowest {MOST_BARS} of {len(totals)} processes are shown."
     names = [_phase(name) for name in phases]
     rows = [
         [f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in sorted(slowest)
     ]
     return _section(
         "The save, by process and phase",
-        element("p", told, class_="soft"),
+        element("p", about, class_="soft"),
         bars("Seconds by process and phase", lines, names),
         element("details", element("summary", "As a table"), table(["", *names], rows)),
     )
@@ -426,13 +426,10 @@ def _about_section(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
             f"{name} {value:.6g}" if value is not None else f"{name} not finite"
             for name, value in manifest.step.metrics.items()
         )
-    told = [
-        part
-        for name, text in facts.items()
-        if text
-        for part in (element("dt", name), element("dd", clipped(text, 2000), class_="mono"))
+    pairs = [
+        element("dt", name) + element("dd", clipped(text, 2000), class_="mono") for name, text in facts.items() if text
     ]
-    parts = [element("dl", *told, class_="facts")]
+    parts = [element("dl", Markup("".join(pairs)), class_="facts")]
     if manifest.metadata is not None:
         text = json.dumps(manifest.metadata, ensure_ascii=False, indent=2)
         parts += [element("h3", "metadata"), element("pre", clipped(text, _CLIPPED))]

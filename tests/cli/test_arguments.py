@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from command_line import run, run_json
 
 import jaxckpt
+from jaxckpt._cli.arguments import FORMATS, closest_path
 from jaxckpt._cli.main import main
 
 
@@ -37,6 +38,23 @@ def test_cat_of_what_is_not_there(here: Path, leaf: str, told: str) -> None:
     assert told in run("cat", "run1/00000300", leaf, code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        (["show", "run1/300"], "did you mean run1/00000300?"),
+        (["verify", "run1/0300"], "did you mean run1/00000300?"),
+        (["diff", "small", "othr"], "did you mean other?"),
+        (["cat", "rnu1/00000300", "step"], "did you mean run1?"),
+        (["show", "s3://none/run1/300"], ""),
+    ],
+)
+def test_a_path_that_does_not_exist(here: Path, command: list[str], hint: str) -> None:
+    if hint:
+        assert run(*command, code=4).stderr.endswith(f"; {hint}\n")
+    else:
+        assert closest_path(command[1]) == ""
+
+
 def test_plan_by_rules(here: Path) -> None:
     specs = ["--specs", 'params/**/kernel=P(None, ("data", "model"))', "--specs", "P()", "--specs", "params=P('data')"]
     found = run_json("plan", "run1/00000300", "--mesh", "data=2,model=4", *specs)
@@ -59,7 +77,8 @@ def test_plan_by_rules(here: Path) -> None:
         (["--mesh", "data=2", "--specs", "wte=P(1)"], "expected a spec"),
         (["--mesh", "data=2", "--specs", "wte=P({[]: 1})"], "expected a spec"),
         (["--mesh", "data=2", "--specs", "wte=P(__import__('os'))"], "expected a spec"),
-        (["--mesh", "data=2", "--specs", "wtf=P()"], "no array is there or below"),
+        (["--mesh", "data=2", "--specs", "wtf=P()"], "--specs wtf: matches no array"),
+        (["--mesh", "data=2", "--specs", "params/wtf=P()"], "did you mean 'params/wte'?"),
         (["--mesh", "data=2", "--specs", "params/wte=P('x')"], "'x'"),
         (["--mesh", "data=3"], "does not divide by 3"),
         ([], "Missing option '--mesh'"),
@@ -76,7 +95,7 @@ def test_plan_of_what_cannot_be(here: Path, args: list[str], told: str) -> None:
         (["--chunk-bytes", "0"], "expected bytes"),
         (["--rename", "params"], "expected OLD=NEW"),
         (["--specs", "P()"], "--specs needs --mesh"),
-        (["--format", "pickle"], "expected one of"),
+        (["--format", "pickle"], "is not one of 'jaxckpt', 'safetensors'"),
     ],
 )
 def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], told: str) -> None:
@@ -99,4 +118,13 @@ def test_completion(here: Path) -> None:
         "params/layers/",
         "params/wte",
     ]
+    assert complete("jaxckpt", "cat", f"file://{Path.cwd()}/run1/00000300", "w") == [""]
+    assert complete("jaxckpt", "cat", f"file://{Path.cwd()}/run1/00000300", "s") == ["step"]
+    assert complete("jaxckpt", "cat", "run1/exported.safetensors", "p") == ["params/"]
+    assert complete("jaxckpt", "diff", "small", "other", "--select", "") == ["b", "i", "w", "z"]
     assert complete("jaxckpt", "cat", "nowhere", "pa") == complete("jaxckpt", "cat", "s3://none/x", "pa") == [""]
+
+
+def test_formats_to_choose_from_are_those_that_convert_writes() -> None:
+    with pytest.raises(jaxckpt.InputError, match=", ".join(FORMATS)):
+        jaxckpt.convert("a", "b", format="pickle")

@@ -141,7 +141,7 @@ def test_rm_deletes_what_is_its_own_alone(tmp_path: Path) -> None:
 def test_rm_refuses_what_is_not_ours(here: Path, tmp_path: Path) -> None:
     told = run("rm", "run1/exported.safetensors", "--yes", code=2).stderr
     assert told == "jaxckpt: " + os.path.abspath("run1/exported.safetensors") + (
-        " is a checkpoint of format safetensors; rm deletes jaxckpt's only\n"
+        " is a checkpoint of format safetensors; rm deletes only jaxckpt's own\n"
     )
     run("rm", "run1", "--yes", code=2)
     run("rm", "empty", "--yes", code=4)

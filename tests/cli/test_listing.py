@@ -37,7 +37,7 @@ def test_json_of_ls(here: Path) -> None:
 
 def test_what_is_wrong_with_a_step_is_told_beside_the_list(here: Path) -> None:
     told = run("ls", "run1").stderr.splitlines()
-    assert told[0] == "00000400: a save to it is going on, or never finished"
+    assert told[0] == "00000400: a save to it is running, or never finished"
     assert told[1].startswith("00000500: run1/00000500/manifest.json is damaged")
 
 

@@ -1,0 +1,92 @@
+"""The charts of docs/performance.md, drawn from benchmarks/results whenever the site is built (docs/hooks.py)."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+matplotlib.rcParams.update({"svg.hashsalt": "jaxckpt", "svg.fonttype": "none"})  # equal figures give equal files
+
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def charts() -> dict[str, str]:
+    """Each chart as SVG, by file name."""
+    (run,) = (run for run in _newest("peers-*-tmpfs.json")["runs"] if (run["workload"], run["processes"]) == ("a", 1))
+    return {"peers-a.svg": _peers(run), "planning.svg": _planning(_newest("planning-*.json"))}
+
+
+def _newest(pattern: str) -> Any:
+    return json.loads(max(RESULTS.glob(pattern)).read_text())
+
+
+def _svg(figure: Any) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return text.getvalue()
+
+
+def _peers(run: Mapping[str, Any]) -> str:
+    """Time relative to jaxckpt of each contender, operation by operation."""
+    operations = [name for name in run["spreads"] if not name.startswith("a step")]
+    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.55 * len(operations)), layout="constrained")
+    for place, peer in enumerate(run["contenders"]):
+        spreads = {row: run["spreads"][name].get(peer) for row, name in enumerate(operations)}
+        ratios = {row: found["times_jaxckpt"] for row, found in spreads.items() if found}
+        middles = [middle for _, middle, _ in ratios.values()]
+        axes.errorbar(
+            middles,
+            [row + 0.1 * (place - (len(run["contenders"]) - 1) / 2) for row in ratios],
+            xerr=[[m - low for low, m, _ in ratios.values()], [high - m for _, m, high in ratios.values()]],
+            fmt="os^Dv<>PX"[place],
+            markersize=5,
+            linewidth=1,
+            label=peer,
+        )
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g} ×")
+    axes.set_yticks(range(len(operations)), operations)
+    axes.invert_yaxis()
+    axes.grid(axis="x", which="both", linewidth=0.3)
+    axes.set_xlabel("time relative to jaxckpt (higher is slower): median and range of paired runs")
+    axes.set_title(f"({run['workload']}) {run['title']}, {run['filesystem']}", fontsize="medium")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    return _svg(figure)
+
+
+def _planning(result: Mapping[str, Any]) -> str:
+    """CPU seconds and memory along each axis of the job's size, both logarithmic, with a line of slope one."""
+    rows = [("CPU seconds", "cpu_seconds", 1.0, 0.005), ("peak memory, MiB", "peak_bytes", 1 / 2**20, 0.5)]
+    figure, panels = plt.subplots(2, 3, figsize=(11, 6), sharex="col", sharey="row", layout="constrained")
+    for column, axis in enumerate(("leaves", "processes", "devices_per_process")):
+        varied = [row for row in result["points"] if row["point"] | {axis: 0} == result["base"] | {axis: 0}]
+        varied.sort(key=lambda row: row["point"][axis])
+        along = [row["point"][axis] for row in varied]
+        for panel, (what, key, unit, least) in zip(panels[:, column], rows, strict=True):
+            for operation, marker in zip(varied[0]["measured"], "os^", strict=True):
+                # A peak that did not rise is drawn at the bottom.
+                values = [max(row["measured"][operation][key] * unit, 2 * least) for row in varied]
+                panel.plot(along, values, marker=marker, label=operation)
+            end = varied[-1]["measured"]["save"][key] * unit
+            panel.plot(along, [end * count / along[-1] for count in along], color="0.6", linestyle=":", label="linear")
+            panel.axhline(result["targets"][key] * unit, color="0.3", linewidth=0.8, linestyle="--", label="target")
+            panel.set(xscale="log", yscale="log")
+            panel.set_ylim(bottom=least)
+            panel.set_xticks(along, [f"{count:,}" for count in along], minor=False)
+            panel.minorticks_off()
+            if not column:
+                panel.set_ylabel(what)
+        panels[1, column].set_xlabel(axis.replace("_", " "))
+    panels[0, 0].legend(fontsize="small")
+    figure.suptitle("Planning in one process: 16,000 leaves on 4,096 processes × 4 devices, each varied alone")
+    return _svg(figure)

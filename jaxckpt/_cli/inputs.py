@@ -1,0 +1,74 @@
+"""What a command line says about a checkpoint, resolved against it: leaves, indices, specs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxckpt._cli.arguments import Rule
+from jaxckpt._format.tree import Tree, closest, nested, renamed, selector
+from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
+from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.options import Options
+
+
+def with_progress() -> Options:
+    """Options that draw a progress bar if stderr is a terminal."""
+    return Options(progress=sys.stderr.isatty())
+
+
+def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
+    """The leaves that any of some globs selects, or all. Raises InputError if a glob selects none."""
+    leaves = checkpoint.leaves
+    chosen = selector(select or None).choose(leaves)
+    return dict(itertools.compress(leaves.items(), chosen))
+
+
+def indexed(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
+    """(leaf, index or None) of `LEAF` or `LEAF[index]`; a leaf's own name may have brackets. Raises InputError."""
+    found = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
+    index = _index(found[2]) if found else None
+    try:
+        return checkpoint[found[1] if found else text], index
+    except KeyError as error:
+        raise InputError(str(error.args[0])) from None
+
+
+def _index(text: str) -> tuple[Any, ...]:
+    try:
+        return tuple(_index_entry(entry.strip()) for entry in text.rstrip().removesuffix(",").split(","))
+    except (ValueError, TypeError):  # a slice of four entries is a TypeError
+        raise InputError(f"index [{text}]: expected integers, slices and ..., such as [8:16, 0]") from None
+
+
+def _index_entry(text: str) -> Any:
+    if text == "...":
+        return ...
+    if ":" not in text:
+        return int(text)
+    return slice(*(int(bound) if bound.strip() else None for bound in text.split(":")))
+
+
+def spec_tree(
+    checkpoint: Checkpoint, rules: Sequence[Rule], select: Sequence[str] = (), rename: Mapping[str, str] | None = None
+) -> Tree:
+    """The specs that rules give to leaves, as nested dicts of their new paths; None without rules."""
+    if not rules:
+        return None
+    leaves, chosen = checkpoint.leaves, selected(checkpoint, select)
+    new = zip(renamed(rename or None, leaves), leaves.items(), strict=True)
+    # The other kinds are never on a device, so they have no spec.
+    paths = [path for path, (old, leaf) in new if old in chosen and leaf.kind in ("jax", "key")]
+    specs: dict[str, Any] = {}
+    for glob, entries in rules:
+        matched = list(filter(selector(glob), paths))
+        if not matched:
+            raise InputError(f"--specs {glob or PartitionSpec(*entries)}: matches no array{closest(glob or '', paths)}")
+        for path in matched:
+            specs.setdefault(path, PartitionSpec(*entries))
+    return nested(specs)

@@ -1,0 +1,120 @@
+"""`convert`, `report`, `integrate` and `rm`: the commands that write or delete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from jaxckpt._cli.arguments import Rule, require_mesh
+from jaxckpt._cli.inputs import spec_tree, with_progress
+from jaxckpt._cli.terminal import print_json, printable, replacing
+from jaxckpt._cli.tree_view import describe
+from jaxckpt._foreign.convert import convert as convert_checkpoint
+from jaxckpt._foreign.convert import integrate as integrate_ranks
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._inspect.checkpoint import open as open_checkpoint
+from jaxckpt._inspect.report import report as report_on
+from jaxckpt._runtime.errors import InputError, NotACheckpointError
+from jaxckpt._runtime.options import Options
+from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.steps import steps_of
+
+
+def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(record)
+    else:
+        click.echo(printable(text))
+
+
+def convert(
+    source: str,
+    destination: str,
+    format: str | None,
+    mesh: Mapping[str, int] | None,
+    specs: Sequence[Rule],
+    select: Sequence[str],
+    rename: Sequence[tuple[str, str]],
+    chunk_bytes: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    require_mesh(mesh, specs)
+    convert_checkpoint(
+        source,
+        destination,
+        format=format,
+        mesh_shape=mesh,
+        specs=spec_tree(open_checkpoint(source), specs, select, dict(rename)) if specs else None,
+        select=select or None,
+        rename=dict(rename) or None,
+        chunk_bytes=chunk_bytes,
+        overwrite=overwrite,
+        options=with_progress(),
+    )
+    _print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
+
+
+def report(
+    path: str, output: str, mesh: Mapping[str, int] | None, specs: Sequence[Rule], histograms: bool, as_json: bool
+) -> None:
+    require_mesh(mesh, specs)
+    _require_outside(output, path)
+    tree = spec_tree(open_checkpoint(path), specs) if specs else None
+    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=with_progress())
+    with replacing(output) as file:
+        file.write(page.encode())
+    _print_done(output, {"path": path, "output": output}, as_json)
+
+
+def _require_outside(output: str, path: str) -> None:
+    """Raise InputError if a file would be written over the checkpoint at a path, or into its folder."""
+    folder = local_path(path)
+    if folder is None:
+        return
+    folder, written = os.path.realpath(folder), os.path.realpath(output)
+    if written == folder or written.startswith(os.path.join(folder, "")):
+        raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
+
+
+def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_json: bool) -> None:
+    integrate_ranks(old, new, strategy, n, overwrite=overwrite)
+    _print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
+
+
+def rm(path: str, yes: bool, as_json: bool) -> None:
+    options = Options()
+    if (steps := steps_of(store_at(path, options))) is not None:
+        raise InputError(f"{path} is the directory of a run: name the step to delete, as in {steps[-1].url}")
+    checkpoint = open_checkpoint(path)
+    if checkpoint.format != "jaxckpt":  # it may have files that are not ours to know
+        raise InputError(
+            f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes only jaxckpt's own"
+        )
+    path = checkpoint.path if "@" in path else path
+    store = store_at(path, options)
+    if store.read(MANIFEST) is None:
+        raise InputError(
+            f"{path} belongs to Orbax's CheckpointManager, which deletes its steps itself; jaxckpt wrote only"
+            f" {checkpoint.path} in it"
+        )
+    if not yes:
+        what = next(describe(checkpoint, checkpoint.leaves))
+        click.confirm(printable(f"delete {path} ({what})?"), abort=True, err=True)
+        again = open_checkpoint(path)
+        if again.save_id != checkpoint.save_id:
+            raise InputError(f"{path} was saved again meanwhile, and is not deleted")
+    if store.read(MANIFEST) is None:
+        raise NotACheckpointError(f"{path} was deleted meanwhile")
+    store.unpublish(sync=options.sync)
+    store.clear()
+    # A directory may keep a list of steps; this one may have been published again meanwhile.
+    if (above := store.above()) and store.read(MANIFEST) is None:
+        above[0].unmark(above[1])
+    left = store.names()
+    _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
+    if left:
+        click.echo(printable(f"kept, as not part of this checkpoint: {', '.join(left[:5])}"), err=True)
