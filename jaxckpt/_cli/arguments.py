@@ -72,6 +72,24 @@ def old_and_new(text: str) -> tuple[str, str]:
     return old, new
 
 
+class FormatName(click.ParamType):
+    """A format that `convert` writes; the registry is loaded only to list them."""
+
+    name = "format"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"[{'|'.join(_formats())}]"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in _formats() if name.startswith(incomplete)]
+
+
+def _formats() -> tuple[str, ...]:
+    from jaxckpt._foreign.registry import WRITTEN
+
+    return WRITTEN
+
+
 # Texts that need the checkpoint ---------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from jaxckpt._cli.arguments import (
+    FormatName,
     Rule,
     complete_leaf,
     debug_option,
@@ -283,9 +284,7 @@ def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:
 @main.command()
 @location("source")
 @location("destination")
-@click.option(
-    "--format", help="jaxckpt, safetensors, npz, zarr or orbax; by default it follows from DESTINATION's suffix."
-)
+@click.option("--format", type=FormatName(), help="By default it follows from DESTINATION's suffix.")
 @mesh_option()
 @specs_option
 @select_option

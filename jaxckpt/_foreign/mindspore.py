@@ -13,31 +13,21 @@ stay in the file until they are asked for.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+from jaxckpt._foreign.local_files import converted, from_json, head, listed, opened, read_small
 from jaxckpt._foreign.protobuf import LENGTH, VARINT, Field, Message
-from jaxckpt._foreign.rank_files import (
-    MAX_RANKS,
-    Files,
-    Held,
-    assemble,
-    by_name,
-    common_url,
-    listed,
-    paths_in,
-    paths_of,
-)
+from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_name, common_url, paths_in, paths_of
 from jaxckpt._foreign.safetensors import read_header
-from jaxckpt._foreign.shards import FileBlock, distinct, flat_boxes, from_boxes, from_ranks, opened, replicas, tiled
+from jaxckpt._foreign.shards import FileBlock, flat_boxes, from_boxes, from_ranks, replicated, tiled
 from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.layouts import Specs
 from jaxckpt._format.tree import DTYPES, MAX_RANK, component, show
@@ -63,10 +53,7 @@ _TRAILER = b"crc_num"
 
 def recognises(path: str, names: Collection[str]) -> bool:
     """A .ckpt file; not PyTorch's, which many name so too: it is a zip file or a pickle."""
-    if names or not path.endswith(".ckpt") or not os.path.isfile(path):
-        return False
-    with opened(path) as handle:
-        return os.pread(handle, 1, 0) == b"\n"  # field 1, of a length
+    return not names and path.endswith(".ckpt") and head(path, 1) == b"\n"  # field 1, of a length
 
 
 def open_mindspore(path: str) -> Foreign:
@@ -184,13 +171,12 @@ def read_strategy(path: str) -> Strategy:
         if not stages:
             raise DataError(f"{path} has no strategy files (.ckpt or .json)")
         return stages
-    with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        if size > MAX_STRATEGY_BYTES:
-            raise DataError(f"{path} is {size} bytes long; a strategy file has at most {MAX_STRATEGY_BYTES}")
-        content = os.pread(handle, size, 0)
-        # A message starts with the number of its stage.
-        record = _from_json(path, content) if content.lstrip()[:1] == b"{" else _from_wire(Message(path, handle, size))
+    content = read_small(path, MAX_STRATEGY_BYTES)
+    if content.lstrip()[:1] == b"{":  # a message starts with the number of its stage
+        record = from_json(f"the strategy file {path}", content, _StrategyFile)
+    else:
+        with opened(path) as handle:
+            record = _from_wire(Message(path, handle, len(content)))
     if not record.parallel_layout_item:
         raise DataError(f"the strategy file {path} has no arrays")
     merged = [re.fullmatch(r"([0-9]{1,7})-(.+)", name) for name in record.parallel_layout_item]
@@ -204,14 +190,7 @@ def read_strategy(path: str) -> Strategy:
     return {stage: record.parallel_layout_item}
 
 
-def _from_json(path: str, content: bytes) -> _StrategyFile:
-    try:
-        return msgspec.convert(json.loads(content, object_pairs_hook=distinct), _StrategyFile)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"the strategy file {path} is damaged: {error}") from error
-
-
-def _put_together(held: Held, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
+def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
     """The global arrays by name, from what each rank holds."""
     arrays, found = by_name(held)
     n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
@@ -233,15 +212,7 @@ def _put_together(held: Held, strategy: Strategy) -> dict[str, ForeignArray | st
                 of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
             raise DataError(f"{show(name)} is in no rank of stage {', '.join(map(str, stages))}, where it is trained")
-        first = of_stages[0][1]
-        for stage, other in of_stages[1:]:
-            if (other.shape, other.dtype) != (first.shape, first.dtype):
-                raise DataError(
-                    f"{show(name)} is {other.dtype}{list(other.shape)} in stage {stage}, {first.dtype}"
-                    f"{list(first.shape)} in stage {of_stages[0][0]}"
-                )
-        blocks, names = [array.block for _, array in of_stages], [f"stage {stage}" for stage, _ in of_stages]
-        found[name] = replace(first, block=replicas(blocks, names, name))
+        found[name] = replicated(name, {f"stage {stage}": array for stage, array in of_stages})
     return found
 
 
@@ -463,10 +434,8 @@ def _from_wire(wire: Message) -> _StrategyFile:
         if name in layouts:
             raise wire.damaged(outer.start, f"{show(name)} is there twice")
         layouts[name] = _layout(wire, item[2])
-    try:
-        return msgspec.convert({"parallel_layout_item": layouts, "parallel_strategy_item": operators}, _StrategyFile)
-    except msgspec.ValidationError as error:
-        raise DataError(f"the strategy file {wire.path} is damaged: {error}") from error
+    items = {"parallel_layout_item": layouts, "parallel_strategy_item": operators}
+    return converted(f"the strategy file {wire.path}", items, _StrategyFile)
 
 
 _LISTS = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape", 4: "indices_offset"}

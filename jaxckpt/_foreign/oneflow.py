@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._foreign.pickles import Object, array_in, as_tree, unpickle, unreadable
+from jaxckpt._foreign.local_files import head, inside, opened, read_small
+from jaxckpt._foreign.pickle_machine import Object
+from jaxckpt._foreign.pickles import array_in, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
-from jaxckpt._foreign.shards import FileBlock, c_strides, inside, opened
+from jaxckpt._foreign.shards import FileBlock, c_strides
 from jaxckpt._format.layouts import Specs
 from jaxckpt._format.tree import DTYPES, MAX_RANK, Structure, Tree, flatten, nested, unflatten
 from jaxckpt._restore.source import Block, Foreign, ForeignArray, Memory, compose
@@ -60,11 +62,8 @@ _MESSAGE = re.compile(
 def recognises(path: str, names: Collection[str]) -> bool:
     if names:
         return any(name in names for name in (_PICKLE, _DONE, _GRAPH))
-    if not os.path.isfile(path):
-        return False
-    with opened(path) as handle:
-        head = os.pread(handle, 128, 0)
-    return head.startswith(b"\x80") and b"protocol_version" in head and _MAGIC in head
+    start = head(path, 128)
+    return start.startswith(b"\x80") and b"protocol_version" in start and _MAGIC in start
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
@@ -225,8 +224,7 @@ def _upper_half(block: FileBlock | Memory) -> Block:
 def _tensor_in(folder: str) -> ForeignArray:
     """A tensor in a folder of its own."""
     meta, data = os.path.join(folder, _META), os.path.join(folder, _DATA)
-    with opened(meta) as handle:
-        text = os.pread(handle, MAX_META_BYTES, 0)
+    text = read_small(meta, MAX_META_BYTES)
     with opened(data) as handle:
         size = os.fstat(handle).st_size
     message = _MESSAGE.fullmatch(text.decode("ascii", "replace"))

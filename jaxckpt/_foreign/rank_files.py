@@ -5,7 +5,6 @@ files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or fro
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -14,14 +13,15 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from jaxckpt._foreign.local_files import head, listed
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
-from jaxckpt._foreign.shards import from_boxes, from_ranks, opened
+from jaxckpt._foreign.shards import from_boxes, from_ranks
 from jaxckpt._format.grid import Box
 from jaxckpt._format.layouts import Specs, mesh_axes, resolve_specs
 from jaxckpt._format.tree import DTYPES, closest, flatten, nested, show
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError, listing
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, listing
 
 Files = Mapping[int, str | os.PathLike[str]]
 """The file of each rank."""
@@ -83,9 +83,7 @@ def rank_files(
 
 
 def _read(path: str) -> Mapping[str, ForeignArray | str | bytes]:
-    with opened(path) as handle:
-        magic = os.pread(handle, 2, 0)
-    return read_npz(path) if magic == b"PK" else read_header(path)
+    return read_npz(path) if head(path, 2) == b"PK" else read_header(path)
 
 
 def paths_of(files: Files) -> dict[int, str]:
@@ -125,25 +123,17 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
     return paths_of(found)
 
 
-def listed(folder: str) -> list[str]:
-    """What is in a folder, sorted. Raises StorageError."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot list {folder}: {error.strerror}") from error
-
-
 def common_url(paths: Mapping[int, str]) -> str:
     """What the files of all ranks are called together."""
     return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
 
 
-Held = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
+OfRanks = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
 """What each rank has, by name."""
 
 
 def assemble(
-    held: Held,
+    held: OfRanks,
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
     offsets: Offsets | None = None,
@@ -167,7 +157,7 @@ def assemble(
     return found
 
 
-def by_name(held: Held) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
+def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
     """What each rank has of each array; and other values, which must be the same in all. Raises DataError."""
     arrays: dict[str, dict[int, ForeignArray]] = {}
     values: dict[str, ForeignArray | str | bytes] = {}

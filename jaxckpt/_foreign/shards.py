@@ -6,57 +6,25 @@ that names the array and the box.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import itertools
-import json
 import math
-import os
-import re
-import stat
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
+from jaxckpt._foreign.local_files import opened
 from jaxckpt._format.grid import Box, Spec, extent, intersection, show_spec, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._format.tree import DTYPES, show
 from jaxckpt._restore.source import Block, ForeignArray
-from jaxckpt._runtime.errors import DataError, SpecError, StorageError, listing
+from jaxckpt._runtime.errors import DataError, SpecError, listing
 from jaxckpt._storage import files
-
-T = TypeVar("T")
-
-MAX_INDEX_BYTES = 1 << 28
-"""Of an index file in JSON."""
 
 SPAN_BYTES = 4 << 20
 """What lies scattered over no more bytes of a file than this is read with all that lies between."""
-
-
-@contextlib.contextmanager
-def opened(path: str) -> Generator[int]:
-    """A file to read. Raises DataError where it is missing or no plain file, StorageError where it cannot be read."""
-    try:
-        # Without O_NONBLOCK a pipe, which somebody has put there, would be waited for.
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise DataError(f"{path} is no plain file")
-            yield handle
-        finally:
-            os.close(handle)
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing") from error
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,22 +189,46 @@ def from_boxes(
     Ranks that hold the same box are replicas, one of which is enough, and all of which must be equal. Raises DataError
     where a rank holds another shape than its box, where ranks disagree about the dtype, or where none has a box.
     """
-    first_rank, first = min(parts.items())
-    held: dict[Box, list[int]] = {}
-    for rank, part in sorted(parts.items()):
-        if part.dtype != first.dtype:
-            raise DataError(f"{show(path)} is {part.dtype} in rank {rank}, {first.dtype} in rank {first_rank}")
-        if part.shape != extent(boxes[rank]):
+    return joined(path, shape, [(f"rank {rank}", boxes[rank], part) for rank, part in sorted(parts.items())])
+
+
+def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, ForeignArray]]) -> ForeignArray:
+    """The array at a leaf path from the boxes of it that files or ranks hold, each called by a name.
+
+    The same box in several are replicas. Raises DataError if an array has another shape than its box, if dtypes differ,
+    or if no box has an element.
+    """
+    first_name, _, first = held[0]
+    copies: dict[Box, list[tuple[str, Block]]] = {}
+    for name, box, array in held:
+        if array.dtype != first.dtype:
+            raise DataError(f"{show(path)} is {array.dtype} in {name}, {first.dtype} in {first_name}")
+        if array.shape != extent(box):
             raise DataError(
-                f"{show(path)} has shape {list(part.shape)} in rank {rank}, expected"
-                f" {list(extent(boxes[rank]))} for {show_box(boxes[rank])}"
+                f"{show(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
+                f" {show_box(box)}"
             )
-        held.setdefault(boxes[rank], []).append(rank)
-    blocks = [
-        (box, replicas([parts[rank].block for rank in ranks], [f"rank {rank}" for rank in ranks], path))
-        for box, ranks in held.items()
-    ]
-    return replace(first, shape=shape, block=tiled(path, shape, blocks))
+        copies.setdefault(box, []).append((name, array.block))
+    parts = [(box, _replicas(path, blocks)) for box, blocks in copies.items()]
+    return replace(first, shape=shape, block=tiled(path, shape, parts))
+
+
+def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
+    """The array at a leaf path that files or ranks, each called by a name, all hold whole; they are compared when it is
+    read. Raises DataError if shapes or dtypes differ."""
+    (name, first), *others = copies.items()
+    for other, array in others:
+        if (array.dtype, array.shape) != (first.dtype, first.shape):
+            raise DataError(
+                f"{show(path)} is {array.dtype}{list(array.shape)} in {other}, {first.dtype}{list(first.shape)} in"
+                f" {name}"
+            )
+    return replace(first, block=_replicas(path, [(name, array.block) for name, array in copies.items()]))
+
+
+def _replicas(path: str, copies: Sequence[tuple[str, Block]]) -> Block:
+    names, blocks = zip(*copies, strict=True)
+    return blocks[0] if len(blocks) == 1 else Replicas(blocks, names, path)
 
 
 def split_of(axes: Mapping[str, int], spec: Spec, rank: int) -> tuple[list[tuple[str, ...]], str | None]:
@@ -249,11 +241,6 @@ def split_of(axes: Mapping[str, int], spec: Spec, rank: int) -> tuple[list[tuple
     if len(set(named)) < len(named):
         return [], f"its spec {show_spec(spec)} names an axis twice"
     return [*spec, *[()] * (rank - len(spec))], None
-
-
-def replicas(blocks: Sequence[Block], names: Sequence[str], path: str) -> Block:
-    """Copies of one array, which are compared when it is read; `path` is the leaf's."""
-    return blocks[0] if len(blocks) == 1 else Replicas(tuple(blocks), tuple(names), path)
 
 
 def within_box(box: Box, outer: Box) -> Box:
@@ -303,46 +290,6 @@ def show_box(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def inside(folder: str, name: str, where: str) -> str:
-    """The path of a file that an index names. Raises DataError where the name leads out of the folder."""
-    parts = name.split("/")
-    if not all(parts) or {".", ".."} & {*parts} or "\0" in name:
-        raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
-    return os.path.join(folder, *parts)
-
-
-def read_json(path: str, kind: type[T]) -> T:
-    """An index in JSON. Raises DataError where it is damaged or none."""
-    with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        if size > MAX_INDEX_BYTES:
-            raise DataError(f"{path} is {size} bytes long, over {MAX_INDEX_BYTES}")
-        text = os.pread(handle, size, 0)
-    try:
-        return msgspec.convert(json.loads(text, object_pairs_hook=distinct), kind)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {str(error)[:200]}") from error
-
-
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, as a hook of `json.loads`. Of two equal keys, each reader would take another."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("two of its keys are the same")
-    return record
-
-
-_NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
-
-
-def require_named(folder: str, named: Collection[str], index: str) -> None:
-    """Raise DataError if a numbered file belongs to the files that an index names, and the index does not name it."""
-    series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
-    for name in sorted(set(os.listdir(folder)) - {*named}):
-        if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
-            raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
-
-
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that, one after another in C order, are the elements `start` to `stop` of an array."""
     if start >= stop:
@@ -362,13 +309,3 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield ((first, last), *((0, side) for side in shape[1:]))
     if stop % row:
         yield from (((last, last + 1), *rest) for rest in flat_boxes(shape[1:], 0, stop % row))
-
-
-def require_length(path: str, end: int) -> None:
-    """Raise DataError where a file ends before what it should hold."""
-    try:
-        length = os.stat(path).st_size
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing") from error
-    if length < end:
-        raise DataError(f"{path} is {length} bytes long, expected at least {end}")

@@ -26,6 +26,7 @@ from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshReco
 from jaxckpt._format.tree import DTYPES, MAX_RANK, Tree, dtype_name, encode_value, flatten, show
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing
 from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import Report
 from jaxckpt._storage import files
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import local_path, store_at
@@ -320,21 +321,28 @@ Location = str | os.PathLike[str] | Foreign
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A foreign format that tells its own global layout."""
+    """A foreign format that records its own global layout."""
 
     name: str
 
     recognises: Callable[[str, Collection[str]], bool]
-    """Whether a local path is one, from the names in its folder; none where it is a file."""
+    """Whether a local path is of it, from the names in its folder; none if it is a file."""
 
-    open: Callable[[str], Native | Foreign]
+    open: Callable[[str], Native | Foreign] | None = None
+    """Reads it; None if it is only written."""
 
     owned: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
     """Of the names in its folder those that are its own: `convert(overwrite=True)` deletes no others."""
 
+    write: Callable[[Source, str, Options, Report], None] | None = None
+    """Writes a checkpoint in it to a local path; None if it is only read."""
+
+    suffixes: tuple[str, ...] = ()
+    """Of paths to which `convert` writes this format by default."""
+
 
 formats: list[Format] = []
-"""The formats of other libraries, in the order in which they are asked: `_foreign.registry` fills it."""
+"""The foreign formats that can be read, in the order in which they are asked: `_foreign.registry` fills it."""
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
@@ -367,7 +375,7 @@ def _of_another_library(location: str | os.PathLike[str]) -> Native | Foreign | 
         names = []
     except OSError:  # it was not there, or not to be read, for ours either
         return None
-    return next((form.open(path) for form in formats if form.recognises(path, names)), None)
+    return next((form.open(path) for form in formats if form.open and form.recognises(path, names)), None)
 
 
 def _digest(source: Native | Foreign) -> str:

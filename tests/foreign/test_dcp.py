@@ -286,10 +286,10 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("absolute", "outside of its folder"),
         ("long", r"distcp is \d+ bytes long, expected at least 1099"),
         ("list", r"the list .*param_groups' has the places"),
-        ("negative", "a place in its storage_data is damaged"),
+        ("negative", "an entry of its storage_data is damaged"),
         ("path", "is there twice"),
         ("same path", "two of its names have the path 'step'"),
-        ("hostile place", "a place in its storage_data is damaged"),
+        ("hostile place", "an entry of its storage_data is damaged"),
     ],
 )
 def test_damaged_metadata_is_told_when_opened(damaged: Path, name: str, told: str) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxckpt._foreign.pickles import FOUND_BYTES, Object, as_tree, unpickle
+from jaxckpt._foreign.pickle_machine import FOUND_BYTES, Object
+from jaxckpt._foreign.pickles import as_tree, unpickle
 from jaxckpt._foreign.shards import FileBlock
 from jaxckpt._restore.source import ForeignArray
 from jaxckpt._runtime.errors import DataError
