@@ -72,7 +72,7 @@ def old_and_new(text: str) -> tuple[str, str]:
     return old, new
 
 
-class FormatName(click.ParamType):
+class FormatName(click.types.StringParamType):
     """A format that `convert` writes; the registry is loaded only to list them."""
 
     name = "format"

@@ -18,7 +18,7 @@ import msgspec
 from jaxckpt._foreign.local_files import Index, from_json, inside, read_indexed, read_json
 from jaxckpt._foreign.pickles import as_tree, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
-from jaxckpt._foreign.shards import FileBlock, joined, replicated
+from jaxckpt._foreign.shards import FileData, joined, replicated
 from jaxckpt._foreign.torch import read_saved
 from jaxckpt._format.grid import Box
 from jaxckpt._format.tree import Tree, show
@@ -196,8 +196,8 @@ def _states(path: str) -> Mapping[Any, Tree]:
             raise DataError(f"{path}: {show(name)} is no state of a parameter")
         parameter = int(words[1]) if re.fullmatch(r"\d{1,18}", words[1]) else words[1]
         value: Tree = array
-        if name in pickled and isinstance(array.block, FileBlock):
-            size = array.block.end - array.block.offset
-            value = as_tree(unpickle(path, array.block.offset, size), f"{show(name)} in {path}")
+        if name in pickled and isinstance(array.data, FileData):
+            size = array.data.end - array.data.offset
+            value = as_tree(unpickle(path, array.data.offset, size), f"{show(name)} in {path}")
         states.setdefault(parameter, {})[words[2]] = value
     return dict(states)

@@ -24,7 +24,7 @@ from jaxckpt._foreign.shards import tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
 from jaxckpt._format.grid import Box
 from jaxckpt._format.tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree, show
-from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
 
 _METADATA = ".metadata"
@@ -161,7 +161,7 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
         raise DataError(f"{what} has a chunk of {list(wrong[0].sizes)} at {list(wrong[0].offsets)}")
     if dtype not in DTYPES:
         return unreadable(f"has dtype {dtype}, which NumPy and JAX lack")
-    blocks: dict[Box, Block] = {}
+    pieces: dict[Box, ArrayData] = {}
     for chunk in chunks:
         if 0 in chunk.sizes:
             continue
@@ -175,8 +175,8 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
                 f"{where}: a chunk of {show(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
             )
         box = tuple((start, start + side) for start, side in zip(chunk.offsets, chunk.sizes, strict=True))
-        blocks[box] = SavedTensor(info.relative_path, info.offset, info.length, dtype, chunk.sizes)
-    return ForeignArray(dtype, tensor.size, tiled(name, tensor.size, blocks.items()))
+        pieces[box] = SavedTensor(info.relative_path, info.offset, info.length, dtype, chunk.sizes)
+    return ForeignArray(dtype, tensor.size, tiled(name, tensor.size, pieces.items()))
 
 
 def _encoded(info: _StorageInfo) -> ForeignArray:
@@ -318,4 +318,4 @@ def _together(name: str, parts: Sequence[tuple[Box, ForeignArray, str]]) -> Fore
     shape = tuple(max(box[dim][1] for box, _, _ in parts) for dim in range(len(first.shape)))
     if math.prod(shape) and first.dtype not in DTYPES:
         return unreadable(f"has dtype {first.dtype}, which NumPy and JAX lack")
-    return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.block) for box, array, _ in parts]))
+    return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in parts]))

@@ -27,7 +27,7 @@ from jaxckpt._foreign.local_files import converted, from_json, head, listed, ope
 from jaxckpt._foreign.protobuf import LENGTH, VARINT, Field, Message
 from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_name, common_url, paths_in, paths_of
 from jaxckpt._foreign.safetensors import read_header
-from jaxckpt._foreign.shards import FileBlock, flat_boxes, from_boxes, from_ranks, replicated, tiled
+from jaxckpt._foreign.shards import FileData, flat_boxes, from_boxes, from_ranks, replicated, tiled
 from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.layouts import Specs
 from jaxckpt._format.tree import DTYPES, MAX_RANK, component, show
@@ -355,7 +355,7 @@ def _add(path: str, found: dict[str, ForeignArray | str], handle: int, runs: Seq
         found[first.tag] = _text(path, first, handle, n_bytes)
         return
     if first.type not in _DTYPES:
-        found[first.tag] = ForeignArray(first.type[:40], first.dims, FileBlock(path, first.start, "uint8", (n_bytes,)))
+        found[first.tag] = ForeignArray(first.type[:40], first.dims, FileData(path, first.start, "uint8", (n_bytes,)))
         return
     dtype = _DTYPES[first.type]
     size = DTYPES[dtype].itemsize
@@ -366,9 +366,9 @@ def _add(path: str, found: dict[str, ForeignArray | str], handle: int, runs: Seq
             f" {first.type}{list(shape)}"
         )
     if len(runs) == 1:
-        found[first.tag] = ForeignArray(dtype, shape, FileBlock(path, first.start, dtype, shape))
+        found[first.tag] = ForeignArray(dtype, shape, FileData(path, first.start, dtype, shape))
         return
-    parts: list[tuple[Box, FileBlock]] = []
+    parts: list[tuple[Box, FileData]] = []
     element = 0
     for run in runs:
         count, rest = divmod(run.stop - run.start, size)
@@ -377,7 +377,7 @@ def _add(path: str, found: dict[str, ForeignArray | str], handle: int, runs: Seq
         offset = run.start
         for box in flat_boxes(shape, element, element + count):
             sides = tuple(stop - start for start, stop in box)
-            parts.append((box, FileBlock(path, offset, dtype, sides)))
+            parts.append((box, FileData(path, offset, dtype, sides)))
             offset += size * math.prod(sides)
         element += count
     found[first.tag] = ForeignArray(dtype, shape, tiled(component(first.tag), shape, parts))

@@ -19,12 +19,12 @@ import numpy as np
 
 from jaxckpt._foreign.export import arrays_of, slabs
 from jaxckpt._foreign.local_files import opened
-from jaxckpt._foreign.shards import FileBlock, c_strides, flat_boxes
+from jaxckpt._foreign.shards import FileData, c_strides, flat_boxes
 from jaxckpt._foreign.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._format.grid import Box, extent, intersection, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.tree import DTYPES, nested, show
-from jaxckpt._restore.source import Block, Foreign, ForeignArray, Source, compose
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose
 from jaxckpt._runtime.errors import DataError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
@@ -180,13 +180,13 @@ def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: n
 
 
 @dataclass(frozen=True, slots=True)
-class Plain(FileBlock):
+class Plain(FileData):
     """An array in a member that is stored as it is."""
 
     member: Member | None = None
 
     def read(self, box: Box, target: Array) -> None:
-        FileBlock.read(self, box, target)
+        FileData.read(self, box, target)
         if self.member is None or target.shape != self.shape:
             return
         stored = as_bits(target) if self.strides is None else as_bits(target).T
@@ -203,7 +203,7 @@ class Plain(FileBlock):
 
 
 @dataclass(frozen=True, slots=True)
-class Deflated(Block):
+class Deflated(ArrayData):
     """An array in a deflated member."""
 
     stream: _Stream

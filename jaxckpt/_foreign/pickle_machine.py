@@ -92,9 +92,9 @@ class Machine:
         self._ahead, self._most_ahead = _WINDOW_BYTES
         self._first = start  # of the window, in the file
         self._next = 0  # in the window
-        self._stack: list[Any] = []
+        self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
+        self.memo: dict[int, Any] = {}
         self._globals: dict[str, Global] = {}
         self._read = 0
         # Calls copy what they are given, and a pickle can give a long list a million times.
@@ -116,7 +116,7 @@ class Machine:
             operation = operations[code]
             if operation is None:
                 if code == 0x2E:  # STOP
-                    return self._stack.pop()
+                    return self.stack.pop()
                 raise ValueError(f"operation {bytes([code])!r} is none of those that build data")
             operation(self)
 
@@ -170,36 +170,27 @@ class Machine:
     # Stack
 
     def push(self, value: Any) -> None:
-        self._stack.append(value)
+        self.stack.append(value)
 
     def mark(self) -> None:
-        self._marks.append(self._stack)
-        self._stack = []
+        self._marks.append(self.stack)
+        self.stack = []
 
     def from_mark(self) -> list[Any]:
-        found, self._stack = self._stack, self._marks.pop()
+        found, self.stack = self.stack, self._marks.pop()
         return found
 
     def pop(self) -> None:
-        if self._stack:
-            self._stack.pop()
+        if self.stack:
+            self.stack.pop()
         else:
             self.from_mark()
 
-    def duplicate(self) -> None:
-        self._stack.append(self._stack[-1])
-
-    def get(self, number: int) -> None:
-        self._stack.append(self._memo[number])
-
     def put(self, number: int) -> None:
-        self._memo[number] = self._stack[-1]
-
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+        self.memo[number] = self.stack[-1]
 
     def tuple_of(self, count: int) -> None:
-        stack = self._stack
+        stack = self.stack
         if len(stack) < count:
             raise IndexError
         stack[-count:] = [tuple(stack[-count:])]
@@ -220,30 +211,22 @@ class Machine:
     # Containers
 
     def append(self) -> None:
-        value = self._stack.pop()
-        self._extend([value])
+        value = self.stack.pop()
+        self.extend([value])
 
-    def _extend(self, values: list[Any]) -> None:
-        target = self._stack[-1]
+    def extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
         if isinstance(target, list):
             cast("list[Any]", target).extend(values)
         elif not isinstance(target, Object):
             raise TypeError(f"items are appended to a {type(target).__name__}")
 
-    def appends(self) -> None:
-        values = self.from_mark()
-        self._extend(values)
-
     def set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._update([key, value])
+        value, key = self.stack.pop(), self.stack.pop()
+        self.update([key, value])
 
-    def set_items(self) -> None:
-        items = self.from_mark()
-        self._update(items)
-
-    def _update(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+    def update(self, items: list[Any]) -> None:
+        target = self.stack[-1]
         if isinstance(target, dict):
             insert(cast("dict[Any, Any]", target), items)
         elif not isinstance(target, Object):
@@ -251,7 +234,7 @@ class Machine:
 
     def add_items(self) -> None:
         self.from_mark()
-        if not isinstance(self._stack[-1], Object):
+        if not isinstance(self.stack[-1], Object):
             raise TypeError("items are added to what is no set")
 
     def dict_from_mark(self) -> None:
@@ -272,15 +255,15 @@ class Machine:
         self.push(self._globals.setdefault(known, Global(known)))
 
     def stack_name(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+        name, module = self.stack.pop(), self.stack.pop()
         self.name(module, name)
 
     def reduce(self) -> None:
-        args, called = self._stack.pop(), self._stack.pop()
+        args, called = self.stack.pop(), self.stack.pop()
         self._call(called, args)
 
     def new_with_keywords(self) -> None:
-        keywords, args, called = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        keywords, args, called = self.stack.pop(), self.stack.pop(), self.stack.pop()
         if keywords:
             called = Object(called.name if isinstance(called, (Global, Object)) else "")
         self._call(called, args)
@@ -293,7 +276,7 @@ class Machine:
         module, name = self.line().decode(), self.line().decode()
         args = self.from_mark()
         self.name(module, name)
-        self._call(self._stack.pop(), tuple(args))
+        self._call(self.stack.pop(), tuple(args))
 
     def _call(self, called: Any, args: Any) -> None:
         if not isinstance(args, tuple):
@@ -312,7 +295,7 @@ class Machine:
         self.push(Object(called.name, found))
 
     def build(self) -> None:
-        state, target = self._stack.pop(), self._stack[-1]
+        state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Object):
             target.state = state
         elif isinstance(target, Unbuilt):
@@ -369,7 +352,7 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"(": m.mark,
         b"0": m.pop,
         b"1": m.from_mark,
-        b"2": m.duplicate,
+        b"2": lambda m: m.push(m.stack[-1]),
         b"N": lambda m: m.push(None),
         b"\x88": lambda m: m.push(True),
         b"\x89": lambda m: m.push(False),
@@ -396,11 +379,11 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"]": lambda m: m.push([]),
         b"l": lambda m: m.push(m.from_mark()),
         b"a": m.append,
-        b"e": m.appends,
+        b"e": lambda m: m.extend(m.from_mark()),
         b"}": lambda m: m.push({}),
         b"d": m.dict_from_mark,
         b"s": m.set_item,
-        b"u": m.set_items,
+        b"u": lambda m: m.update(m.from_mark()),
         b")": lambda m: m.push(()),
         b"t": lambda m: m.push(tuple(m.from_mark())),
         b"\x85": lambda m: m.tuple_of(1),
@@ -409,13 +392,13 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"\x8f": lambda m: m.push(Object("builtins.set")),
         b"\x90": m.add_items,
         b"\x91": m.set_from_mark,
-        b"g": lambda m: m.get(int(m.line())),
-        b"h": lambda m: m.get(m.take(1)[0]),
-        b"j": lambda m: m.get(m.number(4)),
+        b"g": lambda m: m.push(m.memo[int(m.line())]),
+        b"h": lambda m: m.push(m.memo[m.take(1)[0]]),
+        b"j": lambda m: m.push(m.memo[m.number(4)]),
         b"p": lambda m: m.put(int(m.line())),
         b"q": lambda m: m.put(m.take(1)[0]),
         b"r": lambda m: m.put(m.number(4)),
-        b"\x94": m.memoize,
+        b"\x94": lambda m: m.put(len(m.memo)),
         b"c": lambda m: m.name(m.line().decode(), m.line().decode()),
         b"\x93": m.stack_name,
         b"R": m.reduce,
@@ -425,7 +408,7 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"i": m.named_instance,
         b"b": m.build,
         b"P": lambda m: m.persistent(m.line().decode()),
-        b"Q": lambda m: m.persistent(m._stack.pop()),  # pyright: ignore[reportPrivateUsage]
+        b"Q": lambda m: m.persistent(m.stack.pop()),
     }
     return [table.get(bytes([code])) for code in range(256)]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxckpt._foreign.local_files import opened
 from jaxckpt._foreign.pickle_machine import Call, FoundBytes, Global, Machine, Object, Unbuilt, insert
-from jaxckpt._foreign.shards import FileBlock, Unreadable
+from jaxckpt._foreign.shards import FileData, Unreadable
 from jaxckpt._format.tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree, component, is_utf8
 from jaxckpt._restore.source import ForeignArray, Memory
 from jaxckpt._runtime.errors import DataError
@@ -138,8 +138,8 @@ def _numpy_array(data: Any, dtype: Any, shape: Any, fortran: bool, kind: Any) ->
         array = np.frombuffer(data, DTYPES[name]).reshape(sides, order="F" if fortran else "C")
         return ForeignArray(name, sides, Memory(array), kind)
     strides = [math.prod(sides[:dim]) for dim in range(len(sides))] if fortran else None
-    block = FileBlock(data.path, data.offset, name, sides, None if strides is None else tuple(strides))
-    return ForeignArray(name, sides, block, kind)
+    stored = FileData(data.path, data.offset, name, sides, None if strides is None else tuple(strides))
+    return ForeignArray(name, sides, stored, kind)
 
 
 def sizes(value: Any) -> tuple[int, ...]:
@@ -227,9 +227,7 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
                 kind = collections.OrderedDict  # JAX sorts the keys of a dict, and cannot sort these
             return kind((key, walk(child, depth + 1)) for key, child in node.items())
         if kind is FoundBytes:
-            return ForeignArray(
-                "uint8", (node.size,), FileBlock(node.path, node.offset, "uint8", (node.size,)), "bytes"
-            )
+            return ForeignArray("uint8", (node.size,), FileData(node.path, node.offset, "uint8", (node.size,)), "bytes")
         if kind is _NumpyArray:
             return walk(node.array, depth + 1)
         if kind is Object and node.name in ("builtins.set", "builtins.frozenset"):

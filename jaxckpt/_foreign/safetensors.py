@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxckpt._foreign.export import Data, arrays_of, n_bytes, slabs, write_json
 from jaxckpt._foreign.local_files import Index, converted, from_json, opened, read_indexed, read_json
-from jaxckpt._foreign.shards import FileBlock
+from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.tree import DTYPES, Tree, nested, show
 from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
 from jaxckpt._runtime.errors import DataError, InputError, TreeError
@@ -92,7 +92,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
         if _BITS[entry.dtype] * math.prod(side or 1 for side in entry.shape) > 8 * MAX_BYTES:
             raise DataError(f"{path}: {show(name)} has shape {list(entry.shape)}, beyond what can be addressed")
         dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
-        found[name] = ForeignArray(dtype, entry.shape, FileBlock(path, start + first, dtype, entry.shape))
+        found[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
         end = last
     if start + end != size:
         raise DataError(f"{path} is {size} bytes long, expected {start + end} from its header")

@@ -1,6 +1,6 @@
-"""Arrays that lie in other libraries' files: as they are, at an offset, with strides; and put together of such parts.
+"""Arrays in other libraries' files: where they lie, at an offset, with strides; and put together of such pieces.
 
-Coverage is checked before anything is read: parts that overlap, that leave a hole, or that lie outside are an error
+Coverage is checked before anything is read: pieces that overlap, leave a hole, or lie outside are an error
 that names the array and the box.
 """
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxckpt._foreign.local_files import opened
-from jaxckpt._format.grid import Box, Spec, extent, intersection, show_spec, volume, within
+from jaxckpt._format.grid import Box, Spec, extent, intersection, spec_box, spec_problem, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._format.tree import DTYPES, show
-from jaxckpt._restore.source import Block, ForeignArray
+from jaxckpt._restore.source import ArrayData, ForeignArray
 from jaxckpt._runtime.errors import DataError, SpecError, listing
 from jaxckpt._storage import files
 
@@ -28,7 +28,7 @@ SPAN_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class FileBlock(Block):
+class FileData(ArrayData):
     """An array in a file, uncompressed and little-endian."""
 
     path: str
@@ -95,27 +95,27 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled(Block):
-    """An array put together of parts that cover it, each element once: `require_cover` has looked."""
+class Tiled(ArrayData):
+    """An array put together of pieces that cover it, each element once: `require_cover` has looked."""
 
-    parts: Sequence[tuple[Box, Block]]
+    pieces: Sequence[tuple[Box, ArrayData]]
 
     def read(self, box: Box, target: Array) -> None:
-        for held, block in self.parts:
+        for held, data in self.pieces:
             common = intersection(held, box)
             if common is not None:
-                block.read(within_box(common, held), target[within(common, box)])
+                data.read(within_box(common, held), target[within(common, box)])
 
     def check(self) -> None:
-        for _, block in self.parts:
-            block.check()
+        for _, data in self.pieces:
+            data.check()
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas(Block):
+class Replicas(ArrayData):
     """Copies that must be the same: all are read, and compared bit for bit."""
 
-    blocks: Sequence[Block]
+    copies: Sequence[ArrayData]
     names: Sequence[str]
     """Who holds each, in words."""
 
@@ -123,10 +123,10 @@ class Replicas(Block):
     """Of the leaf."""
 
     def read(self, box: Box, target: Array) -> None:
-        self.blocks[0].read(box, target)
-        for block, name in zip(self.blocks[1:], self.names[1:], strict=True):
+        self.copies[0].read(box, target)
+        for copy, name in zip(self.copies[1:], self.names[1:], strict=True):
             other = np.empty_like(target)
-            block.read(box, other)
+            copy.read(box, other)
             if as_bits(other).tobytes() != as_bits(target).tobytes():
                 raise DataError(
                     f"{show(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and {name},"
@@ -134,12 +134,12 @@ class Replicas(Block):
                 )
 
     def check(self) -> None:
-        for block in self.blocks:
-            block.check()
+        for copy in self.copies:
+            copy.check()
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable(Block):
+class Unreadable(ArrayData):
     """What a checkpoint holds and nobody can read, so that the leaves around it can be."""
 
     reason: str
@@ -156,9 +156,15 @@ def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, 
     SpecError where the spec does not fit.
     """
     first_rank, first = min(parts.items())
-    dims, problem = split_of(axes, spec, len(first.shape))
+    sides = tuple(axes.values())
+    # Of any length a dimension divides: each rank has its shard already.
+    problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
     if problem:
         raise SpecError(f"{show(path)}: {problem}")
+    entries = (*spec, *[()] * (len(first.shape) - len(spec)))
+    shape = tuple(
+        side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, entries, strict=True)
+    )
     boxes: dict[int, Box] = {}
     for rank, part in sorted(parts.items()):
         if (part.shape, part.dtype) != (first.shape, first.dtype):
@@ -166,12 +172,9 @@ def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, 
                 f"{show(path)} is {part.dtype}{list(part.shape)} in rank {rank}, {first.dtype}{list(first.shape)} in"
                 f" rank {first_rank}: every rank must hold an equal shard"
             )
-        if rank >= math.prod(axes.values()):
+        if rank >= math.prod(sides):
             raise DataError(f"{show(path)}: rank {rank} is beyond the mesh {dict(axes)}")
-        place = dict(zip(axes, map(int, np.unravel_index(rank, tuple(axes.values()))), strict=True))
-        numbers = [functools.reduce(lambda n, axis: n * axes[axis] + place[axis], names, 0) for names in dims]
-        boxes[rank] = tuple((n * side, (n + 1) * side) for n, side in zip(numbers, first.shape, strict=True))
-    shape = tuple(side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, dims, strict=True))
+        boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
     return replace(from_boxes(path, parts, boxes, shape), mesh=_mesh(tuple(axes.items())), spec=spec)
 
 
@@ -199,7 +202,7 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
     or if no box has an element.
     """
     first_name, _, first = held[0]
-    copies: dict[Box, list[tuple[str, Block]]] = {}
+    copies: dict[Box, list[tuple[str, ArrayData]]] = {}
     for name, box, array in held:
         if array.dtype != first.dtype:
             raise DataError(f"{show(path)} is {array.dtype} in {name}, {first.dtype} in {first_name}")
@@ -208,9 +211,9 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
                 f"{show(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
                 f" {show_box(box)}"
             )
-        copies.setdefault(box, []).append((name, array.block))
-    parts = [(box, _replicas(path, blocks)) for box, blocks in copies.items()]
-    return replace(first, shape=shape, block=tiled(path, shape, parts))
+        copies.setdefault(box, []).append((name, array.data))
+    pieces = [(box, _replicas(path, data)) for box, data in copies.items()]
+    return replace(first, shape=shape, data=tiled(path, shape, pieces))
 
 
 def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
@@ -223,24 +226,12 @@ def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
                 f"{show(path)} is {array.dtype}{list(array.shape)} in {other}, {first.dtype}{list(first.shape)} in"
                 f" {name}"
             )
-    return replace(first, block=_replicas(path, [(name, array.block) for name, array in copies.items()]))
+    return replace(first, data=_replicas(path, [(name, array.data) for name, array in copies.items()]))
 
 
-def _replicas(path: str, copies: Sequence[tuple[str, Block]]) -> Block:
-    names, blocks = zip(*copies, strict=True)
-    return blocks[0] if len(blocks) == 1 else Replicas(blocks, names, path)
-
-
-def split_of(axes: Mapping[str, int], spec: Spec, rank: int) -> tuple[list[tuple[str, ...]], str | None]:
-    """The axes that split each dimension, and what is wrong with them."""
-    named = [axis for names in spec for axis in names]
-    if len(spec) > rank:
-        return [], f"its spec {show_spec(spec)} has {len(spec)} entries, it has {rank} dimensions"
-    if unknown := [axis for axis in named if axis not in axes]:
-        return [], f"its spec {show_spec(spec)} names {unknown[0]!r}, which the mesh {dict(axes)} lacks"
-    if len(set(named)) < len(named):
-        return [], f"its spec {show_spec(spec)} names an axis twice"
-    return [*spec, *[()] * (rank - len(spec))], None
+def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
+    names, data = zip(*copies, strict=True)
+    return data[0] if len(data) == 1 else Replicas(data, names, path)
 
 
 def within_box(box: Box, outer: Box) -> Box:
@@ -248,13 +239,11 @@ def within_box(box: Box, outer: Box) -> Box:
     return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
 
 
-def tiled(path: str, shape: Sequence[int], parts: Iterable[tuple[Box, Block]]) -> Block:
-    """The array at a leaf path from its parts. Raises DataError where they do not cover it, each element once."""
-    found = [(box, block) for box, block in parts if volume(box)]
-    require_cover(path, shape, [box for box, _ in found])
-    if len(found) == 1:
-        return found[0][1]
-    return Tiled(found)
+def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData]]) -> ArrayData:
+    """The array at a leaf path from its pieces. Raises DataError unless they cover it, each element once."""
+    filled = [(box, data) for box, data in pieces if volume(box)]
+    require_cover(path, shape, [box for box, _ in filled])
+    return filled[0][1] if len(filled) == 1 else Tiled(filled)
 
 
 def require_cover(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:

@@ -1,6 +1,6 @@
 """What torch.save writes: a zip archive with each tensor's storage as an uncompressed member; torch is not imported.
 
-data.pkl: the object, with its tensors as (storage, offset, shape, strides) ─▶ data/<storage>: bytes ─▶ FileBlock
+data.pkl: the object, with its tensors as (storage, offset, shape, strides) ─▶ data/<storage>: bytes ─▶ FileData
 
 The archive may be a part of a larger file, as in torch.distributed.checkpoint.
 """
@@ -14,12 +14,12 @@ from typing import Any, cast
 
 from jaxckpt._foreign.pickle_machine import Global, Object
 from jaxckpt._foreign.pickles import as_tree, sizes, unpickle, unreadable
-from jaxckpt._foreign.shards import FileBlock, Unreadable
+from jaxckpt._foreign.shards import FileData, Unreadable
 from jaxckpt._foreign.zips import Archive, Member, first_name, opened_archive
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.tree import DTYPES, Tree
-from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError
 
 MAX_REPEATED_BYTES = 1 << 26
@@ -71,7 +71,7 @@ def read_saved(path: str, start: int = 0, size: int | None = None) -> Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor(Block):
+class SavedTensor(ArrayData):
     """A tensor that torch.save wrote by itself to a part of a file. Its place there is looked up when it is first read:
     a checkpoint may have a million tensors."""
 
@@ -81,7 +81,7 @@ class SavedTensor(Block):
     dtype: str
     shape: tuple[int, ...]
 
-    located: list[Block] = field(default_factory=list[Block], compare=False, repr=False)
+    located: list[ArrayData] = field(default_factory=list[ArrayData], compare=False, repr=False)
 
     def read(self, box: Box, target: Array) -> None:
         self._located().read(box, target)
@@ -89,27 +89,27 @@ class SavedTensor(Block):
     def check(self) -> None:
         self._located().check()
 
-    def _located(self) -> Block:
+    def _located(self) -> ArrayData:
         if not self.located:
             tensor = read_saved(self.path, self.start, self.size)
             where = f"{self.path} at byte {self.start}"
             if not isinstance(tensor, ForeignArray):
                 raise DataError(f"{where} holds a {type(tensor).__name__}, expected a tensor")
-            if isinstance(tensor.block, Unreadable):
-                raise DataError(f"{where}: {tensor.block.reason}")
+            if isinstance(tensor.data, Unreadable):
+                raise DataError(f"{where}: {tensor.data.reason}")
             if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
                 raise DataError(
                     f"{where} holds {tensor.dtype}{list(tensor.shape)}, expected {self.dtype}{list(self.shape)}"
                 )
-            self.located.append(tensor.block)
+            self.located.append(tensor.data)
         return self.located[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorBlock(Block):
+class _TensorData(ArrayData):
     """A tensor in its storage."""
 
-    data: FileBlock
+    data: FileData
     member: Member
 
     def read(self, box: Box, target: Array) -> None:
@@ -192,7 +192,7 @@ class _Saved:
         if dtype not in DTYPES:
             raise ValueError("the dtype of a tensor is missing")
         itemsize = DTYPES[dtype].itemsize
-        data = FileBlock(member.path, member.offset + start * itemsize, dtype, sides, steps)
+        data = FileData(member.path, member.offset + start * itemsize, dtype, sides, steps)
         if math.prod(sides) and data.end > member.offset + member.n_bytes:
             raise ValueError(
                 f"a tensor {dtype}{list(sides)} ends {data.end - member.offset} bytes into its storage of"
@@ -200,7 +200,7 @@ class _Saved:
             )
         if math.prod(sides) * itemsize > max(member.n_bytes, MAX_REPEATED_BYTES):
             return unreadable(f"is {dtype}{list(sides)}, which repeats {member.n_bytes} bytes")
-        return ForeignArray(dtype, sides, _TensorBlock(data, member))
+        return ForeignArray(dtype, sides, _TensorData(data, member))
 
     def _tensor_v2(self, *args: Any) -> Any:
         storage, offset, shape, strides, _grad, _hooks, *metadata = args

@@ -106,7 +106,7 @@ def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
 # Foreign checkpoints --------------------------------------------------------------------------------------
 
 
-class Block(abc.ABC):
+class ArrayData(abc.ABC):
     """The data of an array in a foreign checkpoint, or of a part of one."""
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class Block(abc.ABC):
         return
 
 
-class StartedBlock(Block):
+class StartedData(ArrayData):
     """One whose reading needs no thread of ours."""
 
     @abc.abstractmethod
@@ -133,7 +133,7 @@ class StartedBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory(Block):
+class Memory(ArrayData):
     """A small array that was read along with the index files."""
 
     array: Array
@@ -152,7 +152,7 @@ class ForeignArray:
     shape: tuple[int, ...]
     """Its global shape; of the raw data of a PRNG key."""
 
-    block: Block
+    data: ArrayData
 
     kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
     """The last two are arrays of bytes, a str's in UTF-8."""
@@ -176,7 +176,7 @@ class Foreign:
 
     url: str
     manifest: Manifest
-    blocks: Sequence[Sequence[Block]] = field(repr=False)
+    blocks: Sequence[Sequence[ArrayData]] = field(repr=False)
     """The data of each row of each stack."""
 
     files: Sequence[str] = field(default=(), repr=False)
@@ -194,24 +194,24 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class _BlockReader:
-    rows: Sequence[Block]
+    rows: Sequence[ArrayData]
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
         return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
 
-    def _parts(self, box: Box, target: Array) -> Iterator[tuple[Block, Array]]:
+    def _parts(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
         for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
             yield self.rows[row], into if target.ndim > 1 else into.reshape(())
 
-    def _start(self, parts: Sequence[tuple[Block, Array]], box: Box) -> Pending:
-        started = [block.start(box, into) for block, into in parts if isinstance(block, StartedBlock)]
-        rest = [(block, into) for block, into in parts if not isinstance(block, StartedBlock)]
+    def _start(self, parts: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending:
+        started = [block.start(box, into) for block, into in parts if isinstance(block, StartedData)]
+        rest = [(block, into) for block, into in parts if not isinstance(block, StartedData)]
         if rest:
             started.append(files.submit(functools.partial(_read_all, rest, box)))
         return files.All(started)
 
 
-def _read_all(parts: Sequence[tuple[Block, Array]], box: Box) -> None:
+def _read_all(parts: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
     for block, into in parts:
         block.read(box, into)
 
@@ -228,7 +228,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
     """
     leaves, structure = flatten(tree)
     records: list[LeafRecord] = []
-    stacks: dict[tuple[Any, ...], list[Block]] = {}
+    stacks: dict[tuple[Any, ...], list[ArrayData]] = {}
     numbers: dict[tuple[Any, ...], int] = {}
     meshes: dict[bytes, int] = {}
     layouts: dict[bytes, int] = {}
@@ -251,7 +251,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         records.append(
             LeafRecord(leaf.path, found.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=found.impl)
         )
-        rows.append(found.block)
+        rows.append(found.data)
     if problems:
         raise TreeError(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read:\n{listing(problems)}")
     manifest = Manifest(

@@ -44,7 +44,7 @@ def read(array: ForeignArray | str | bytes, box: Any = None) -> np.ndarray:
     assert isinstance(array, ForeignArray)
     box = tuple((0, side) for side in array.shape) if box is None else box
     target = np.empty([stop - start for start, stop in box], DTYPES[array.dtype])
-    array.block.read(box, target)
+    array.data.read(box, target)
     return target
 
 
@@ -155,7 +155,7 @@ def test_arguments_that_do_not_fit_are_told(tmp_path: Path) -> None:
         jaxckpt.rank_files(files, offsets={0: {"weight": "ab"}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
     with pytest.raises(InputError, match=r"files is of type list; expected {rank: path}"):
         jaxckpt.rank_files(list(files.values()))
-    with pytest.raises(SpecError, match="'model', which the mesh"):
+    with pytest.raises(SpecError, match="names mesh axis 'model'; the mesh has"):
         jaxckpt.rank_files(files, mesh_shape={"data": 2}, specs=P("model"))
     with pytest.raises(SpecError, match="'wieght'"):
         jaxckpt.rank_files(files, specs={"wieght": P()})

@@ -30,7 +30,7 @@ from jaxckpt._format.grid import Box, Spec, spec_problem
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._format.tree import DTYPES, show
-from jaxckpt._restore.source import ForeignArray, StartedBlock
+from jaxckpt._restore.source import ForeignArray, StartedData
 from jaxckpt._runtime.errors import DataError, listing
 from jaxckpt._storage.store import ArrayFolder, Pending, storage_errors
 
@@ -84,7 +84,7 @@ def _string(path: str, strings: Any, keys: Keys) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _ZarrArray(StartedBlock):
+class _ZarrArray(StartedData):
     """An array of an item."""
 
     folder: ArrayFolder
@@ -124,7 +124,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
             raise DataError(f"{path} lacks the array {name!r} of the leaf {leaf}")
         what = f"{path}: the Zarr metadata of {leaf}"
         metadata = from_json(what, text, dict[str, Any])
-        block = _ZarrArray(folder, name, driver, metadata, record.store_array_data_equal_to_fill_value)
+        zarr = _ZarrArray(folder, name, driver, metadata, record.store_array_data_equal_to_fill_value)
         dtype, shape, chunk = described(what, metadata)
         kind, impl, mesh, spec = "numpy", None, None, ()
         if leaves[keys].value_type == "jax.Array":
@@ -143,7 +143,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
             kind = "numpy_scalar"
             if shape:
                 raise DataError(f"{path}: {leaf} is a scalar, but has shape {list(shape)}")
-        arrays[keys] = ForeignArray(dtype, shape, block, kind, impl, chunk, mesh, spec)
+        arrays[keys] = ForeignArray(dtype, shape, zarr, kind, impl, chunk, mesh, spec)
     return arrays | _scalars(arrays)
 
 
@@ -154,7 +154,7 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
         for keys, array in arrays.items()
         if array.kind == "numpy_scalar" and array.dtype in ("bool", "int64", "float64", "complex128")
     }
-    pending = {keys: cast("_ZarrArray", arrays[keys].block).start((), target) for keys, target in targets.items()}
+    pending = {keys: cast("_ZarrArray", arrays[keys].data).start((), target) for keys, target in targets.items()}
     for keys, started in pending.items():
         with storage_errors(f"cannot read the leaf {show(path_of(keys))}", reading=True):
             started.result()

@@ -31,7 +31,7 @@ from jaxckpt._format.names import MANIFEST, is_data
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Tree, decode_value, unflatten
-from jaxckpt._restore.source import Foreign, ForeignArray, Native, StartedBlock, compose
+from jaxckpt._restore.source import Foreign, ForeignArray, Native, StartedData, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
@@ -297,13 +297,13 @@ def _row(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord)
     stack = manifest.arrays[record.stack]
     mesh, spec, _ = manifest.leaf_layout(record)
     dtype = manifest.stacks[record.stack].dtype
-    block = _Row(readers[record.stack], record.row)
+    row = _Row(readers[record.stack], record.row)
     kind: Any = record.kind
-    return ForeignArray(dtype, stack.shape, block, kind, record.impl, stack.chunk[1:], mesh, spec)
+    return ForeignArray(dtype, stack.shape, row, kind, record.impl, stack.chunk[1:], mesh, spec)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row(StartedBlock):
+class _Row(StartedData):
     """A row of a stack of ours."""
 
     reader: ArrayReader
