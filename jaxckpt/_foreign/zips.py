@@ -66,7 +66,7 @@ class Member:
         if crc32 != self.crc32:
             raise DataError(
                 f"{self.path}: {self.name} at byte {self.offset} was altered:"
-                f" its checksum is {crc32:08x}, expected {self.crc32:08x}"
+                f" its CRC-32 checksum is {crc32:08x}, expected {self.crc32:08x}"
             )
 
 

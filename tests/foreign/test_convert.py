@@ -621,7 +621,7 @@ def test_what_a_checksum_tells_is_not_given_a_new_one(tmp_path: Path) -> None:
     content[4000] ^= 1
     (tmp_path / "from.npz").write_bytes(content)
     for name in ("to", "to.safetensors"):
-        with pytest.raises(jaxckpt.DataError, match=r"'w'.*its checksum is"):
+        with pytest.raises(jaxckpt.DataError, match=r"'w'.*checksum is"):
             jaxckpt.convert(tmp_path / "from.npz", tmp_path / name)
     assert os.listdir(tmp_path) == ["from.npz"]
 
@@ -748,7 +748,7 @@ def test_a_bit_of_a_stored_array_is_missed_if_all_of_it_is_read(tmp_path: Path, 
     content = bytearray((tmp_path / "x.npz").read_bytes())
     content[content.find(np.float64(17).tobytes())] ^= 4
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(jaxckpt.DataError, match="its checksum is"):
+    with pytest.raises(jaxckpt.DataError, match="checksum is"):
         jaxckpt.load_numpy(tmp_path / "x.npz")
     assert jaxckpt.open(tmp_path / "x.npz")["w"][0, 0] == 0
 

@@ -349,7 +349,7 @@ def test_verify_finds_a_flipped_bit(written: Written, copied: Path) -> None:
     (copied / "__0_0.distcp").write_bytes(data)
     report = jaxckpt.verify(copied)
     assert [problem.leaf for problem in report.problems] == ["model/0.weight"]
-    assert "its CRC-32 is" in report.problems[0].reason
+    assert "its CRC-32 checksum is" in report.problems[0].reason
 
 
 def test_each_file_that_is_lost_is_missed(written: Written, tmp_path: Path) -> None:
