@@ -246,10 +246,10 @@ def _with_common_state(path: str, names: Collection[str], tree: dict[str, Tree])
     if _COMMON in names:
         where, common = os.path.join(path, _COMMON), read_saved(os.path.join(path, _COMMON))
     elif _CONFIG in names and _is_megatron(os.path.join(path, _CONFIG)):
-        found, tree = tree.get(_COMMON_STATE), {name: tree[name] for name in tree if name != _COMMON_STATE}
-        if not isinstance(found, list) or len(cast("list[Tree]", found)) != 1:
+        objects, tree = tree.get(_COMMON_STATE), {name: tree[name] for name in tree if name != _COMMON_STATE}
+        if not isinstance(objects, list) or len(cast("list[Tree]", objects)) != 1:
             raise DataError(f"{path}/{_COMMON} is missing: it holds what Megatron does not shard")
-        where, common = path, cast("list[Tree]", found)[0]
+        where, common = path, cast("list[Tree]", objects)[0]
     else:
         return tree
     if not isinstance(common, dict):
@@ -266,8 +266,10 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
     """Two trees in one, as megatron/core/dist_checkpointing/dict_utils.py merges them."""
     if isinstance(first, dict) and isinstance(second, dict):
         one, two = cast("dict[Any, Tree]", first), cast("dict[Any, Tree]", second)
-        both = {key: _merged(one[key], two[key], where, f"{path}/{key}".lstrip("/")) for key in one.keys() & two.keys()}
-        return {**one, **two, **both}
+        common = {
+            key: _merged(one[key], two[key], where, f"{path}/{key}".lstrip("/")) for key in one.keys() & two.keys()
+        }
+        return {**one, **two, **common}
     if isinstance(first, list) and isinstance(second, list):
         one, two = cast("list[Tree]", first), cast("list[Tree]", second)
         if len(one) == len(two):
@@ -292,7 +294,7 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
         f" {len(ranks)} ranks that are there; check that the job had as many",
         stacklevel=2,
     )
-    parts: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
+    chunks: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
     for name in names:
         where = os.path.join(path, name)
         text = read_metadata(where).get("DCP_SHARDING_INFO", "")
@@ -302,20 +304,20 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show(tensor)} of shape {list(array.shape)} is at {offsets}")
             box = tuple((start, start + side) for start, side in zip(offsets, array.shape, strict=True))
-            parts.setdefault(tensor, []).append((box, array, where))
-    return {tensor: _together(tensor, found) for tensor, found in parts.items()}
+            chunks.setdefault(tensor, []).append((box, array, where))
+    return {tensor: _together(tensor, held) for tensor, held in chunks.items()}
 
 
-def _together(name: str, parts: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
+def _together(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
     """A tensor from its chunks. Its shape is what they reach to: the format does not record it."""
-    first, where = parts[0][1:]
-    for _, array, other in parts:
+    first, where = chunks[0][1:]
+    for _, array, other in chunks:
         if (array.dtype, len(array.shape)) != (first.dtype, len(first.shape)):
             raise DataError(
                 f"{show(name)} is {first.dtype}{list(first.shape)} in {where},"
                 f" {array.dtype}{list(array.shape)} in {other}"
             )
-    shape = tuple(max(box[dim][1] for box, _, _ in parts) for dim in range(len(first.shape)))
+    shape = tuple(max(box[dim][1] for box, _, _ in chunks) for dim in range(len(first.shape)))
     if math.prod(shape) and first.dtype not in DTYPES:
         return unreadable(f"has dtype {first.dtype}, which NumPy and JAX lack")
-    return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in parts]))
+    return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in chunks]))

@@ -114,10 +114,10 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def inside(folder: str, name: str, where: str) -> str:
     """The path of a file that an index names. Raises DataError if the name leads out of the folder."""
-    parts = name.split("/")
-    if not all(parts) or {".", ".."} & {*parts} or "\0" in name:
+    names = name.split("/")
+    if not all(names) or {".", ".."} & {*names} or "\0" in name:
         raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
-    return os.path.join(folder, *parts)
+    return os.path.join(folder, *names)
 
 
 class Index(msgspec.Struct, frozen=True):

@@ -57,14 +57,14 @@ def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
 
     Raises DataError where the file is damaged, or holds what is no array of numbers.
     """
-    found: dict[str, ForeignArray | str | bytes] = {}
+    arrays: dict[str, ForeignArray | str | bytes] = {}
     with opened_archive(path) as archive:
         for file in archive:
             name = file.removesuffix(".npy")
-            if name in found:
+            if name in arrays:
                 raise DataError(f"{path} has two members {name!r}")
-            found[name] = _array(path, name, archive.handle, archive[file])
-    return found
+            arrays[name] = _array(path, name, archive.handle, archive[file])
+    return arrays
 
 
 @dataclass(frozen=True, slots=True)

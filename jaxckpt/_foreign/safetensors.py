@@ -72,7 +72,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
         size = os.fstat(handle).st_size
         _, header = _header(path, handle, size)
         start = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
-    found: dict[str, ForeignArray] = {}
+    tensors: dict[str, ForeignArray] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _BITS:
@@ -92,11 +92,11 @@ def read_header(path: str) -> dict[str, ForeignArray]:
         if _BITS[entry.dtype] * math.prod(side or 1 for side in entry.shape) > 8 * MAX_BYTES:
             raise DataError(f"{path}: {show(name)} has shape {list(entry.shape)}, beyond what can be addressed")
         dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
-        found[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
+        tensors[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
         end = last
     if start + end != size:
         raise DataError(f"{path} is {size} bytes long, expected {start + end} from its header")
-    return found
+    return tensors
 
 
 def read_metadata(path: str) -> dict[str, str]:

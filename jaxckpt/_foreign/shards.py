@@ -148,14 +148,14 @@ class Unreadable(ArrayData):
         raise DataError(self.reason)
 
 
-def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
+def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
     """The array at a leaf path from what each rank holds of it, split as `spec` says.
 
     Ranks are numbered row by row over the mesh. Ranks that hold the same box are replicas, one of which is enough, and
     all of which must be equal. Raises DataError where ranks disagree about shape or dtype, or where none has a box;
     SpecError where the spec does not fit.
     """
-    first_rank, first = min(parts.items())
+    first_rank, first = min(shards.items())
     sides = tuple(axes.values())
     # Of any length a dimension divides: each rank has its shard already.
     problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
@@ -166,16 +166,16 @@ def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, 
         side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, entries, strict=True)
     )
     boxes: dict[int, Box] = {}
-    for rank, part in sorted(parts.items()):
-        if (part.shape, part.dtype) != (first.shape, first.dtype):
+    for rank, shard in sorted(shards.items()):
+        if (shard.shape, shard.dtype) != (first.shape, first.dtype):
             raise DataError(
-                f"{show(path)} is {part.dtype}{list(part.shape)} in rank {rank}, {first.dtype}{list(first.shape)} in"
+                f"{show(path)} is {shard.dtype}{list(shard.shape)} in rank {rank}, {first.dtype}{list(first.shape)} in"
                 f" rank {first_rank}: every rank must hold an equal shard"
             )
         if rank >= math.prod(sides):
             raise DataError(f"{show(path)}: rank {rank} is beyond the mesh {dict(axes)}")
         boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
-    return replace(from_boxes(path, parts, boxes, shape), mesh=_mesh(tuple(axes.items())), spec=spec)
+    return replace(from_boxes(path, shards, boxes, shape), mesh=_mesh(tuple(axes.items())), spec=spec)
 
 
 @functools.lru_cache(maxsize=64)
@@ -185,14 +185,14 @@ def _mesh(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
 
 
 def from_boxes(
-    path: str, parts: Mapping[int, ForeignArray], boxes: Mapping[int, Box], shape: tuple[int, ...]
+    path: str, shards: Mapping[int, ForeignArray], boxes: Mapping[int, Box], shape: tuple[int, ...]
 ) -> ForeignArray:
     """The array at a leaf path from the box of it that each rank holds.
 
     Ranks that hold the same box are replicas, one of which is enough, and all of which must be equal. Raises DataError
     where a rank holds another shape than its box, where ranks disagree about the dtype, or where none has a box.
     """
-    return joined(path, shape, [(f"rank {rank}", boxes[rank], part) for rank, part in sorted(parts.items())])
+    return joined(path, shape, [(f"rank {rank}", boxes[rank], shard) for rank, shard in sorted(shards.items())])
 
 
 def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, ForeignArray]]) -> ForeignArray:

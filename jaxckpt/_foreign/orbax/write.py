@@ -136,15 +136,15 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
     arrays = {entry.name for entry, leaf in leaves.items() if leaf.kind != "str"}
     for entry, leaf in leaves.items():
         told, name = show(leaf.path), entry.name
-        parts = name.split("/")
-        above = next((head for head in ("/".join(parts[:n]) for n in range(1, len(parts))) if head in arrays), None)
+        folders = name.split("/")
+        above = next((head for head in ("/".join(folders[:n]) for n in range(1, len(folders))) if head in arrays), None)
         if above is not None:
             problems.append(f"{told} would lie in the folder of {above!r}")
         if entry.keys and (
-            not {"", ".", ".."}.isdisjoint(parts) or not {"\0", "\\"}.isdisjoint(name) or parts[0] in _RESERVED
+            not {"", ".", ".."}.isdisjoint(folders) or not {"\0", "\\"}.isdisjoint(name) or folders[0] in _RESERVED
         ):
             problems.append(f"{told} has a name that Orbax keeps for itself, or that is no folder's")
-        elif any(len(part.encode()) > 255 for part in parts):
+        elif any(len(folder.encode()) > 255 for folder in folders):
             problems.append(f"{told} has a name of more than 255 bytes")
         if leaf.kind == "bytes" or (leaf.kind == "str" and "~" in name):
             problems.append(f"{told} is a {leaf.kind}" + (" with a '~' in its name" if leaf.kind == "str" else ""))
