@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from jaxckpt._cli.terminal import Column, natural, number, print_json, print_table, printable, show_age, show_metrics
-from jaxckpt._foreign.orbax_in import has_steps
+from jaxckpt._foreign.orbax.steps import has_steps
 from jaxckpt._format.names import is_data
 from jaxckpt._inspect.checkpoint import Checkpoint
 from jaxckpt._inspect.checkpoint import open as open_checkpoint

@@ -7,7 +7,6 @@ pytorch_model.bin.index.json, pytorch_optim.bin.index.json: the file of each who
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +15,14 @@ from typing import Annotated, Any, cast
 
 import msgspec
 
+from jaxckpt._foreign.local_files import Index, from_json, inside, read_indexed, read_json
 from jaxckpt._foreign.pickles import as_tree, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
-from jaxckpt._foreign.shards import FileBlock, distinct, inside, read_json, replicas, require_named, tiled
+from jaxckpt._foreign.shards import FileData, joined, replicated
 from jaxckpt._foreign.torch import read_saved
 from jaxckpt._format.grid import Box
 from jaxckpt._format.tree import Tree, show
-from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
+from jaxckpt._restore.source import Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, InputError
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
@@ -36,21 +36,21 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 def _is_ours(name: str) -> bool:
     """Whether it is an index of ours; one of whole tensors in safetensors files is nobody's in particular."""
-    found = _INDEX.fullmatch(name)
-    return found is not None and (found["kind"] == "bin" or found["what"] == "pytorch_optim")
+    match = _INDEX.fullmatch(name)
+    return match is not None and (match["kind"] == "bin" or match["what"] == "pytorch_optim")
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
     """The names in its folder that are its own."""
-    found: set[str] = set()
+    own: set[str] = set()
     for name in names:
         if _META.fullmatch(name):
             shards = read_json(os.path.join(path, name), _Meta).metadata.values()
-            found |= {name, *(shard.file for shard in shards)}
+            own |= {name, *(shard.file for shard in shards)}
         elif _is_ours(name):
-            index = read_json(os.path.join(path, name), _Index)
-            found |= {name, *index.weight_map.values(), str(index.metadata.get("param_groups"))}
-    return found
+            index = read_json(os.path.join(path, name), Index)
+            own |= {name, *index.weight_map.values(), str((index.metadata or {}).get("param_groups"))}
+    return own
 
 
 def open_colossalai(path: str) -> Foreign:
@@ -64,15 +64,15 @@ def open_colossalai(path: str) -> Foreign:
         raise InputError(
             f"{path} has several indices ({', '.join([*metas[:1], *indices][:5])}): give a folder for each"
         )
-    parts: dict[str, Tree] = {}
+    trees: dict[str, Tree] = {}
     if metas:
-        parts["model"] = _distributed(path, metas)
+        trees["model"] = _distributed(path, metas)
     for name in models:
-        parts["model"] = _whole(path, os.path.join(path, name))
+        trees["model"] = read_indexed(path, os.path.join(path, name), _tensors)
     for name in optimizers:
-        parts["optimizer"] = _optimizer(path, os.path.join(path, name))
-    (first, *more) = parts.values()
-    return compose(path, parts if more else first, "colossalai")
+        trees["optimizer"] = _optimizer(path, os.path.join(path, name))
+    (first, *more) = trees.values()
+    return compose(path, trees if more else first, "colossalai")
 
 
 # A file for each rank -------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _distributed(path: str, metas: Sequence[str]) -> Tree:
             if shard.file not in files:
                 files[shard.file] = _tensors(inside(path, shard.file, where))
             shards.setdefault(tensor, []).append(shard)
-    tree: dict[str, Tree] = {tensor: _together(tensor, found, files) for tensor, found in shards.items()}
+    tree: dict[str, Tree] = {tensor: _parameter(tensor, held, files) for tensor, held in shards.items()}
     return tree | _unlisted(files, shards)
 
 
@@ -117,27 +117,25 @@ def _tensors(path: str) -> Mapping[str, Tree]:
     """What a file of either kind holds, by name."""
     if path.endswith(".safetensors"):
         return read_header(path)
-    found = read_saved(path)
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}, expected a dict of tensors")
-    return cast("dict[str, Tree]", found)
+    tensors = read_saved(path)
+    if not isinstance(tensors, dict):
+        raise DataError(f"{path} holds a {type(tensors).__name__}, expected a dict of tensors")
+    return cast("dict[str, Tree]", tensors)
 
 
-def _together(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[str, Tree]]) -> ForeignArray:
+def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[str, Tree]]) -> ForeignArray:
     """A parameter from what the ranks hold of it; what several hold, as most norms, are replicas."""
     shape = shards[0].global_shape
-    held: dict[Box, list[tuple[Block, str]]] = {}
-    dtype = ""
+    held: list[tuple[str, Box, ForeignArray]] = []
     for shard in shards:
         array = files[shard.file].get(name)
         if not isinstance(array, ForeignArray):
             raise DataError(f"{show(name)} is not in {shard.file}, which should hold it")
-        if (shard.global_shape, array.dtype) != (shape, dtype or array.dtype):
+        if shard.global_shape != shape:
             raise DataError(
-                f"{show(name)} is of {array.dtype}{list(shard.global_shape)} in {shard.file},"
-                f" of {dtype or array.dtype}{list(shape)} in {shards[0].file}"
+                f"{show(name)} has the global_shape {list(shard.global_shape)} in {shard.file}, {list(shape)} in"
+                f" {shards[0].file}"
             )
-        dtype = array.dtype
         # The last rank's may be longer: a vocabulary is padded so that it divides.
         fits = len(array.shape) == len(shape) and all(
             side == length or (side > length and start + length == whole)
@@ -148,101 +146,58 @@ def _together(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[s
                 f"{show(name)} is {list(array.shape)} in {shard.file}, expected {list(shard.lengths)} at"
                 f" {list(shard.offsets)} of {list(shape)}"
             )
-        held.setdefault(shard.box, []).append((array.block, shard.file))
-    parts = [
-        (box, replicas([block for block, _ in found], [file for _, file in found], name)) for box, found in held.items()
-    ]
-    return ForeignArray(dtype, shape, tiled(name, shape, parts))
+        held.append((shard.file, shard.box, replace(array, shape=shard.lengths)))
+    return joined(name, shape, held)
 
 
 def _unlisted(files: Mapping[str, Mapping[str, Tree]], listed: Collection[str]) -> dict[str, Tree]:
     """What the metadata does not mention: buffers, which every rank holds whole, and extra states."""
-    found: dict[str, dict[str, Tree]] = {}
+    copies: dict[str, dict[str, Tree]] = {}
     for file, tensors in files.items():
         for name, value in tensors.items():
             if name not in listed:
-                found.setdefault(name, {})[file] = value
-    return {name: _replicated(name, values) for name, values in found.items()}
+                copies.setdefault(name, {})[file] = value
+    return {name: _replicated(name, values) for name, values in copies.items()}
 
 
 def _replicated(name: str, values: Mapping[str, Tree]) -> Tree:
-    (file, first), *others = values.items()
-    if not others:
-        return first
-    if not isinstance(first, ForeignArray):
+    if len(values) == 1:
+        return next(iter(values.values()))
+    arrays = {file: value for file, value in values.items() if isinstance(value, ForeignArray)}
+    if len(arrays) < len(values):
         return unreadable(f"is in {len(values)} files, and no tensor that could be compared")
-    for other, value in others:
-        if not isinstance(value, ForeignArray) or (value.dtype, value.shape) != (first.dtype, first.shape):
-            raise DataError(f"{show(name)} is of another shape or dtype in {other} than in {file}")
-    return replace(first, block=replicas([value.block for value in values.values()], list(values), name))
+    return replicated(name, arrays)
 
 
-# Files of whole tensors -----------------------------------------------------------------------------------
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-    metadata: dict[str, Any] = {}
-
-
-def _whole(path: str, where: str) -> Tree:
-    tree: dict[str, Tree] = {}
-    for file, expected in _files(path, where, read_json(where, _Index)).items():
-        found = _tensors(inside(path, file, where))
-        _require_names(where, file, found.keys(), expected)
-        tree |= found
-    return tree
-
-
-def _files(path: str, where: str, index: _Index) -> dict[str, set[str]]:
-    """The names that each file should hold."""
-    files: dict[str, set[str]] = {}
-    for name, file in index.weight_map.items():
-        files.setdefault(file, set()).add(name)
-    require_named(path, files, where)
-    return files
-
-
-def _require_names(where: str, file: str, found: Collection[Any], expected: Collection[str]) -> None:
-    odd = {str(name) for name in found} ^ {*expected}
-    if odd:
-        name = min(odd)
-        told = "is in the index but not there" if name in expected else "is there but not in the index"
-        raise DataError(f"{file}: {show(name)} {told} ({where})")
+# The optimizer --------------------------------------------------------------------------------------------
 
 
 def _optimizer(path: str, where: str) -> Tree:
     """As `Optimizer.state_dict()` has it."""
-    index = read_json(where, _Index)
-    state: dict[Any, Tree] = {}
-    for file, expected in _files(path, where, index).items():
-        at = inside(path, file, where)
-        found = _flat_states(at) if at.endswith(".safetensors") else _tensors(at)
-        _require_names(where, file, found.keys(), expected)
-        state |= found
-    groups = index.metadata.get("param_groups")
+    groups = (read_json(where, Index).metadata or {}).get("param_groups")
     if not isinstance(groups, str):
         raise DataError(f"{where} names no file of param_groups")
+    state = read_indexed(path, where, _states)
     return {"param_groups": read_saved(inside(path, groups, where)), "state": state}
 
 
-def _flat_states(path: str) -> dict[Any, Tree]:
-    """The states of a file that was written in the background: "state-<parameter>-<name>", values pickled as bytes."""
-    told = read_metadata(path).get("non_tensor_keys", "[]")
-    try:
-        pickled = set(msgspec.convert(json.loads(told, object_pairs_hook=distinct), list[str]))
-    except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise DataError(f"{path}: its non_tensor_keys are damaged: {error}") from error
+def _states(path: str) -> Mapping[Any, Tree]:
+    """The states by parameter. A file in safetensors, written in the background, has "state-<parameter>-<name>" for
+    each, and pickled values as bytes."""
+    if not path.endswith(".safetensors"):
+        return _tensors(path)
+    text = read_metadata(path).get("non_tensor_keys", "[]")
+    pickled = set(from_json(f"{path}: the list non_tensor_keys", text, list[str]))
     states: dict[Any, dict[str, Tree]] = {}
     for name, array in read_header(path).items():
         separator = name[len("state") : len("state") + 1]
-        parts = name.split(separator) if separator in ("-", ".") else []
-        if len(parts) != 3 or parts[0] != "state":
+        words = name.split(separator) if separator in ("-", ".") else []
+        if len(words) != 3 or words[0] != "state":
             raise DataError(f"{path}: {show(name)} is no state of a parameter")
-        parameter = int(parts[1]) if re.fullmatch(r"\d{1,18}", parts[1]) else parts[1]
+        parameter = int(words[1]) if re.fullmatch(r"\d{1,18}", words[1]) else words[1]
         value: Tree = array
-        if name in pickled and isinstance(array.block, FileBlock):
-            size = array.block.end - array.block.offset
-            value = as_tree(unpickle(path, array.block.offset, size), f"{show(name)} in {path}")
-        states.setdefault(parameter, {})[parts[2]] = value
+        if name in pickled and isinstance(array.data, FileData):
+            size = array.data.end - array.data.offset
+            value = as_tree(unpickle(path, array.data.offset, size), f"{show(name)} in {path}")
+        states.setdefault(parameter, {})[words[2]] = value
     return dict(states)

@@ -6,35 +6,29 @@ source ─▶ its manifest, narrowed to what is wanted ─▶ ours: a Draft whos
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import hashlib
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Generator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from jaxckpt._foreign import export
+from jaxckpt._foreign.destination import replacing, require_replaceable
 from jaxckpt._foreign.mindspore import mindspore_ranks
-from jaxckpt._foreign.orbax_out import write_orbax
-from jaxckpt._foreign.registry import strangers
+from jaxckpt._foreign.registry import BY_SUFFIX, WRITERS, WRITTEN
 from jaxckpt._format.grid import Layout, mesh_layout
 from jaxckpt._format.layouts import Specs, by_axis_name, fit_spec, mesh_axes, require_common_axis, resolve_specs
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import DTYPES, Rename, Select, show
+from jaxckpt._format.tree import DTYPES, Rename, Select, closest, show
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
 from jaxckpt._restore.target import narrowed
-from jaxckpt._runtime.errors import CheckpointExistsError, InputError, JaxckptError, SpecError, StorageError, listing
+from jaxckpt._runtime.errors import InputError, SpecError, listing
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.progress import Report, reporting
+from jaxckpt._runtime.progress import reporting
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf
 from jaxckpt._save.prepare import SaveRequest
@@ -56,7 +50,7 @@ def convert(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> None:
-    """Write a checkpoint anew: in another format, for another mesh, in other chunks, or only some of its leaves.
+    """Write a checkpoint again: in another format, for another mesh, in other chunks, or only some of its leaves.
 
     Any host can do it: no devices are used, and at most about `options.host_bytes` of memory beside Python and JAX. In
     a job of several processes all of them call it, and process 0 writes.
@@ -66,8 +60,8 @@ def convert(
         destination: Where the new one goes: as for `save`, or a local path in other formats.
         format: "jaxckpt"; "safetensors" (a file where `destination` ends in ".safetensors", else a folder of shards
             with their index); "npz"; "zarr" (a group with one array a leaf); "orbax". By default it follows from the
-            destination's suffix: .safetensors, .npz, .zarr, else "jaxckpt". A suffix of a file format that cannot be
-            written, such as .pt or .h5, is an error unless `format` is given.
+            destination's suffix: .safetensors, .npz, .zarr, or "jaxckpt" if it has none. Any other suffix, such as .pt
+            or .h5, is an error unless `format` is given.
         mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
             decides how they are cut into objects and what spec they are restored with. By default as they were.
         specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
@@ -106,26 +100,27 @@ def convert(
             f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: copy it there"
             " afterwards"
         )
-    found, _ = source_at(source, options)
-    found = replace(found, manifest=narrowed(found.manifest, select, rename))
-    if isinstance(found, Foreign):
-        _check(found)
+    original, _ = source_at(source, options)
+    narrow = replace(original, manifest=narrowed(original.manifest, select, rename))
+    manifest = narrow.manifest
+    if isinstance(narrow, Foreign):
+        _check(narrow)
     if name == "jaxckpt":
-        draft = _drafted(found, mesh_shape, specs, options)
-        metadata = found.manifest.metadata
+        draft = _drafted(narrow, mesh_shape, specs, options)
         with Group.current(options, Call.of("convert", destination)) as group:
-            step = found.manifest.step
-            request = SaveRequest(destination, metadata=metadata, overwrite=overwrite, draft=draft, step=step)
+            request = SaveRequest(
+                destination, metadata=manifest.metadata, overwrite=overwrite, draft=draft, step=manifest.step
+            )
             start(request, replace(options, manifest_sha256=None), group, background=False).wait()
         return
     if mesh_shape is not None:
         raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
     assert target is not None
     if os.path.lexists(target):
-        _require_replaceable(target, source, overwrite)
-    n_bytes = sum(map(found.manifest.leaf_bytes, found.manifest.leaves))
-    with _published(target) as path, reporting("convert", n_bytes, options.progress) as report:
-        _WRITERS[name](found, path, options, report)
+        require_replaceable(target, source, overwrite)
+    n_bytes = sum(map(manifest.leaf_bytes, manifest.leaves))
+    with replacing(target) as path, reporting("convert", n_bytes, options.progress) as report:
+        WRITERS[name](narrow, path, options, report)
 
 
 def integrate(
@@ -148,146 +143,17 @@ def _check(source: Foreign) -> None:
 
 def _format_of(destination: str, format: str | None) -> str:
     """The format to write: the one that is asked for, else the one that the destination's suffix means."""
-    written = ["jaxckpt", *_WRITERS]
     if format is not None:
-        if format not in written:
-            raise InputError(f"format={format!r}; expected one of {', '.join(written)}")
+        if format not in WRITTEN:
+            raise InputError(f"format={format!r}{closest(format, WRITTEN)}; expected one of {', '.join(WRITTEN)}")
         return format
     suffix = os.path.splitext(destination)[1]
-    if suffix not in _BY_SUFFIX and suffix.lower() in (*_BY_SUFFIX, *_FILE_SUFFIXES):
+    if suffix not in BY_SUFFIX and re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # "run-1.5" has a number, not a suffix
         raise InputError(
             f"destination {destination!r} ends in {suffix}: jaxckpt does not write that format. The suffixes that it"
-            f" knows are {', '.join(_BY_SUFFIX)}; with any other, pass format= with one of {', '.join(written)}"
+            f" knows are {', '.join(BY_SUFFIX)}; with any other, pass format= with one of {', '.join(WRITTEN)}"
         )
-    return _BY_SUFFIX.get(suffix, "jaxckpt")
-
-
-_BY_SUFFIX = {".safetensors": "safetensors", ".npz": "npz", ".zarr": "zarr"}
-
-_FILE_SUFFIXES = frozenset(
-    ".bin .ckpt .distcp .ggml .gguf .gz .h5 .hdf5 .joblib .json .keras .mat .msgpack .npy .onnx .params .pb"
-    " .pdparams .pickle .pkl .pt .pth .tar .tflite .tgz .zip".split()
-)
-"""Of files that programs take for a model's weights: a folder of that name would be none of them."""
-
-_WRITERS: dict[str, Callable[[Source, str, Options, Report], None]] = {
-    "safetensors": export.write_safetensors,
-    "npz": export.write_npz,
-    "zarr": export.write_zarr,
-    "orbax": write_orbax,
-}
-
-
-def _require_replaceable(path: str, source: Location, overwrite: bool) -> None:
-    """Raise CheckpointExistsError where what is at `path` is to be kept."""
-    if not overwrite:
-        raise CheckpointExistsError(f"{path} is there already; pass overwrite=True to replace it")
-    if os.path.islink(path):
-        return
-    origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
-    for origin in filter(None, map(local_path, origins)):
-        place, there = os.path.realpath(path), os.path.realpath(origin)
-        if there.startswith(os.path.join(place, "")) or (isinstance(source, Foreign) and there == place):
-            raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
-    if not os.path.isdir(path):
-        return
-    try:
-        names = os.listdir(path)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot list {path}: {error.strerror}") from error
-    # A mistyped path must not cost somebody their home folder.
-    if odd := strangers(path, names):
-        raise CheckpointExistsError(
-            f"{path} holds other files than one checkpoint ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
-            " overwrite=True does not delete them; give another path"
-        )
-
-
-@contextlib.contextmanager
-def _published(path: str) -> Generator[str]:
-    """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
-    parent, name = os.path.split(path)
-    folder, lock = "", -1
-    try:
-        os.makedirs(parent, exist_ok=True)
-        _clear(path)
-        folder, lock = _drafts_folder(path)
-        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
-        yield draft
-        export.sync(draft)
-        _put_in_place(draft, path)
-        export.sync(parent, deep=False)
-    except OSError as error:
-        if isinstance(error, JaxckptError):
-            raise
-        raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if folder:
-            # What could not be put back waits for the next conversion.
-            if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _drafts_folder(path: str) -> tuple[str, int]:
-    """A hidden folder beside `path` for what is not whole yet, and a lock that is held while this process lives."""
-    while True:
-        folder = f"{_drafts(path)}{uuid.uuid4().hex}"
-        os.mkdir(folder)
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.path.isdir(folder)
-        except BlockingIOError:
-            ours = False
-        except OSError:  # a file system without locks, where nobody clears up either
-            ours = True
-        if ours:
-            return folder, lock
-        os.close(lock)  # somebody took it for left behind, before it was locked
-
-
-def _drafts(path: str) -> str:
-    parent, name = os.path.split(path)
-    # Names of one length may all be as long as the file system allows.
-    return os.path.join(parent, f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-convert-")
-
-
-def _clear(path: str) -> None:
-    """Delete what conversions to `path` left that were killed; what one of them had just moved away is put back."""
-    parent, start = os.path.split(_drafts(path))
-    for name in os.listdir(parent):
-        if not name.startswith(start):
-            continue
-        folder = os.path.join(parent, name)
-        with contextlib.suppress(OSError):
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
-                old = os.path.join(folder, _OLD)
-                if os.path.lexists(old) and not os.path.lexists(path):
-                    os.rename(old, path)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-def _put_in_place(draft: str, path: str) -> None:
-    """Rename `draft` to `path`, and move away what was there. A symbolic link is replaced, not what it leads to."""
-    if not os.path.lexists(path) or not (os.path.isdir(draft) or (os.path.isdir(path) and not os.path.islink(path))):
-        os.replace(draft, path)
-        return
-    old = os.path.join(os.path.dirname(draft), _OLD)
-    os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
-    try:
-        os.rename(draft, path)
-    except BaseException:
-        os.rename(old, path)
-        raise
-
-
-_OLD = ".old"
-"""In the folder of a draft, what was at the destination."""
+    return BY_SUFFIX.get(suffix, "jaxckpt")
 
 
 # To our own format ----------------------------------------------------------------------------------------

@@ -7,24 +7,24 @@ common.pt, metadata.json: in a folder of Megatron Core, what is not sharded, mer
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from jaxckpt._foreign.pickles import Global, Object, required, sizes, unpickle, unreadable
+from jaxckpt._foreign.local_files import converted, from_json, inside, read_json, require_length
+from jaxckpt._foreign.pickle_machine import Global, Object
+from jaxckpt._foreign.pickles import required, sizes, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
-from jaxckpt._foreign.shards import inside, read_json, require_length, tiled
+from jaxckpt._foreign.shards import tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
-from jaxckpt._format.grid import Box, volume
-from jaxckpt._format.tree import DTYPES, MAX_DEPTH, Tree, show
-from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
+from jaxckpt._format.grid import Box
+from jaxckpt._format.tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree, show
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
 
 _METADATA = ".metadata"
@@ -59,17 +59,6 @@ def open_dcp(path: str) -> Foreign:
 # .metadata ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where an item lies."""
-
-    path: str
-    offset: int
-    size: int
-    encoded: str
-    """The encodings of its bytes; empty where they are as they are."""
-
-
 def _tree_of(path: str) -> dict[str, Tree]:
     where = os.path.join(path, _METADATA)
     metadata = required(unpickle(where, calls={"torch.Size": sizes}), "Metadata", where).fields
@@ -77,7 +66,7 @@ def _tree_of(path: str) -> dict[str, Tree]:
     if items is None:
         raise DataError(f"{where}: its state_dict_metadata is no dict of names")
     mapping = _by_name(metadata.get("planner_data")) or {}  # None where the planner flattened nothing
-    places = _places(path, where, metadata.get("storage_data"))
+    stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
     for name, item in items.items():
         at = mapping.get(name, (name,))
@@ -85,7 +74,7 @@ def _tree_of(path: str) -> dict[str, Tree]:
             raise DataError(f"{where}: {show(name)} has no path of str and int")
         if at in leaves:
             raise DataError(f"{where}: two of its names have the path {show('/'.join(map(str, at)))}")
-        leaves[at] = _leaf(where, name, item, places)
+        leaves[at] = _leaf(where, name, item, stored)
     return _nested(where, leaves)
 
 
@@ -106,76 +95,92 @@ def _is_path(value: Any) -> bool:
     )
 
 
-Places = Mapping[tuple[str, tuple[int, ...] | None], _Place]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Sides = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_RANK)]
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+class MetadataIndex(msgspec.Struct):
+    fqn: str
+    offset: _Sides | None = None
+    """Of a chunk in its tensor."""
+
+
+class _StorageInfo(msgspec.Struct):
+    relative_path: str
+    offset: _Size
+    length: _Size
+    transform_descriptors: Sequence[str] | None = None
+    """The encodings of its bytes; none if they are as they are."""
+
+
+class ChunkStorageMetadata(msgspec.Struct):
+    offsets: _Sides
+    sizes: _Sides
+
+
+class TensorStorageMetadata(msgspec.Struct):
+    size: _Sides
+    properties: Any
+    chunks: list[Any] = []
+
+
+def _record(where: str, value: Any, kind: type[_Record]) -> _Record:
+    """An instance of the class of torch that has the same name. Raises DataError."""
+    return converted(where, required(value, kind.__name__, where).fields, kind)
+
+
+StoredItems = Mapping[tuple[str, tuple[int, ...] | None], _StorageInfo]
 """Where items lie, by name and, for a chunk of a tensor, its offset."""
 
 
-def _places(path: str, where: str, storage: Any) -> Places:
+def _stored_items(path: str, where: str, storage: Any) -> StoredItems:
     if not isinstance(storage, dict):
         raise DataError(f"{where}: its storage_data is no dict")
-    places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    items: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {}
     ends: dict[str, int] = {}
+    what = f"{where}: an entry of its storage_data"
     for key, value in cast("dict[Any, Any]", storage).items():
-        index = required(key, "MetadataIndex", where).fields
-        info = required(value, "_StorageInfo", where).fields
-        try:
-            name, file = _text(index.get("fqn")), _text(info.get("relative_path"))
-            start, size = sizes((info.get("offset"), info.get("length")))
-            offset = None if index.get("offset") is None else sizes(index["offset"])
-            encoded = ", ".join(map(_text, info.get("transform_descriptors") or ()))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{where}: a place in its storage_data is damaged: {error}") from error
-        place = _Place(inside(path, file, where), start, size, encoded)
-        places[name, offset] = place
-        ends[place.path] = max(ends.get(place.path, 0), start + size)
+        index, info = _record(what, key, MetadataIndex), _record(what, value, _StorageInfo)
+        info.relative_path = inside(path, info.relative_path, where)
+        items[index.fqn, index.offset] = info
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for file, end in ends.items():
         require_length(file, end)
-    return places
+    return items
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a name is a {type(value).__name__}")
-    return value
-
-
-def _leaf(where: str, name: str, item: Any, places: Places) -> Tree:
-    kind = item.name.rpartition(".")[2] if isinstance(item, Object) else type(item).__name__
-    if kind == "BytesStorageMetadata":
-        return _python_object(where, name, places)
-    fields = required(item, "TensorStorageMetadata", f"{where}: {show(name)}").fields
-    try:
-        shape = sizes(fields.get("size"))
-        dtype = _dtype(required(fields.get("properties"), "TensorProperties", f"{where}: {show(name)}"))
-        found = fields.get("chunks")
-        boxes = list(dict.fromkeys(map(_box, found if isinstance(found, list) else [])))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: {show(name)} is damaged: {error}") from error
+def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
+    if isinstance(item, Object) and item.name.rpartition(".")[2] == "BytesStorageMetadata":
+        return _python_object(where, name, stored)
+    what = f"{where}: {show(name)}"
+    tensor = _record(what, item, TensorStorageMetadata)
+    dtype = _dtype(required(tensor.properties, "TensorProperties", what))
+    chunks = [_record(what, chunk, ChunkStorageMetadata) for chunk in tensor.chunks]
+    if wrong := [chunk for chunk in chunks if len(chunk.offsets) != len(chunk.sizes)]:
+        raise DataError(f"{what} has a chunk of {list(wrong[0].sizes)} at {list(wrong[0].offsets)}")
     if dtype not in DTYPES:
         return unreadable(f"has dtype {dtype}, which NumPy and JAX lack")
-    parts: list[tuple[Box, Block]] = []
-    for box in boxes:
-        if not volume(box):
+    pieces: dict[Box, ArrayData] = {}
+    for chunk in chunks:
+        if 0 in chunk.sizes:
             continue
-        place = places.get((name, tuple(start for start, _ in box)))
-        if place is None:
-            raise DataError(f"{where}: the chunk of {show(name)} at {[start for start, _ in box]} lies in no file")
-        if place.encoded:
-            return unreadable(f"was encoded by {place.encoded}, which this library cannot undo")
-        side = tuple(stop - start for start, stop in box)
-        needed = volume(box) * DTYPES[dtype].itemsize
-        if place.size < needed:
-            raise DataError(f"{where}: a chunk of {show(name)}, {dtype}{list(side)}, has {place.size} bytes in all")
-        parts.append((box, SavedTensor(place.path, place.offset, place.size, dtype, side)))
-    return ForeignArray(dtype, shape, tiled(name, shape, parts))
+        info = stored.get((name, chunk.offsets))
+        if info is None:
+            raise DataError(f"{where}: the chunk of {show(name)} at {list(chunk.offsets)} lies in no file")
+        if info.transform_descriptors:
+            return _encoded(info)
+        if info.length < math.prod(chunk.sizes) * DTYPES[dtype].itemsize:
+            raise DataError(
+                f"{where}: a chunk of {show(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
+            )
+        box = tuple((start, start + side) for start, side in zip(chunk.offsets, chunk.sizes, strict=True))
+        pieces[box] = SavedTensor(info.relative_path, info.offset, info.length, dtype, chunk.sizes)
+    return ForeignArray(dtype, tensor.size, tiled(name, tensor.size, pieces.items()))
 
 
-def _box(chunk: Any) -> Box:
-    fields = required(chunk, "ChunkStorageMetadata", "a chunk").fields
-    offsets, sides = sizes(fields.get("offsets")), sizes(fields.get("sizes"))
-    if len(offsets) != len(sides):
-        raise ValueError(f"a chunk of {list(sides)} is at {list(offsets)}")
-    return tuple((offset, offset + side) for offset, side in zip(offsets, sides, strict=True))
+def _encoded(info: _StorageInfo) -> ForeignArray:
+    return unreadable(f"was encoded by {', '.join(info.transform_descriptors or ())}, which this library cannot undo")
 
 
 def _dtype(properties: Object) -> str:
@@ -185,15 +190,15 @@ def _dtype(properties: Object) -> str:
     return dtype_of(value) or (value.name if isinstance(value, Global) else "unknown")
 
 
-def _python_object(where: str, name: str, places: Places) -> Tree:
-    place = places.get((name, None))
-    if place is None:
+def _python_object(where: str, name: str, stored: StoredItems) -> Tree:
+    info = stored.get((name, None))
+    if info is None:
         raise DataError(f"{where}: the object {show(name)} lies in no file")
-    if place.encoded:
-        return unreadable(f"was encoded by {place.encoded}, which this library cannot undo")
+    if info.transform_descriptors:
+        return _encoded(info)
     try:
-        return read_saved(place.path, place.offset, place.size)
-    except DataError as error:  # of one object: the tensors beside it can be read
+        return read_saved(info.relative_path, info.offset, info.length)
+    except DataError as error:  # of one object: the tensors around it can be read
         return unreadable(f"cannot be read: {error}")
 
 
@@ -241,10 +246,10 @@ def _with_common_state(path: str, names: Collection[str], tree: dict[str, Tree])
     if _COMMON in names:
         where, common = os.path.join(path, _COMMON), read_saved(os.path.join(path, _COMMON))
     elif _CONFIG in names and _is_megatron(os.path.join(path, _CONFIG)):
-        found, tree = tree.get(_COMMON_STATE), {name: tree[name] for name in tree if name != _COMMON_STATE}
-        if not isinstance(found, list) or len(cast("list[Tree]", found)) != 1:
+        objects, tree = tree.get(_COMMON_STATE), {name: tree[name] for name in tree if name != _COMMON_STATE}
+        if not isinstance(objects, list) or len(cast("list[Tree]", objects)) != 1:
             raise DataError(f"{path}/{_COMMON} is missing: it holds what Megatron does not shard")
-        where, common = path, cast("list[Tree]", found)[0]
+        where, common = path, cast("list[Tree]", objects)[0]
     else:
         return tree
     if not isinstance(common, dict):
@@ -261,8 +266,10 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
     """Two trees in one, as megatron/core/dist_checkpointing/dict_utils.py merges them."""
     if isinstance(first, dict) and isinstance(second, dict):
         one, two = cast("dict[Any, Tree]", first), cast("dict[Any, Tree]", second)
-        both = {key: _merged(one[key], two[key], where, f"{path}/{key}".lstrip("/")) for key in one.keys() & two.keys()}
-        return {**one, **two, **both}
+        common = {
+            key: _merged(one[key], two[key], where, f"{path}/{key}".lstrip("/")) for key in one.keys() & two.keys()
+        }
+        return {**one, **two, **common}
     if isinstance(first, list) and isinstance(second, list):
         one, two = cast("list[Tree]", first), cast("list[Tree]", second)
         if len(one) == len(two):
@@ -274,7 +281,7 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    saved_offsets: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
+    saved_offsets: list[_Size]
 
 
 def _sharded(path: str, names: Sequence[str]) -> Tree:
@@ -287,33 +294,30 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
         f" {len(ranks)} ranks that are there; check that the job had as many",
         stacklevel=2,
     )
-    parts: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
+    chunks: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
     for name in names:
         where = os.path.join(path, name)
-        text = read_metadata(where).get("DCP_SHARDING_INFO")
-        try:
-            told = msgspec.convert(json.loads(text or ""), dict[str, _Saved])
-        except (ValueError, RecursionError, msgspec.ValidationError) as error:
-            raise DataError(f"{where}: its DCP_SHARDING_INFO is missing or damaged: {error}") from error
+        text = read_metadata(where).get("DCP_SHARDING_INFO", "")
+        told = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _Saved])
         for tensor, array in read_header(where).items():
             offsets = told[tensor].saved_offsets if tensor in told else []
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show(tensor)} of shape {list(array.shape)} is at {offsets}")
             box = tuple((start, start + side) for start, side in zip(offsets, array.shape, strict=True))
-            parts.setdefault(tensor, []).append((box, array, where))
-    return {tensor: _together(tensor, found) for tensor, found in parts.items()}
+            chunks.setdefault(tensor, []).append((box, array, where))
+    return {tensor: _together(tensor, held) for tensor, held in chunks.items()}
 
 
-def _together(name: str, parts: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
+def _together(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
     """A tensor from its chunks. Its shape is what they reach to: the format does not record it."""
-    first, where = parts[0][1:]
-    for _, array, other in parts:
+    first, where = chunks[0][1:]
+    for _, array, other in chunks:
         if (array.dtype, len(array.shape)) != (first.dtype, len(first.shape)):
             raise DataError(
                 f"{show(name)} is {first.dtype}{list(first.shape)} in {where},"
                 f" {array.dtype}{list(array.shape)} in {other}"
             )
-    shape = tuple(max(box[dim][1] for box, _, _ in parts) for dim in range(len(first.shape)))
+    shape = tuple(max(box[dim][1] for box, _, _ in chunks) for dim in range(len(first.shape)))
     if math.prod(shape) and first.dtype not in DTYPES:
         return unreadable(f"has dtype {first.dtype}, which NumPy and JAX lack")
-    return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.block) for box, array, _ in parts]))
+    return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in chunks]))

@@ -13,31 +13,21 @@ stay in the file until they are asked for.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+from jaxckpt._foreign.local_files import converted, from_json, head, listed, opened, read_small
 from jaxckpt._foreign.protobuf import LENGTH, VARINT, Field, Message
-from jaxckpt._foreign.rank_files import (
-    MAX_RANKS,
-    Files,
-    Held,
-    assemble,
-    by_name,
-    common_url,
-    listed,
-    paths_in,
-    paths_of,
-)
+from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_name, common_url, paths_in, paths_of
 from jaxckpt._foreign.safetensors import read_header
-from jaxckpt._foreign.shards import FileBlock, distinct, flat_boxes, from_boxes, from_ranks, opened, replicas, tiled
+from jaxckpt._foreign.shards import FileData, flat_boxes, from_boxes, from_ranks, replicated, tiled
 from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.layouts import Specs
 from jaxckpt._format.tree import DTYPES, MAX_RANK, component, show
@@ -63,10 +53,7 @@ _TRAILER = b"crc_num"
 
 def recognises(path: str, names: Collection[str]) -> bool:
     """A .ckpt file; not PyTorch's, which many name so too: it is a zip file or a pickle."""
-    if names or not path.endswith(".ckpt") or not os.path.isfile(path):
-        return False
-    with opened(path) as handle:
-        return os.pread(handle, 1, 0) == b"\n"  # field 1, of a length
+    return not names and path.endswith(".ckpt") and head(path, 1) == b"\n"  # field 1, of a length
 
 
 def open_mindspore(path: str) -> Foreign:
@@ -184,13 +171,12 @@ def read_strategy(path: str) -> Strategy:
         if not stages:
             raise DataError(f"{path} has no strategy files (.ckpt or .json)")
         return stages
-    with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        if size > MAX_STRATEGY_BYTES:
-            raise DataError(f"{path} is {size} bytes long; a strategy file has at most {MAX_STRATEGY_BYTES}")
-        content = os.pread(handle, size, 0)
-        # A message starts with the number of its stage.
-        record = _from_json(path, content) if content.lstrip()[:1] == b"{" else _from_wire(Message(path, handle, size))
+    content = read_small(path, MAX_STRATEGY_BYTES)
+    if content.lstrip()[:1] == b"{":  # a message starts with the number of its stage
+        record = from_json(f"the strategy file {path}", content, _StrategyFile)
+    else:
+        with opened(path) as handle:
+            record = _from_wire(Message(path, handle, len(content)))
     if not record.parallel_layout_item:
         raise DataError(f"the strategy file {path} has no arrays")
     merged = [re.fullmatch(r"([0-9]{1,7})-(.+)", name) for name in record.parallel_layout_item]
@@ -204,45 +190,30 @@ def read_strategy(path: str) -> Strategy:
     return {stage: record.parallel_layout_item}
 
 
-def _from_json(path: str, content: bytes) -> _StrategyFile:
-    try:
-        return msgspec.convert(json.loads(content, object_pairs_hook=distinct), _StrategyFile)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"the strategy file {path} is damaged: {error}") from error
-
-
-def _put_together(held: Held, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
+def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
     """The global arrays by name, from what each rank holds."""
-    arrays, found = by_name(held)
+    arrays, whole = by_name(held)
     n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
     if lost := [rank for rank in held if rank // n_devices not in strategy]:
         raise DataError(
             f"rank {lost[0]} is of stage {lost[0] // n_devices}, as each has {n_devices} devices; the strategy is of"
             f" {', '.join(map(str, sorted(strategy)))}"
         )
-    for name, parts in arrays.items():
+    for name, shards in arrays.items():
         stages = [stage for stage, layouts in strategy.items() if name in layouts]
         if not stages:  # a learning rate, for example
-            found[name] = from_ranks(name, parts, {"rank": max(held) + 1}, ())
+            whole[name] = from_ranks(name, shards, {"rank": max(held) + 1}, ())
             continue
         of_stages: list[tuple[int, ForeignArray]] = []
         for stage in stages:
             # Ranks may have saved arrays of other stages too, as they were before the first step.
-            own = {rank: part for rank, part in parts.items() if rank // n_devices == stage}
+            own = {rank: shard for rank, shard in shards.items() if rank // n_devices == stage}
             if own:  # what stages share is saved by one of them
                 of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
             raise DataError(f"{show(name)} is in no rank of stage {', '.join(map(str, stages))}, where it is trained")
-        first = of_stages[0][1]
-        for stage, other in of_stages[1:]:
-            if (other.shape, other.dtype) != (first.shape, first.dtype):
-                raise DataError(
-                    f"{show(name)} is {other.dtype}{list(other.shape)} in stage {stage}, {first.dtype}"
-                    f"{list(first.shape)} in stage {of_stages[0][0]}"
-                )
-        blocks, names = [array.block for _, array in of_stages], [f"stage {stage}" for stage, _ in of_stages]
-        found[name] = replace(first, block=replicas(blocks, names, name))
-    return found
+        whole[name] = replicated(name, {f"stage {stage}": array for stage, array in of_stages})
+    return whole
 
 
 def _devices_of_a_stage(strategy: Strategy) -> int:
@@ -257,9 +228,9 @@ def _devices_of_a_stage(strategy: Strategy) -> int:
     return count
 
 
-def _laid_out(name: str, parts: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
+def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
     """The global array from what the ranks of a stage hold of it."""
-    rank = len(next(iter(parts.values())).shape)
+    rank = len(next(iter(shards.values())).shape)
     if max(layout.tensor_map, default=-1) < 0 and not layout.opt_weight_shard_step:
         layout = msgspec.structs.replace(layout, tensor_map=(-1,) * rank)  # a scalar may have one entry
     if len(layout.tensor_map) != rank or max(layout.tensor_map, default=-1) >= len(layout.dev_matrix):
@@ -275,14 +246,14 @@ def _laid_out(name: str, parts: Mapping[int, ForeignArray], layout: Layout, n_st
     axes = {"stage": n_stages} if n_stages > 1 else {}
     axes |= zip(names, sides.dev_matrix, strict=True)
     if layout.param_split_shape and layout.indices_offset and spec and spec[0]:
-        found = _by_hand(name, parts, layout.param_split_shape, axes, spec)
+        array = _by_hand(name, shards, layout.param_split_shape, axes, spec)
     else:
-        found = from_ranks(name, parts, axes, spec)
-    if layout.tensor_shape is not None and found.shape != layout.tensor_shape:
+        array = from_ranks(name, shards, axes, spec)
+    if layout.tensor_shape is not None and array.shape != layout.tensor_shape:
         raise DataError(
-            f"{show(name)} would be {list(found.shape)} of its shards, its strategy has {list(layout.tensor_shape)}"
+            f"{show(name)} would be {list(array.shape)} of its shards, its strategy has {list(layout.tensor_shape)}"
         )
-    return found
+    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,19 +285,19 @@ def _optimizer_shards(name: str, layout: Layout) -> _Sides:
 
 
 def _by_hand(
-    name: str, parts: Mapping[int, ForeignArray], rows: Sequence[int], axes: Mapping[str, int], spec: Spec
+    name: str, shards: Mapping[int, ForeignArray], rows: Sequence[int], axes: Mapping[str, int], spec: Spec
 ) -> ForeignArray:
     """An array whose rows are split unevenly, its columns evenly."""
     split = [math.prod(axes[axis] for axis in names) for names in spec]
     if len(rows) != math.prod(split) or any(side > 1 for side in split[1:]):
         raise DataError(f"{show(name)} has param_split_shape {list(rows)}, which does not fit its split {split}")
     boxes: dict[int, Box] = {}
-    for rank, part in parts.items():
+    for rank, shard in shards.items():
         place = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
         number = int(place[spec[0][0]])
         start = sum(rows[:number])
-        boxes[rank] = ((start, start + rows[number]), *((0, side) for side in part.shape[1:]))
-    return from_boxes(name, parts, boxes, (sum(rows), *next(iter(parts.values())).shape[1:]))
+        boxes[rank] = ((start, start + rows[number]), *((0, side) for side in shard.shape[1:]))
+    return from_boxes(name, shards, boxes, (sum(rows), *next(iter(shards.values())).shape[1:]))
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------
@@ -350,7 +321,7 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
 
     Raises DataError where it is damaged or encrypted, or holds what is no tensor.
     """
-    found: dict[str, ForeignArray | str] = {}
+    tensors: dict[str, ForeignArray | str] = {}
     with opened(path) as handle:
         size = os.fstat(handle).st_size
         if size >= 17 and os.pread(handle, len(_TRAILER), size - 17) == _TRAILER:
@@ -359,7 +330,7 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
         runs: list[_Value] = []
         for value in _values(wire):
             if runs and value.tag != runs[0].tag:
-                _add(path, found, handle, runs)
+                _add(path, tensors, handle, runs)
                 runs = []
             if runs and (value.dims, value.type) != (runs[0].dims, runs[0].type):
                 raise DataError(
@@ -368,23 +339,23 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
                 )
             runs.append(value)
         if runs:
-            _add(path, found, handle, runs)
-    if not found:
+            _add(path, tensors, handle, runs)
+    if not tensors:
         raise DataError(f"{path} is empty")
-    return found
+    return tensors
 
 
-def _add(path: str, found: dict[str, ForeignArray | str], handle: int, runs: Sequence[_Value]) -> None:
+def _add(path: str, tensors: dict[str, ForeignArray | str], handle: int, runs: Sequence[_Value]) -> None:
     """Enter the tensor, or text, that lies in one or more runs."""
     first = runs[0]
-    if first.tag in found:
+    if first.tag in tensors:
         raise DataError(f"{path} has {show(first.tag)} twice")
     n_bytes = sum(run.stop - run.start for run in runs)
     if first.type == "str":
-        found[first.tag] = _text(path, first, handle, n_bytes)
+        tensors[first.tag] = _text(path, first, handle, n_bytes)
         return
     if first.type not in _DTYPES:
-        found[first.tag] = ForeignArray(first.type[:40], first.dims, FileBlock(path, first.start, "uint8", (n_bytes,)))
+        tensors[first.tag] = ForeignArray(first.type[:40], first.dims, FileData(path, first.start, "uint8", (n_bytes,)))
         return
     dtype = _DTYPES[first.type]
     size = DTYPES[dtype].itemsize
@@ -395,9 +366,9 @@ def _add(path: str, found: dict[str, ForeignArray | str], handle: int, runs: Seq
             f" {first.type}{list(shape)}"
         )
     if len(runs) == 1:
-        found[first.tag] = ForeignArray(dtype, shape, FileBlock(path, first.start, dtype, shape))
+        tensors[first.tag] = ForeignArray(dtype, shape, FileData(path, first.start, dtype, shape))
         return
-    parts: list[tuple[Box, FileBlock]] = []
+    pieces: list[tuple[Box, FileData]] = []
     element = 0
     for run in runs:
         count, rest = divmod(run.stop - run.start, size)
@@ -406,10 +377,10 @@ def _add(path: str, found: dict[str, ForeignArray | str], handle: int, runs: Seq
         offset = run.start
         for box in flat_boxes(shape, element, element + count):
             sides = tuple(stop - start for start, stop in box)
-            parts.append((box, FileBlock(path, offset, dtype, sides)))
+            pieces.append((box, FileData(path, offset, dtype, sides)))
             offset += size * math.prod(sides)
         element += count
-    found[first.tag] = ForeignArray(dtype, shape, tiled(component(first.tag), shape, parts))
+    tensors[first.tag] = ForeignArray(dtype, shape, tiled(component(first.tag), shape, pieces))
 
 
 def _text(path: str, value: _Value, handle: int, n_bytes: int) -> str:
@@ -463,10 +434,8 @@ def _from_wire(wire: Message) -> _StrategyFile:
         if name in layouts:
             raise wire.damaged(outer.start, f"{show(name)} is there twice")
         layouts[name] = _layout(wire, item[2])
-    try:
-        return msgspec.convert({"parallel_layout_item": layouts, "parallel_strategy_item": operators}, _StrategyFile)
-    except msgspec.ValidationError as error:
-        raise DataError(f"the strategy file {wire.path} is damaged: {error}") from error
+    items = {"parallel_layout_item": layouts, "parallel_strategy_item": operators}
+    return converted(f"the strategy file {wire.path}", items, _StrategyFile)
 
 
 _LISTS = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape", 4: "indices_offset"}

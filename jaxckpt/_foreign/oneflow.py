@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._foreign.pickles import Object, array_in, as_tree, unpickle, unreadable
+from jaxckpt._foreign.local_files import head, inside, opened, read_small
+from jaxckpt._foreign.pickle_machine import Object
+from jaxckpt._foreign.pickles import array_in, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
-from jaxckpt._foreign.shards import FileBlock, c_strides, inside, opened
+from jaxckpt._foreign.shards import FileData, c_strides
 from jaxckpt._format.layouts import Specs
 from jaxckpt._format.tree import DTYPES, MAX_RANK, Structure, Tree, flatten, nested, unflatten
-from jaxckpt._restore.source import Block, Foreign, ForeignArray, Memory, compose
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Memory, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
 
 _PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
@@ -60,11 +62,8 @@ _MESSAGE = re.compile(
 def recognises(path: str, names: Collection[str]) -> bool:
     if names:
         return any(name in names for name in (_PICKLE, _DONE, _GRAPH))
-    if not os.path.isfile(path):
-        return False
-    with opened(path) as handle:
-        head = os.pread(handle, 128, 0)
-    return head.startswith(b"\x80") and b"protocol_version" in head and _MAGIC in head
+    start = head(path, 128)
+    return start.startswith(b"\x80") and b"protocol_version" in start and _MAGIC in start
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
@@ -207,26 +206,25 @@ def _as(array: ForeignArray, dtype: str, path: str) -> ForeignArray:
     """A tensor from its NumPy array. NumPy has no bfloat16, so those were saved as float32: their upper halves."""
     if array.dtype == dtype:
         return replace(array, kind="jax")
-    if (array.dtype, dtype) == ("float32", "bfloat16") and isinstance(array.block, FileBlock | Memory):
-        return ForeignArray(dtype, array.shape, _upper_half(array.block))
+    if (array.dtype, dtype) == ("float32", "bfloat16") and isinstance(array.data, FileData | Memory):
+        return ForeignArray(dtype, array.shape, _upper_half(array.data))
     raise DataError(f"{path}: a tensor of dtype {dtype} has its data in {array.dtype}")
 
 
-def _upper_half(block: FileBlock | Memory) -> Block:
+def _upper_half(stored: FileData | Memory) -> ArrayData:
     """bfloat16 values that lie as float32."""
-    if isinstance(block, Memory):
-        array = np.ascontiguousarray(block.array)
-        halves = array.view("<u2").reshape(*block.array.shape, 2)[..., 1]
-        return Memory(np.ascontiguousarray(halves).view(DTYPES["bfloat16"]).reshape(block.array.shape))
-    strides = c_strides(block.shape) if block.strides is None else block.strides
-    return replace(block, offset=block.offset + 2, dtype="bfloat16", strides=tuple(2 * stride for stride in strides))
+    if isinstance(stored, Memory):
+        array = np.ascontiguousarray(stored.array)
+        halves = array.view("<u2").reshape(*stored.array.shape, 2)[..., 1]
+        return Memory(np.ascontiguousarray(halves).view(DTYPES["bfloat16"]).reshape(stored.array.shape))
+    strides = c_strides(stored.shape) if stored.strides is None else stored.strides
+    return replace(stored, offset=stored.offset + 2, dtype="bfloat16", strides=tuple(2 * stride for stride in strides))
 
 
 def _tensor_in(folder: str) -> ForeignArray:
     """A tensor in a folder of its own."""
     meta, data = os.path.join(folder, _META), os.path.join(folder, _DATA)
-    with opened(meta) as handle:
-        text = os.pread(handle, MAX_META_BYTES, 0)
+    text = read_small(meta, MAX_META_BYTES)
     with opened(data) as handle:
         size = os.fstat(handle).st_size
     message = _MESSAGE.fullmatch(text.decode("ascii", "replace"))
@@ -240,9 +238,9 @@ def _tensor_in(folder: str) -> ForeignArray:
         raise DataError(f"{meta}: the tensor has {len(shape)} dimensions; at most {MAX_RANK} can be read")
     count = math.prod(shape)
     if dtype == "bfloat16" and count and size == 4 * count:
-        return ForeignArray(dtype, shape, _upper_half(FileBlock(data, 0, "float32", shape)))
+        return ForeignArray(dtype, shape, _upper_half(FileData(data, 0, "float32", shape)))
     if size != count * DTYPES[dtype].itemsize:
         raise DataError(
             f"{data} is {size} bytes long, expected {count * DTYPES[dtype].itemsize} of {dtype}{list(shape)}"
         )
-    return ForeignArray(dtype, shape, FileBlock(data, 0, dtype, shape))
+    return ForeignArray(dtype, shape, FileData(data, 0, dtype, shape))

@@ -91,13 +91,13 @@ class Message:
     ) -> dict[int, Field]:
         """The fields of an inner message that occur once, by number. If `others` are given, only those may be there
         in addition."""
-        found: dict[int, Field] = {}
+        fields: dict[int, Field] = {}
         for field in self.inner(outer, what):
             if others is not None and field.number not in numbers and field.number not in others:
                 raise self.damaged(field.start, f"{what} has field {field.number}, which the format lacks")
-            if field.number in numbers and found.setdefault(field.number, field) is not field:
+            if field.number in numbers and fields.setdefault(field.number, field) is not field:
                 raise self.damaged(field.start, f"{what} has field {field.number} twice")
-        return found
+        return fields
 
     def inner(self, outer: Field, what: str) -> Iterator[Field]:
         """The fields of an inner message."""
@@ -116,7 +116,7 @@ class Message:
 
     def integers(self, outer: Field, number: int, most: int) -> list[int]:
         """A repeated field of signed integers, packed or not."""
-        found: list[int] = []
+        numbers: list[int] = []
         for field in self.inner(outer, "a list"):
             if field.number != number:
                 continue
@@ -125,7 +125,7 @@ class Message:
             at = field.start
             while at < field.stop:
                 value, at = self._varint(at, field.stop)
-                found.append(value - (value >> 63 << 64))
-                if len(found) > most:
+                numbers.append(value - (value >> 63 << 64))
+                if len(numbers) > most:
                     raise self.damaged(at, f"a list is longer than {most}")
-        return found
+        return numbers

@@ -5,7 +5,6 @@ files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or fro
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -14,14 +13,15 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from jaxckpt._foreign.local_files import head, listed
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
-from jaxckpt._foreign.shards import from_boxes, from_ranks, opened
+from jaxckpt._foreign.shards import from_boxes, from_ranks
 from jaxckpt._format.grid import Box
 from jaxckpt._format.layouts import Specs, mesh_axes, resolve_specs
 from jaxckpt._format.tree import DTYPES, closest, flatten, nested, show
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError, listing
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, listing
 
 Files = Mapping[int, str | os.PathLike[str]]
 """The file of each rank."""
@@ -83,9 +83,7 @@ def rank_files(
 
 
 def _read(path: str) -> Mapping[str, ForeignArray | str | bytes]:
-    with opened(path) as handle:
-        magic = os.pread(handle, 2, 0)
-    return read_npz(path) if magic == b"PK" else read_header(path)
+    return read_npz(path) if head(path, 2) == b"PK" else read_header(path)
 
 
 def paths_of(files: Files) -> dict[int, str]:
@@ -125,49 +123,41 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
     return paths_of(found)
 
 
-def listed(folder: str) -> list[str]:
-    """What is in a folder, sorted. Raises StorageError."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot list {folder}: {error.strerror}") from error
-
-
 def common_url(paths: Mapping[int, str]) -> str:
     """What the files of all ranks are called together."""
     return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
 
 
-Held = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
+OfRanks = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
 """What each rank has, by name."""
 
 
 def assemble(
-    held: Held,
+    held: OfRanks,
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, ForeignArray | str | bytes]:
     """The global arrays by name, from what each rank holds."""
-    arrays, found = by_name(held)
+    arrays, whole = by_name(held)
     axes = mesh_axes({"rank": max(held) + 1} if mesh_shape is None else mesh_shape)
     if math.prod(axes.values()) > MAX_RANKS:
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
     boxes = _boxes(arrays, offsets or {}, shapes or {})
-    leaves = [(name, _Shard(next(iter(parts.values())))) for name, parts in arrays.items() if name not in boxes]
+    leaves = [(name, _Shard(next(iter(shards.values())))) for name, shards in arrays.items() if name not in boxes]
     if isinstance(specs, Mapping):  # of names, which are no paths: in them a "/" is a "/"
         specs = nested({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
     chosen = resolve_specs(specs, leaves)
-    for name, parts in arrays.items():
+    for name, shards in arrays.items():
         if name in boxes:
-            found[name] = from_boxes(name, parts, boxes[name], tuple((shapes or {})[name]))
+            whole[name] = from_boxes(name, shards, boxes[name], tuple((shapes or {})[name]))
         else:
-            found[name] = from_ranks(name, parts, axes, chosen.get(name, ()))
-    return found
+            whole[name] = from_ranks(name, shards, axes, chosen.get(name, ()))
+    return whole
 
 
-def by_name(held: Held) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
+def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
     """What each rank has of each array; and other values, which must be the same in all. Raises DataError."""
     arrays: dict[str, dict[int, ForeignArray]] = {}
     values: dict[str, ForeignArray | str | bytes] = {}
@@ -177,8 +167,8 @@ def by_name(held: Held) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, F
                 arrays.setdefault(name, {})[rank] = value
             elif values.setdefault(name, value) != value:
                 raise DataError(f"{show(name)} is not the same in all ranks: {value!r:.40} in rank {rank}, and another")
-    if both := arrays.keys() & values.keys():
-        raise DataError(f"{show(min(both))} is an array in some ranks, and none in others")
+    if mixed := arrays.keys() & values.keys():
+        raise DataError(f"{show(min(mixed))} is an array in some ranks, and none in others")
     return arrays, values
 
 
@@ -208,17 +198,17 @@ def _boxes(
     problems += [f"{show(name)} has a shape and no offsets" for name in sorted(shapes.keys() - named)]
     boxes: dict[str, dict[int, Box]] = {}
     for name in sorted(named & arrays.keys() & shapes.keys()):
-        for rank, part in arrays[name].items():
+        for rank, shard in arrays[name].items():
             starts = offsets.get(rank, {}).get(name)
             try:
                 start = list(map(index, () if starts is None else starts))
             except TypeError:
                 start = []
-            if starts is None or not len(start) == len(part.shape) == len(shapes[name]):
+            if starts is None or not len(start) == len(shard.shape) == len(shapes[name]):
                 told = "no offset" if starts is None else f"offset {starts!r}"
-                problems.append(f"{show(name)} is {list(part.shape)} in rank {rank}, with {told}")
+                problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {told}")
                 continue
-            box = tuple((first, first + side) for first, side in zip(start, part.shape, strict=True))
+            box = tuple((first, first + side) for first, side in zip(start, shard.shape, strict=True))
             boxes.setdefault(name, {})[rank] = box
     if problems:
         raise InputError(f"offsets= and shapes= do not fit the files:\n{listing(problems)}")

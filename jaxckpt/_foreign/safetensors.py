@@ -1,22 +1,27 @@
-"""The header of a .safetensors file: which tensors it holds, and where.
+"""Safetensors, read and written: one file, or a folder of shards with an index, as Hugging Face has them.
 
 8 bytes: length of the header ─▶ the header, JSON: name ─▶ dtype, shape, data_offsets ─▶ the tensors, back to back
+(github.com/huggingface/safetensors)
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Collection
-from typing import Annotated
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
-from jaxckpt._foreign.shards import FileBlock, distinct, opened, read_json, require_named
+from jaxckpt._foreign.export import Data, arrays_of, n_bytes, slabs, write_json
+from jaxckpt._foreign.local_files import Index, converted, from_json, opened, read_indexed, read_json
+from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.tree import DTYPES, Tree, nested, show
-from jaxckpt._restore.source import Foreign, ForeignArray, compose
+from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
 from jaxckpt._runtime.errors import DataError, InputError, TreeError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import Report
 
 MAX_HEADER_BYTES = 100_000_000
 """What the format allows."""
@@ -67,7 +72,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
         size = os.fstat(handle).st_size
         _, header = _header(path, handle, size)
         start = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
-    found: dict[str, ForeignArray] = {}
+    tensors: dict[str, ForeignArray] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _BITS:
@@ -87,11 +92,11 @@ def read_header(path: str) -> dict[str, ForeignArray]:
         if _BITS[entry.dtype] * math.prod(side or 1 for side in entry.shape) > 8 * MAX_BYTES:
             raise DataError(f"{path}: {show(name)} has shape {list(entry.shape)}, beyond what can be addressed")
         dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
-        found[name] = ForeignArray(dtype, entry.shape, FileBlock(path, start + first, dtype, entry.shape))
+        tensors[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
         end = last
     if start + end != size:
         raise DataError(f"{path} is {size} bytes long, expected {start + end} from its header")
-    return found
+    return tensors
 
 
 def read_metadata(path: str) -> dict[str, str]:
@@ -106,15 +111,13 @@ def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str
         raise DataError(
             f"{path} is no .safetensors file, or was cut: its header would be {length} bytes, the file is {size}"
         )
-    text = os.pread(handle, length, 8)
-    try:
-        if not text.startswith(b"{"):
-            raise ValueError("it does not start with '{'")
-        record = json.loads(text.decode(), object_pairs_hook=distinct)
-        metadata = msgspec.convert(record.pop("__metadata__", None), dict[str, str] | None)
-        return metadata or {}, msgspec.convert(record, dict[str, _Entry])
-    except (ValueError, RecursionError, msgspec.ValidationError) as error:  # UnicodeDecodeError is a ValueError
-        raise DataError(f"the header of {path} is damaged: {str(error)[:200]}") from error
+    text, what = os.pread(handle, length, 8), f"the header of {path}"
+    if not text.startswith(b"{"):
+        raise DataError(f"{what} is damaged: it does not start with '{{'")
+    record = from_json(what, text, dict[str, Any])
+    metadata = record.pop("__metadata__", None)
+    found = converted(what, {} if metadata is None else metadata, dict[str, str])
+    return found, converted(what, record, dict[str, _Entry])
 
 
 # Files and folders as checkpoints --------------------------------------------------------------------------
@@ -132,7 +135,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 def owned(path: str, names: Collection[str]) -> set[str]:
     """The names in its folder that are its own."""
     indices = [name for name in names if name.endswith(INDEX)]
-    files = {file for name in indices for file in read_json(os.path.join(path, name), _Index).weight_map.values()}
+    files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}
     return {*indices, *files} if indices else set(_tensor_files(names))
 
 
@@ -150,25 +153,7 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
         return read_header(os.path.join(path, _tensor_files(names)[0]))
     if len(indices) > 1:
         raise InputError(f"{path} has several indices ({', '.join(indices[:5])}): give a folder for each")
-    index = os.path.join(path, indices[0])
-    found: dict[str, ForeignArray] = {}
-    files: dict[str, set[str]] = {}
-    for name, file in read_json(index, _Index).weight_map.items():
-        files.setdefault(file, set()).add(name)
-    require_named(path, files, index)
-    for file, expected in files.items():
-        if os.path.basename(file) != file or file not in names:
-            raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
-        held = read_header(os.path.join(path, file))
-        if odd := sorted(held.keys() ^ expected):
-            where = "is there but not in the index" if odd[0] in held else "is in the index but not there"
-            raise DataError(f"{os.path.join(path, file)}: the tensor {show(odd[0])} {where} ({indices[0]})")
-        found |= held
-    return found
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
+    return read_indexed(path, os.path.join(path, indices[0]), read_header)
 
 
 def _tensor_files(names: Collection[str]) -> list[str]:
@@ -183,3 +168,59 @@ def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
         except TreeError:  # one name is both a leaf and a container of others
             pass
     return tensors
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors in one file of a folder of safetensors, at most, but for a larger tensor: as Hugging Face does."""
+
+
+def write_safetensors(source: Source, path: str, options: Options, report: Report) -> None:
+    """One file if `path` ends in .safetensors; else a folder of shards with an index, as Hugging Face reads them."""
+    arrays = arrays_of(source, options, report, _problem)
+    if path.endswith(".safetensors"):
+        _write_tensors(path, arrays)
+        return
+    shards: list[dict[str, Data]] = [{}]
+    room = SHARD_BYTES
+    for name, data in arrays.items():
+        if shards[-1] and n_bytes(data) > room:
+            shards.append({})
+            room = SHARD_BYTES
+        shards[-1][name] = data
+        room -= n_bytes(data)
+    os.mkdir(path)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_tensors(os.path.join(path, file), shard)
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": sum(map(n_bytes, arrays.values()))}, "weight_map": weight_map}
+    write_json(os.path.join(path, f"model{INDEX}"), index, indent=2)
+
+
+def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
+    if dtype.name not in _NAME_OF:
+        return f"is {dtype.name}, which safetensors lacks"
+    return "has a name that safetensors keeps for itself" if path == "__metadata__" else None
+
+
+_NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
+
+
+def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
+    # Largest items first, as the reference implementation does: all lie aligned without holes.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    end = 0
+    for name, data in ordered:
+        start, end = end, end + n_bytes(data)
+        header[name] = _Entry(_NAME_OF[data.dtype.name], tuple(data.shape), (start, end))
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, data in ordered:
+            for slab in slabs(data):
+                file.write(slab.data)

@@ -1,66 +1,33 @@
-"""Arrays that lie in other libraries' files: as they are, at an offset, with strides; and put together of such parts.
+"""Arrays in other libraries' files: where they lie, at an offset, with strides; and put together of such pieces.
 
-Coverage is checked before anything is read: parts that overlap, that leave a hole, or that lie outside are an error
+Coverage is checked before anything is read: pieces that overlap, leave a hole, or lie outside are an error
 that names the array and the box.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import functools
 import itertools
-import json
 import math
-import os
-import re
-import stat
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
-from jaxckpt._format.grid import Box, Spec, extent, intersection, show_spec, volume, within
+from jaxckpt._foreign.local_files import opened
+from jaxckpt._format.grid import Box, Spec, extent, intersection, spec_box, spec_problem, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._format.tree import DTYPES, show
-from jaxckpt._restore.source import Block, ForeignArray
-from jaxckpt._runtime.errors import DataError, SpecError, StorageError, listing
+from jaxckpt._restore.source import ArrayData, ForeignArray
+from jaxckpt._runtime.errors import DataError, SpecError, listing
 from jaxckpt._storage import files
-
-T = TypeVar("T")
-
-MAX_INDEX_BYTES = 1 << 28
-"""Of an index file in JSON."""
 
 SPAN_BYTES = 4 << 20
 """What lies scattered over no more bytes of a file than this is read with all that lies between."""
 
 
-@contextlib.contextmanager
-def opened(path: str) -> Generator[int]:
-    """A file to read. Raises DataError where it is missing or no plain file, StorageError where it cannot be read."""
-    try:
-        # Without O_NONBLOCK a pipe, which somebody has put there, would be waited for.
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise DataError(f"{path} is no plain file")
-            yield handle
-        finally:
-            os.close(handle)
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing") from error
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror}") from error
-
-
 @dataclass(frozen=True, slots=True)
-class FileBlock(Block):
+class FileData(ArrayData):
     """An array in a file, uncompressed and little-endian."""
 
     path: str
@@ -127,27 +94,27 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled(Block):
-    """An array put together of parts that cover it, each element once: `require_cover` has looked."""
+class Tiled(ArrayData):
+    """An array put together of pieces that cover it, each element once: `require_cover` has looked."""
 
-    parts: Sequence[tuple[Box, Block]]
+    pieces: Sequence[tuple[Box, ArrayData]]
 
     def read(self, box: Box, target: Array) -> None:
-        for held, block in self.parts:
+        for held, data in self.pieces:
             common = intersection(held, box)
             if common is not None:
-                block.read(within_box(common, held), target[within(common, box)])
+                data.read(within_box(common, held), target[within(common, box)])
 
     def check(self) -> None:
-        for _, block in self.parts:
-            block.check()
+        for _, data in self.pieces:
+            data.check()
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas(Block):
+class Replicas(ArrayData):
     """Copies that must be the same: all are read, and compared bit for bit."""
 
-    blocks: Sequence[Block]
+    copies: Sequence[ArrayData]
     names: Sequence[str]
     """Who holds each, in words."""
 
@@ -155,10 +122,10 @@ class Replicas(Block):
     """Of the leaf."""
 
     def read(self, box: Box, target: Array) -> None:
-        self.blocks[0].read(box, target)
-        for block, name in zip(self.blocks[1:], self.names[1:], strict=True):
+        self.copies[0].read(box, target)
+        for copy, name in zip(self.copies[1:], self.names[1:], strict=True):
             other = np.empty_like(target)
-            block.read(box, other)
+            copy.read(box, other)
             if as_bits(other).tobytes() != as_bits(target).tobytes():
                 raise DataError(
                     f"{show(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and {name},"
@@ -166,12 +133,12 @@ class Replicas(Block):
                 )
 
     def check(self) -> None:
-        for block in self.blocks:
-            block.check()
+        for copy in self.copies:
+            copy.check()
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable(Block):
+class Unreadable(ArrayData):
     """What a checkpoint holds and nobody can read, so that the leaves around it can be."""
 
     reason: str
@@ -180,74 +147,84 @@ class Unreadable(Block):
         raise DataError(self.reason)
 
 
-def from_ranks(path: str, parts: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
+def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
     """The array at a leaf path from what each rank holds of it, split as `spec` says.
 
     Ranks are numbered row by row over the mesh. Ranks that hold the same box are replicas, one of which is enough, and
     all of which must be equal. Raises DataError where ranks disagree about shape or dtype, or where none has a box;
     SpecError where the spec does not fit.
     """
-    first_rank, first = min(parts.items())
-    dims, problem = split_of(axes, spec, len(first.shape))
+    first_rank, first = min(shards.items())
+    sides = tuple(axes.values())
+    # Of any length a dimension divides: each rank has its shard already.
+    problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
     if problem:
         raise SpecError(f"{show(path)}: {problem}")
+    entries = (*spec, *[()] * (len(first.shape) - len(spec)))
+    shape = tuple(
+        side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, entries, strict=True)
+    )
     boxes: dict[int, Box] = {}
-    for rank, part in sorted(parts.items()):
-        if (part.shape, part.dtype) != (first.shape, first.dtype):
+    for rank, shard in sorted(shards.items()):
+        if (shard.shape, shard.dtype) != (first.shape, first.dtype):
             raise DataError(
-                f"{show(path)} is {part.dtype}{list(part.shape)} in rank {rank}, {first.dtype}{list(first.shape)} in"
+                f"{show(path)} is {shard.dtype}{list(shard.shape)} in rank {rank}, {first.dtype}{list(first.shape)} in"
                 f" rank {first_rank}: every rank must hold an equal shard"
             )
-        if rank >= math.prod(axes.values()):
+        if rank >= math.prod(sides):
             raise DataError(f"{show(path)}: rank {rank} is beyond the mesh {dict(axes)}")
-        place = dict(zip(axes, map(int, np.unravel_index(rank, tuple(axes.values()))), strict=True))
-        numbers = [functools.reduce(lambda n, axis: n * axes[axis] + place[axis], names, 0) for names in dims]
-        boxes[rank] = tuple((n * side, (n + 1) * side) for n, side in zip(numbers, first.shape, strict=True))
-    shape = tuple(side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, dims, strict=True))
-    return replace(from_boxes(path, parts, boxes, shape), mesh=MeshRecord.numbered(tuple(axes.items())), spec=spec)
+        boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
+    return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.numbered(tuple(axes.items())), spec=spec)
 
 
 def from_boxes(
-    path: str, parts: Mapping[int, ForeignArray], boxes: Mapping[int, Box], shape: tuple[int, ...]
+    path: str, shards: Mapping[int, ForeignArray], boxes: Mapping[int, Box], shape: tuple[int, ...]
 ) -> ForeignArray:
     """The array at a leaf path from the box of it that each rank holds.
 
     Ranks that hold the same box are replicas, one of which is enough, and all of which must be equal. Raises DataError
     where a rank holds another shape than its box, where ranks disagree about the dtype, or where none has a box.
     """
-    first_rank, first = min(parts.items())
-    held: dict[Box, list[int]] = {}
-    for rank, part in sorted(parts.items()):
-        if part.dtype != first.dtype:
-            raise DataError(f"{show(path)} is {part.dtype} in rank {rank}, {first.dtype} in rank {first_rank}")
-        if part.shape != extent(boxes[rank]):
+    return joined(path, shape, [(f"rank {rank}", boxes[rank], shard) for rank, shard in sorted(shards.items())])
+
+
+def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, ForeignArray]]) -> ForeignArray:
+    """The array at a leaf path from the boxes of it that files or ranks hold, each called by a name.
+
+    The same box in several are replicas. Raises DataError if an array has another shape than its box, if dtypes differ,
+    or if no box has an element.
+    """
+    first_name, _, first = held[0]
+    copies: dict[Box, list[tuple[str, ArrayData]]] = {}
+    for name, box, array in held:
+        if array.dtype != first.dtype:
+            raise DataError(f"{show(path)} is {array.dtype} in {name}, {first.dtype} in {first_name}")
+        if array.shape != extent(box):
             raise DataError(
-                f"{show(path)} has shape {list(part.shape)} in rank {rank}, expected"
-                f" {list(extent(boxes[rank]))} for {show_box(boxes[rank])}"
+                f"{show(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
+                f" {show_box(box)}"
             )
-        held.setdefault(boxes[rank], []).append(rank)
-    blocks = [
-        (box, replicas([parts[rank].block for rank in ranks], [f"rank {rank}" for rank in ranks], path))
-        for box, ranks in held.items()
-    ]
-    return replace(first, shape=shape, block=tiled(path, shape, blocks))
+        copies.setdefault(box, []).append((name, array.data))
+    pieces = [(box, _replicas(path, data)) for box, data in copies.items()]
+    return replace(first, shape=shape, data=tiled(path, shape, pieces))
 
 
-def split_of(axes: Mapping[str, int], spec: Spec, rank: int) -> tuple[list[tuple[str, ...]], str | None]:
-    """The axes that split each dimension, and what is wrong with them."""
-    named = [axis for names in spec for axis in names]
-    if len(spec) > rank:
-        return [], f"its spec {show_spec(spec)} has {len(spec)} entries, it has {rank} dimensions"
-    if unknown := [axis for axis in named if axis not in axes]:
-        return [], f"its spec {show_spec(spec)} names {unknown[0]!r}, which the mesh {dict(axes)} lacks"
-    if len(set(named)) < len(named):
-        return [], f"its spec {show_spec(spec)} names an axis twice"
-    return [*spec, *[()] * (rank - len(spec))], None
+def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
+    """The array at a leaf path that files or ranks, each called by a name, all hold whole; they are compared when it is
+    read. Raises DataError if shapes or dtypes differ."""
+    (name, first), *others = copies.items()
+    for other, array in others:
+        if (array.dtype, array.shape) != (first.dtype, first.shape):
+            raise DataError(
+                f"{show(path)} is {array.dtype}{list(array.shape)} in {other}, {first.dtype}{list(first.shape)} in"
+                f" {name}"
+            )
+    return replace(first, data=_replicas(path, [(name, array.data) for name, array in copies.items()]))
 
 
-def replicas(blocks: Sequence[Block], names: Sequence[str], path: str) -> Block:
-    """Copies of one array, which are compared when it is read; `path` is the leaf's."""
-    return blocks[0] if len(blocks) == 1 else Replicas(tuple(blocks), tuple(names), path)
+def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
+    names, data = zip(*copies, strict=True)
+    return data[0] if len(data) == 1 else Replicas(data, names, path)
 
 
 def within_box(box: Box, outer: Box) -> Box:
@@ -255,13 +232,11 @@ def within_box(box: Box, outer: Box) -> Box:
     return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
 
 
-def tiled(path: str, shape: Sequence[int], parts: Iterable[tuple[Box, Block]]) -> Block:
-    """The array at a leaf path from its parts. Raises DataError where they do not cover it, each element once."""
-    found = [(box, block) for box, block in parts if volume(box)]
-    require_cover(path, shape, [box for box, _ in found])
-    if len(found) == 1:
-        return found[0][1]
-    return Tiled(found)
+def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData]]) -> ArrayData:
+    """The array at a leaf path from its pieces. Raises DataError unless they cover it, each element once."""
+    filled = [(box, data) for box, data in pieces if volume(box)]
+    require_cover(path, shape, [box for box, _ in filled])
+    return filled[0][1] if len(filled) == 1 else Tiled(filled)
 
 
 def require_cover(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -297,46 +272,6 @@ def show_box(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def inside(folder: str, name: str, where: str) -> str:
-    """The path of a file that an index names. Raises DataError where the name leads out of the folder."""
-    parts = name.split("/")
-    if not all(parts) or {".", ".."} & {*parts} or "\0" in name:
-        raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
-    return os.path.join(folder, *parts)
-
-
-def read_json(path: str, kind: type[T]) -> T:
-    """An index in JSON. Raises DataError where it is damaged or none."""
-    with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        if size > MAX_INDEX_BYTES:
-            raise DataError(f"{path} is {size} bytes long, over {MAX_INDEX_BYTES}")
-        text = os.pread(handle, size, 0)
-    try:
-        return msgspec.convert(json.loads(text, object_pairs_hook=distinct), kind)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {str(error)[:200]}") from error
-
-
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, as a hook of `json.loads`. Of two equal keys, each reader would take another."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("two of its keys are the same")
-    return record
-
-
-_NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
-
-
-def require_named(folder: str, named: Collection[str], index: str) -> None:
-    """Raise DataError if a numbered file belongs to the files that an index names, and the index does not name it."""
-    series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
-    for name in sorted(set(os.listdir(folder)) - {*named}):
-        if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
-            raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
-
-
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that, one after another in C order, are the elements `start` to `stop` of an array."""
     if start >= stop:
@@ -356,13 +291,3 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield ((first, last), *((0, side) for side in shape[1:]))
     if stop % row:
         yield from (((last, last + 1), *rest) for rest in flat_boxes(shape[1:], 0, stop % row))
-
-
-def require_length(path: str, end: int) -> None:
-    """Raise DataError where a file ends before what it should hold."""
-    try:
-        length = os.stat(path).st_size
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing") from error
-    if length < end:
-        raise DataError(f"{path} is {length} bytes long, expected at least {end}")

@@ -27,6 +27,7 @@ from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshReco
 from jaxckpt._format.tree import DTYPES, MAX_RANK, Tree, dtype_name, encode_value, flatten, show
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing
 from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.place import local_path, store_at
@@ -109,7 +110,7 @@ def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
 # Foreign checkpoints --------------------------------------------------------------------------------------
 
 
-class Block(abc.ABC):
+class ArrayData(abc.ABC):
     """The data of an array in a foreign checkpoint, or of a part of one."""
 
     @abc.abstractmethod
@@ -127,7 +128,7 @@ class Block(abc.ABC):
         return
 
 
-class StartedBlock(Block):
+class StartedData(ArrayData):
     """One whose reading needs no thread of ours."""
 
     @abc.abstractmethod
@@ -136,7 +137,7 @@ class StartedBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory(Block):
+class Memory(ArrayData):
     """A small array that was read along with the index files."""
 
     array: Array
@@ -155,7 +156,7 @@ class ForeignArray:
     shape: tuple[int, ...]
     """Its global shape; of the raw data of a PRNG key."""
 
-    block: Block
+    data: ArrayData
 
     kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
     """The last two are arrays of bytes, a str's in UTF-8."""
@@ -179,7 +180,7 @@ class Foreign:
 
     url: str
     manifest: Manifest
-    blocks: Sequence[Sequence[Block]] = field(repr=False)
+    blocks: Sequence[Sequence[ArrayData]] = field(repr=False)
     """The data of each row of each stack."""
 
     files: Sequence[str] = field(default=(), repr=False)
@@ -197,24 +198,24 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class _BlockReader(ArrayReader):
-    rows: Sequence[Block]
+    rows: Sequence[ArrayData]
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
         return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
 
-    def _parts(self, box: Box, target: Array) -> Iterator[tuple[Block, Array]]:
+    def _parts(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
         for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
             yield self.rows[row], into if target.ndim > 1 else into.reshape(())
 
-    def _start(self, parts: Sequence[tuple[Block, Array]], box: Box) -> Pending:
-        started = [block.start(box, into) for block, into in parts if isinstance(block, StartedBlock)]
-        rest = [(block, into) for block, into in parts if not isinstance(block, StartedBlock)]
+    def _start(self, parts: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending:
+        started = [block.start(box, into) for block, into in parts if isinstance(block, StartedData)]
+        rest = [(block, into) for block, into in parts if not isinstance(block, StartedData)]
         if rest:
             started.append(submit(functools.partial(_read_all, rest, box)))
         return All(started)
 
 
-def _read_all(parts: Sequence[tuple[Block, Array]], box: Box) -> None:
+def _read_all(parts: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
     for block, into in parts:
         block.read(box, into)
 
@@ -231,7 +232,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
     """
     leaves, structure = flatten(tree)
     records: list[LeafRecord] = []
-    stacks: dict[tuple[Any, ...], list[Block]] = {}
+    stacks: dict[tuple[Any, ...], list[ArrayData]] = {}
     numbers: dict[tuple[Any, ...], int] = {}
     meshes: dict[bytes, int] = {}
     layouts: dict[bytes, int] = {}
@@ -254,7 +255,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         records.append(
             LeafRecord(leaf.path, found.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=found.impl)
         )
-        rows.append(found.block)
+        rows.append(found.data)
     if problems:
         raise TreeError(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read:\n{listing(problems)}")
     manifest = Manifest(
@@ -325,21 +326,28 @@ Location = str | os.PathLike[str] | Foreign
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A foreign format that tells its own global layout."""
+    """A foreign format that records its own global layout."""
 
     name: str
 
     recognises: Callable[[str, Collection[str]], bool]
-    """Whether a local path is one, from the names in its folder; none where it is a file."""
+    """Whether a local path is of it, from the names in its folder; none if it is a file."""
 
-    open: Callable[[str], Native | Foreign]
+    open: Callable[[str], Native | Foreign] | None = None
+    """Reads it; None if it is only written."""
 
     owned: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
     """Of the names in its folder those that are its own: `convert(overwrite=True)` deletes no others."""
 
+    write: Callable[[Source, str, Options, Report], None] | None = None
+    """Writes a checkpoint in it to a local path; None if it is only read."""
+
+    suffixes: tuple[str, ...] = ()
+    """Of paths to which `convert` writes this format by default."""
+
 
 formats: list[Format] = []
-"""The formats of other libraries, in the order in which they are asked: `_foreign.registry` fills it."""
+"""The foreign formats that can be read, in the order in which they are asked: `_foreign.registry` fills it."""
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
@@ -387,7 +395,7 @@ def _of_another_library(location: str | os.PathLike[str]) -> Native | Foreign | 
         names = []
     except OSError:  # it was not there, or not to be read, for ours either
         return None
-    return next((form.open(path) for form in formats if form.recognises(path, names)), None)
+    return next((form.open(path) for form in formats if form.open and form.recognises(path, names)), None)
 
 
 def _digest(source: Native | Foreign) -> str:

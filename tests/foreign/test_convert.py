@@ -20,7 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._foreign import export
+from jaxckpt._foreign import destination
+from jaxckpt._foreign.local_files import names_in
+from jaxckpt._foreign.registry import BY_SUFFIX, FORMATS, WRITTEN
 from jaxckpt._restore.reading import Stored
 
 DTYPES = (
@@ -180,11 +182,11 @@ def test_what_is_there_is_kept_unless_told(everything: tuple[Path, Any], tmp_pat
         ({"specs": P("x")}, jaxckpt.InputError, "needs mesh_shape="),
         ({"mesh_shape": {"x": 7}, "specs": P("x")}, jaxckpt.SpecError, "(?s)leaves do not fit.*does not divide"),
         ({"mesh_shape": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.SpecError, "did you mean"),
-        ({"format": "hdf5"}, jaxckpt.InputError, "expected one of jaxckpt, safetensors"),
+        ({"format": "hdf5"}, jaxckpt.InputError, "expected one of jaxckpt, npz"),
         ({"select": "nothing"}, jaxckpt.TreeError, "matches none"),
         ({"format": "zarr", "mesh_shape": {"x": 2}}, jaxckpt.InputError, "has no layout"),
         ({"format": "npz"}, jaxckpt.TreeError, "'name' is a str"),
-        ({"format": "npz", "select": "embed"}, jaxckpt.TreeError, r"'embed' \(bfloat16\)"),
+        ({"format": "npz", "select": "embed"}, jaxckpt.TreeError, "'embed' is bfloat16, which NumPy's format lacks"),
     ],
 )
 def test_what_cannot_be_is_told_and_leaves_nothing(
@@ -262,7 +264,7 @@ def test_shards_with_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     numpy = pytest.importorskip("safetensors.numpy")
     tree = {"model": {"layers": [{"kernel": bits(np.float32, (10, 10), n)} for n in range(7)]}}
     jaxckpt.save(tmp_path / "from", tree)
-    monkeypatch.setattr("jaxckpt._foreign.export.SHARD_BYTES", 1000)
+    monkeypatch.setattr("jaxckpt._foreign.safetensors.SHARD_BYTES", 1000)
     jaxckpt.convert(
         tmp_path / "from",
         tmp_path / "to",
@@ -287,7 +289,7 @@ def test_an_index_that_tells_something_else_is_refused(tmp_path: Path) -> None:
         ({"a": "1.safetensors"}, "'b' is there but not in the index"),
         ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not there"),
         ({"b": "2.safetensors"}, "2.safetensors', which is not in its folder"),
-        ({"a": "../1.safetensors"}, "not in its folder"),
+        ({"a": "../1.safetensors"}, "of its folder"),
     ):
         index.write_text(json.dumps({"weight_map": weights}))
         with pytest.raises(jaxckpt.DataError, match=told):
@@ -358,7 +360,7 @@ def test_a_file_that_cannot_be_written_is_no_folder_of_ours(tmp_path: Path, name
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     for to in (tmp_path / name, f"{(tmp_path / name).as_uri()}", f"memory://nowhere/{name}"):
         with pytest.raises(
-            jaxckpt.InputError, match=r"does not write that format.*\.safetensors, \.npz, \.zarr; .*orbax"
+            jaxckpt.InputError, match=r"does not write that format.*\.zarr, \.safetensors, \.npz; .*orbax"
         ):
             jaxckpt.convert(tmp_path / "from", to)
     assert os.listdir(tmp_path) == ["from"]
@@ -368,7 +370,7 @@ def test_a_file_that_cannot_be_written_is_no_folder_of_ours(tmp_path: Path, name
 
 def test_an_int_that_no_array_holds_is_told_as_such(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"large": 1 << 70, "small": 1 << 40})
-    with pytest.raises(jaxckpt.TreeError, match=r"(?s)^1 leaves.*'large' is an int beyond 64 bits"):
+    with pytest.raises(jaxckpt.TreeError, match=r"(?s)1 of these leaves.*'large' is an int beyond 64 bits"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz")
 
 
@@ -512,7 +514,7 @@ def test_a_conversion_leaves_the_draft_of_one_that_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
-    sync, others = export.sync, []
+    sync, others = destination._sync, []  # pyright: ignore[reportPrivateUsage]
 
     def meanwhile(path: str, *, deep: bool = True) -> None:
         if not others:
@@ -520,7 +522,7 @@ def test_a_conversion_leaves_the_draft_of_one_that_is_under_way(
             jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
         sync(path, deep=deep)
 
-    monkeypatch.setattr(export, "sync", meanwhile)
+    monkeypatch.setattr(destination, "_sync", meanwhile)
     jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
     assert jaxckpt.load_numpy(tmp_path / "to.npz")["w"].tolist() == [0, 1, 2, 3, 4]
     assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
@@ -620,7 +622,7 @@ def test_what_a_checksum_tells_is_not_given_a_new_one(tmp_path: Path) -> None:
     content[4000] ^= 1
     (tmp_path / "from.npz").write_bytes(content)
     for name in ("to", "to.safetensors"):
-        with pytest.raises(jaxckpt.DataError, match=r"'w'.*has checksum"):
+        with pytest.raises(jaxckpt.DataError, match=r"'w'.*checksum is"):
             jaxckpt.convert(tmp_path / "from.npz", tmp_path / name)
     assert os.listdir(tmp_path) == ["from.npz"]
 
@@ -684,6 +686,43 @@ def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) ->
     assert not (tmp_path / "a.pt").exists()
 
 
+def test_an_unknown_suffix_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    for name, told in (
+        ("a.savetensors", r"ends in \.savetensors: .*format= with one of jaxckpt, npz, orbax"),
+        ("a.h5", r"knows are \.zarr, \.safetensors, \.npz"),
+        ("a.v2", "format="),
+    ):
+        with pytest.raises(jaxckpt.InputError, match=told):
+            jaxckpt.convert(tmp_path / "from", tmp_path / name)
+        assert not (tmp_path / name).exists()
+    jaxckpt.convert(tmp_path / "from", tmp_path / "a.v2", format="jaxckpt")
+    jaxckpt.convert(tmp_path / "from", tmp_path / "run-1.5")
+    assert jaxckpt.load_numpy(tmp_path / "run-1.5")["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_each_format_that_is_written_has_a_row_and_no_suffix_has_two(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    assert len({form.name for form in FORMATS}) == len(FORMATS)
+    assert len(BY_SUFFIX) == sum(len(form.suffixes) for form in FORMATS)
+    for name in WRITTEN:
+        jaxckpt.convert(tmp_path / "from", tmp_path / name, format=name)
+        assert (
+            any(
+                form.name == name and form.recognises(str(tmp_path / name), names_in(str(tmp_path / name)))
+                for form in FORMATS
+            )
+            or name == "jaxckpt"
+        )
+
+
+def test_an_orbax_tree_of_one_leaf_is_replaced(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", np.arange(5.0))
+    for _ in range(2):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "to", format="orbax", overwrite=True)
+    assert jaxckpt.load_numpy(tmp_path / "to").tolist() == [0, 1, 2, 3, 4]
+
+
 # Damage ---------------------------------------------------------------------------------------------------
 
 
@@ -711,7 +750,7 @@ def test_a_bit_of_a_stored_array_is_missed_if_all_of_it_is_read(tmp_path: Path, 
     content = bytearray((tmp_path / "x.npz").read_bytes())
     content[content.find(np.float64(17).tobytes())] ^= 4
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(jaxckpt.DataError, match="has checksum"):
+    with pytest.raises(jaxckpt.DataError, match="checksum is"):
         jaxckpt.load_numpy(tmp_path / "x.npz")
     assert jaxckpt.open(tmp_path / "x.npz")["w"][0, 0] == 0
 

@@ -287,10 +287,10 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("absolute", "outside of its folder"),
         ("long", r"distcp is \d+ bytes long, expected at least 1099"),
         ("list", r"the list .*param_groups' has the places"),
-        ("negative", "a place in its storage_data is damaged"),
+        ("negative", "an entry of its storage_data is damaged"),
         ("path", "is there twice"),
         ("same path", "two of its names have the path 'step'"),
-        ("hostile place", "a place in its storage_data is damaged"),
+        ("hostile place", "an entry of its storage_data is damaged"),
     ],
 )
 def test_damaged_metadata_is_told_when_opened(damaged: Path, name: str, told: str) -> None:
@@ -350,7 +350,7 @@ def test_verify_finds_a_flipped_bit(written: Written, copied: Path) -> None:
     (copied / "__0_0.distcp").write_bytes(data)
     report = jaxckpt.verify(copied)
     assert [problem.leaf for problem in report.problems] == ["model/0.weight"]
-    assert "its CRC-32 is" in report.problems[0].reason
+    assert "its CRC-32 checksum is" in report.problems[0].reason
 
 
 def test_each_file_that_is_lost_is_missed(written: Written, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxckpt._foreign.pickles import FOUND_BYTES, Object, as_tree, unpickle
-from jaxckpt._foreign.shards import FileBlock
+from jaxckpt._foreign.pickle_machine import FOUND_BYTES, Object
+from jaxckpt._foreign.pickles import as_tree, unpickle
+from jaxckpt._foreign.shards import FileData
 from jaxckpt._restore.source import ForeignArray
 from jaxckpt._runtime.errors import DataError
 
@@ -30,7 +31,7 @@ def read(folder: Path, data: bytes, start: int = 0) -> Any:
 
 def array_of(found: ForeignArray) -> np.ndarray:
     target = np.empty(found.shape, found.dtype)
-    found.block.read(tuple((0, side) for side in found.shape), target)
+    found.data.read(tuple((0, side) for side in found.shape), target)
     return target
 
 
@@ -74,7 +75,7 @@ def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dt
     for name, array in tree.items():
         assert array_of(found[name]).tobytes() == array.tobytes(), name
     assert found["one"].kind == "numpy_scalar"
-    assert isinstance(found["large"].block, FileBlock) == (protocol > 2)  # before, bytes were written as text
+    assert isinstance(found["large"].data, FileData) == (protocol > 2)  # before, bytes were written as text
 
 
 def test_large_bytes_are_not_read(tmp_path: Path) -> None:
@@ -172,12 +173,12 @@ def test_what_is_hostile_is_told(tmp_path: Path, data: bytes, told: str) -> None
 @pytest.mark.timeout(60)
 def test_keys_whose_hashes_take_time_are_not_hashed(tmp_path: Path) -> None:
     """The hash of 200 nested pairs takes 2^200 steps; 200,000 integers of one hash take 2 * 10^10 comparisons."""
-    assert "type tuple" in read(tmp_path, b"}" + TUPLES + b"Ns.").block.reason
+    assert "type tuple" in read(tmp_path, b"}" + TUPLES + b"Ns.").data.reason
     modulus = (1 << 61) - 1
     found = read(tmp_path, pickle.dumps(list({n * modulus: 0 for n in range(9)}) * 2))
     assert len(found) == 18
     items = b"".join(pickle.dumps(n * modulus, 2)[2:-1] + b"N" for n in range(200_000))
-    assert "type int" in read(tmp_path, b"}(" + items + b"u.").block.reason
+    assert "type int" in read(tmp_path, b"}(" + items + b"u.").data.reason
 
 
 REAL = pickle.dumps(
@@ -220,7 +221,7 @@ def test_keys_that_jax_cannot_sort_keep_their_order(tmp_path: Path) -> None:
     assert [(type(key), key) for key in found["state"]] == [(type(key), key) for key in value["state"]]
     assert found == value
     assert jax.tree.leaves(found) == jax.tree.leaves(list(value["state"].values()))
-    assert "not UTF-8" in read(tmp_path, pickle.dumps({1: 2, "\ud800": 1})).block.reason
+    assert "not UTF-8" in read(tmp_path, pickle.dumps({1: 2, "\ud800": 1})).data.reason
 
 
 def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:

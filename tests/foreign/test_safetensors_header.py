@@ -20,7 +20,7 @@ from jaxckpt._runtime.errors import DataError, JaxckptError
 
 def read(array: ForeignArray) -> np.ndarray:
     target = np.empty(array.shape, DTYPES[array.dtype])
-    array.block.read(tuple((0, side) for side in array.shape), target)
+    array.data.read(tuple((0, side) for side in array.shape), target)
     return target
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxckpt._foreign import shards
-from jaxckpt._foreign.shards import FileBlock, Tiled, from_ranks, require_cover, tiled
+from jaxckpt._foreign.shards import FileData, Tiled, from_ranks, require_cover, tiled
 from jaxckpt._format.grid import Box, extent, within
 from jaxckpt._restore.source import ForeignArray, Memory
 from jaxckpt._runtime.errors import DataError, SpecError
@@ -41,12 +41,12 @@ def test_a_box_of_a_strided_array_is_read(tmp_path_factory, case, offset: int, f
     target = np.full(extent(box), -1, "<i4", order="F" if fortran else "C")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SPAN_BYTES", span)
-        FileBlock(str(path), offset, "int32", view.shape, strides).read(box, target)
+        FileData(str(path), offset, "int32", view.shape, strides).read(box, target)
     np.testing.assert_array_equal(target, view[tuple(slice(*side) for side in box)])
 
 
 def test_a_file_that_is_cut_or_gone_is_told(tmp_path: Path) -> None:
-    block = FileBlock(str(tmp_path / "x"), 0, "float32", (4,))
+    block = FileData(str(tmp_path / "x"), 0, "float32", (4,))
     with pytest.raises(DataError, match="x is missing"):
         block.read(((0, 4),), np.empty(4, np.float32))
     (tmp_path / "x").write_bytes(b"1234")
@@ -95,7 +95,7 @@ COLUMNS = {rank: (slice(None), slice(2 * (rank % 2), 2 * (rank % 2) + 2)) for ra
 
 def read(array: ForeignArray) -> np.ndarray:
     target = np.empty(array.shape, np.float32)
-    array.block.read(tuple((0, n) for n in array.shape), target)
+    array.data.read(tuple((0, n) for n in array.shape), target)
     return target
 
 

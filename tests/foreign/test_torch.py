@@ -105,7 +105,7 @@ def test_an_archive_within_a_file(folder: Path) -> None:
     size = (folder / "state.pt").stat().st_size
     tree = read_saved(str(folder / "within"), 6, size)
     target = np.empty((6, 4), np.float32)
-    tree["transposed"].block.read(((0, 6), (0, 4)), target)
+    tree["transposed"].data.read(((0, 6), (0, 4)), target)
     np.testing.assert_array_equal(target, BASE.T)
     with pytest.raises(DataError, match="no directory at its end"):
         read_saved(str(folder / "within"))

@@ -1,4 +1,4 @@
-"""Checkpoints as Orbax reads them: a tree's folder, as _orbax describes it, with a Zarr v3 array for each leaf.
+"""Checkpoints as Orbax reads them: a tree's folder, as `records` describes it, with a Zarr v3 array for each leaf.
 
 Each array is written here, chunk by chunk, with a crc32c that Orbax itself does without; its readers check it.
 """
@@ -11,24 +11,33 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import crc32c
 import numpy as np
 
-from jaxckpt._foreign.orbax_in import STEP_FILE, TREE_FILE
+from jaxckpt._foreign.export import Data, halved, raw, write_json
+from jaxckpt._foreign.orbax.records import (
+    ARRAYS_FOLDER,
+    COMMITTED_MARK,
+    SHARDINGS_FILE,
+    STEP_FILE,
+    STRINGS_FILE,
+    TREE_FILE,
+    path_of,
+)
 from jaxckpt._format.grid import Box, Spec, chunk_shape, extent
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
-from jaxckpt._format.tree import Container, Structure, component, decode_int, decode_value, keys_of, show
+from jaxckpt._format.tree import Container, Structure, decode_int, decode_value, keys_of, show
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import TreeError, listing
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
-_RESERVED = {TREE_FILE, STEP_FILE, "_sharding", "_strings.json", "array_metadatas", "commit_success.txt"}
+_RESERVED = {TREE_FILE, STEP_FILE, SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER, COMMITTED_MARK}
 _UNKNOWN_DTYPES = {"float8_e4m3", "uint2", "uint4"}
 """What tensorstore's zarr3 driver, and so Orbax, has no name for."""
 
@@ -42,23 +51,16 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
     Tuples become lists, namedtuples and custom nodes dicts, until they are restored with a target: Orbax records no
     more. jax.Arrays that were on no mesh come on device 0. Raises TreeError for what Orbax cannot hold.
     """
-    places = list(_places(source.manifest.tree, (), ()))
-    leaves = {place: source.manifest.leaves[place.leaf] for place in places if isinstance(place.leaf, int)}
-    _require(source, places, leaves)
+    entries = list(_entries(source.manifest.tree, (), ()))
+    leaves = {entry: source.manifest.leaves[entry.leaf] for entry in entries if isinstance(entry.leaf, int)}
+    _require(source, entries, leaves)
     started = time.time_ns()
     os.mkdir(path)
-    writer = _Writer(source, path, replace(options, host_bytes=max(1, options.host_bytes // 2)), report)
-    kinds = {place: writer.write(place.name, place.leaf) for place in leaves if isinstance(place.leaf, int)}
+    writer = _Writer(source, path, halved(options), report)
+    tree = {str(entry.keys): _record(entry, writer) for entry in entries}
     writer.finish()
-    entries = {
-        str(place.keys): {
-            "key_metadata": [{"key": key, "key_type": kind} for key, kind in zip(place.keys, place.kinds, strict=True)],
-            "value_metadata": kinds.get(place) or {"value_type": place.leaf, "skip_deserialize": True},
-        }
-        for place in places
-    }
-    tree = {
-        "tree_metadata": entries,
+    item = {
+        "tree_metadata": tree,
         "use_ocdbt": False,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
@@ -72,22 +74,27 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
         "commit_timestamp_nsecs": time.time_ns(),
         "custom_metadata": {},
     }
-    _write_json(f"{path}/{TREE_FILE}", tree)
-    _write_json(f"{path}/{STEP_FILE}", step)
-    with open(f"{path}/commit_success.txt", "w") as file:
+    write_json(f"{path}/{TREE_FILE}", item)
+    write_json(f"{path}/{STEP_FILE}", step)
+    with open(f"{path}/{COMMITTED_MARK}", "w") as file:
         file.write(f"Checkpoint commit was successful to {path}")
 
 
-def _write_json(path: str, content: Any) -> None:
-    with open(path, "w") as file:
-        json.dump(content, file)
+def _record(entry: _Entry, writer: _Writer) -> dict[str, Any]:
+    """What Orbax records of an entry of the tree; the data of a leaf is written."""
+    if isinstance(entry.leaf, str):
+        value: dict[str, Any] = {"value_type": entry.leaf, "skip_deserialize": True}
+    else:
+        value = {"skip_deserialize": False, **writer.write(entry.name, entry.leaf)}
+    keys = [{"key": key, "key_type": kind} for key, kind in zip(entry.keys, entry.kinds, strict=True)]
+    return {"key_metadata": keys, "value_metadata": value}
 
 
 # Names ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Entry:
     """A place in the tree that Orbax has an entry for."""
 
     keys: tuple[str, ...]
@@ -102,43 +109,42 @@ class _Place:
         return ".".join(self.keys)
 
 
-def _places(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> Iterator[_Place]:
+def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> Iterator[_Entry]:
     if not isinstance(node, Container):
-        yield _Place(keys, kinds, "None" if node is None else node)
+        yield _Entry(keys, kinds, "None" if node is None else node)
         return
     if not node.children:
         empty = {"dict": "Dict", "ordered_dict": "Dict", "list": "List", "tuple": "Tuple"}
-        yield _Place(keys, kinds, empty.get(node.type, "None"))
+        yield _Entry(keys, kinds, empty.get(node.type, "None"))
     found = keys_of(node)
     indexed = node.type in ("list", "tuple") or (node.type == "custom" and all(type(key) is int for key in found))
     for key, child in zip(found, node.children, strict=True):
-        yield from _places(child, (*keys, str(key)), (*kinds, 1 if indexed else 2))
+        yield from _entries(child, (*keys, str(key)), (*kinds, 1 if indexed else 2))
 
 
-def _require(source: Source, places: Iterable[_Place], leaves: Mapping[_Place, LeafRecord]) -> None:
+def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, LeafRecord]) -> None:
     """Raise TreeError unless Orbax can hold every leaf, and tell them apart."""
     if not leaves:
         raise TreeError("Orbax has no checkpoints without leaves")
     problems: list[str] = []
-    named: dict[str, list[_Place]] = defaultdict(list)
-    for place in places:
-        named[place.name].append(place)
-    for name, sharing in named.items():
+    paths: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        paths[entry.name].append(show(path_of(entry.keys)))
+    for name, sharing in paths.items():
         if len(sharing) > 1:
-            paths = [show("/".join(map(component, place.keys))) for place in sharing]
-            problems.append(f"{', '.join(paths)} would all be named {name!r}: Orbax joins keys with '.'")
-    arrays = {place.name for place, leaf in leaves.items() if leaf.kind != "str"}
-    for place, leaf in leaves.items():
-        told, name = show(leaf.path), place.name
-        parts = name.split("/")
-        above = next((head for head in ("/".join(parts[:n]) for n in range(1, len(parts))) if head in arrays), None)
+            problems.append(f"{', '.join(sharing)} would all be named {name!r}: Orbax joins keys with '.'")
+    arrays = {entry.name for entry, leaf in leaves.items() if leaf.kind != "str"}
+    for entry, leaf in leaves.items():
+        told, name = show(leaf.path), entry.name
+        folders = name.split("/")
+        above = next((head for head in ("/".join(folders[:n]) for n in range(1, len(folders))) if head in arrays), None)
         if above is not None:
             problems.append(f"{told} would lie in the folder of {above!r}")
-        if place.keys and (
-            not {"", ".", ".."}.isdisjoint(parts) or not {"\0", "\\"}.isdisjoint(name) or parts[0] in _RESERVED
+        if entry.keys and (
+            not {"", ".", ".."}.isdisjoint(folders) or not {"\0", "\\"}.isdisjoint(name) or folders[0] in _RESERVED
         ):
             problems.append(f"{told} has a name that Orbax keeps for itself, or that is no folder's")
-        elif any(len(part.encode()) > 255 for part in parts):
+        elif any(len(folder.encode()) > 255 for folder in folders):
             problems.append(f"{told} has a name of more than 255 bytes")
         if leaf.kind == "bytes" or (leaf.kind == "str" and "~" in name):
             problems.append(f"{told} is a {leaf.kind}" + (" with a '~' in its name" if leaf.kind == "str" else ""))
@@ -174,17 +180,17 @@ class _Writer:
         data = Stored(self._source, number, self._options, self._report)
         if leaf.kind == "str":
             self._note(name, _text(data) if leaf.value is None else leaf.value)
-            return {"value_type": "string", "skip_deserialize": False}
+            return {"value_type": "string"}
         if leaf.stack is None:
             value = np.asarray(decode_value(leaf.kind, leaf.value or ""))
             self._write(name, value, value.shape)
             # A complex number would come back without its imaginary part.
-            return {"value_type": "np.ndarray" if leaf.kind == "complex" else "scalar", "skip_deserialize": False}
+            return {"value_type": "np.ndarray" if leaf.kind == "complex" else "scalar"}
         mesh, spec, _ = self._source.manifest.leaf_layout(leaf)
         chunk = _chunk(data, mesh, spec, self._options)
         self._write(name, data, chunk)
         if leaf.kind not in ("jax", "key"):
-            return {"value_type": "np.ndarray", "skip_deserialize": False}
+            return {"value_type": "np.ndarray"}
         self._shardings[base64.urlsafe_b64encode(name.encode()).decode()] = _sharding(mesh, spec)
         record = {
             "param_name": name,
@@ -193,15 +199,14 @@ class _Writer:
             "ext_metadata": {"random_key_impl": leaf.impl} if leaf.kind == "key" else None,
         }
         self._arrays.append({"array_metadata": record})
-        return {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(chunk)}
+        return {"value_type": "jax.Array", "write_shape": list(chunk)}
 
     def finish(self) -> None:
         if self._strings:
-            _write_json(f"{self._path}/_strings.json", self._strings)
+            write_json(f"{self._path}/{STRINGS_FILE}", self._strings)
         if self._arrays:
-            _write_json(f"{self._path}/_sharding", self._shardings)
-            os.mkdir(f"{self._path}/array_metadatas")
-            _write_json(f"{self._path}/array_metadatas/process_0", {"array_metadatas": self._arrays})
+            write_json(f"{self._path}/{SHARDINGS_FILE}", self._shardings)
+            write_json(f"{self._path}/{ARRAYS_FOLDER}/process_0", {"array_metadatas": self._arrays})
 
     def _note(self, name: str, value: str) -> None:
         *above, last = name.split("/")  # Orbax reads the name as a JSON pointer
@@ -210,15 +215,17 @@ class _Writer:
             node = node.setdefault(key, {})
         node[last] = value
 
-    def _write(self, name: str, data: Stored | Array, chunk: tuple[int, ...]) -> None:
+    def _write(self, name: str, data: Data, chunk: tuple[int, ...]) -> None:
         folder = os.path.join(self._path, name) if name else self._path
-        os.makedirs(folder, exist_ok=True)
-        _write_json(f"{folder}/zarr.json", _zarr_metadata(data.dtype, data.shape, chunk))
+        write_json(f"{folder}/zarr.json", _zarr_metadata(data.dtype, data.shape, chunk))
         for index in np.ndindex(*(-(-n // c) for n, c in zip(data.shape, chunk, strict=True))):
             file = "/".join([folder, "c", *map(str, index)])
             os.makedirs(os.path.dirname(file), exist_ok=True)
             box = tuple((i * c, min(n, (i + 1) * c)) for i, c, n in zip(index, chunk, data.shape, strict=True))
-            _write_chunk(file, _padded(data, box, chunk))
+            content = raw(_padded(data, box, chunk)).data
+            with open(file, "wb") as out:
+                out.write(content)
+                out.write(crc32c.crc32c(content).to_bytes(4, "little"))
 
 
 def _text(data: Stored) -> str:
@@ -235,22 +242,13 @@ def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) 
     return chunk_shape(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), free)
 
 
-def _padded(data: Stored | Array, box: Box, chunk: tuple[int, ...]) -> Array:
+def _padded(data: Data, box: Box, chunk: tuple[int, ...]) -> Array:
     array = np.ascontiguousarray(data[tuple(slice(*side) for side in box)]).reshape(extent(box))
     if array.shape == chunk:
         return array
     whole = np.zeros(chunk, array.dtype)
     as_bits(whole)[tuple(slice(0, side) for side in array.shape)] = as_bits(array)
     return whole
-
-
-def _write_chunk(path: str, array: Array) -> None:
-    data = as_bits(array).reshape(-1).view(np.uint8).data
-    with open(path, "wb", buffering=0) as file:
-        rest = data
-        while rest:
-            rest = rest[file.write(rest) :]
-        file.write(crc32c.crc32c(data).to_bytes(4, "little"))
 
 
 def _zarr_metadata(dtype: np.dtype[Any], shape: tuple[int, ...], chunk: tuple[int, ...]) -> dict[str, Any]:

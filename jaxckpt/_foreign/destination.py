@@ -1,0 +1,175 @@
+"""The local path that a conversion writes to: what may be replaced there, and how what is written takes its place."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Collection, Generator
+
+from jaxckpt._foreign.registry import FORMATS
+from jaxckpt._format.names import MANIFEST, is_data
+from jaxckpt._restore.source import Foreign, Location
+from jaxckpt._runtime.errors import CheckpointExistsError, JaxckptError, StorageError
+from jaxckpt._runtime.options import Options
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import local_path, store_at
+
+
+def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
+    """Raise CheckpointExistsError where what is at `path` is to be kept."""
+    if not overwrite:
+        raise CheckpointExistsError(f"{path} is there already; pass overwrite=True to replace it")
+    if os.path.islink(path):
+        return
+    origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
+    for origin in filter(None, map(local_path, origins)):
+        place, there = os.path.realpath(path), os.path.realpath(origin)
+        if there.startswith(os.path.join(place, "")) or (isinstance(source, Foreign) and there == place):
+            raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
+    if not os.path.isdir(path):
+        return
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot list {path}: {error.strerror}") from error
+    # A mistyped path must not cost somebody their home folder.
+    if odd := _strangers(path, names):
+        raise CheckpointExistsError(
+            f"{path} holds other files than one checkpoint ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
+            " overwrite=True does not delete them; give another path"
+        )
+
+
+def _strangers(path: str, names: Collection[str]) -> list[str]:
+    """The names in a local folder that are not of one checkpoint or of what `convert` writes; all, if there is none.
+
+    What cannot be opened is no checkpoint. A folder of several steps is not one either: who means one of them must not
+    lose them all.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return sorted({*names} - {*_owned(path, names)})
+    except (JaxckptError, OSError):
+        return sorted(names)
+
+
+def _owned(path: str, names: Collection[str]) -> Collection[str]:
+    if MANIFEST in names:
+        load_manifest(store_at(path, Options()))
+        return {MANIFEST, *filter(is_data, names)}
+    if all(map(is_data, names)):  # a save that never finished
+        return names
+    for form in FORMATS:
+        if form.recognises(path, names):
+            if form.open is not None:
+                form.open(path)
+            return form.owned(path, names)
+    return ()
+
+
+# Writing and replacing ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Generator[str]:
+    """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
+    parent, name = os.path.split(path)
+    folder, lock = "", -1
+    try:
+        os.makedirs(parent, exist_ok=True)
+        _clear(path)
+        folder, lock = _locked_folder(path)
+        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
+        yield draft
+        _sync(draft)
+        _put_in_place(draft, path)
+        _sync(parent, deep=False)
+    except OSError as error:
+        if isinstance(error, JaxckptError):
+            raise
+        raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if folder:
+            # What could not be put back waits for the next conversion.
+            if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked_folder(path: str) -> tuple[str, int]:
+    """A hidden folder beside `path` for what is not whole yet, and a lock that is held while this process lives."""
+    while True:
+        folder = f"{_drafts(path)}{uuid.uuid4().hex}"
+        os.mkdir(folder)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.isdir(folder)
+        except BlockingIOError:
+            ours = False
+        except OSError:  # a file system without locks, where nobody clears up either
+            ours = True
+        if ours:
+            return folder, lock
+        os.close(lock)  # somebody took it for left behind, before it was locked
+
+
+def _drafts(path: str) -> str:
+    parent, name = os.path.split(path)
+    # Names of one length may all be as long as the file system allows.
+    return os.path.join(parent, f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-convert-")
+
+
+def _clear(path: str) -> None:
+    """Delete what conversions to `path` left that were killed; what one of them had just moved away is put back."""
+    parent, start = os.path.split(_drafts(path))
+    for name in os.listdir(parent):
+        if not name.startswith(start):
+            continue
+        folder = os.path.join(parent, name)
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                old = os.path.join(folder, _OLD)
+                if os.path.lexists(old) and not os.path.lexists(path):
+                    os.rename(old, path)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _put_in_place(draft: str, path: str) -> None:
+    """Rename `draft` to `path`, and move away what was there. A symbolic link is replaced, not what it leads to."""
+    if not os.path.lexists(path) or not (os.path.isdir(draft) or (os.path.isdir(path) and not os.path.islink(path))):
+        os.replace(draft, path)
+        return
+    old = os.path.join(os.path.dirname(draft), _OLD)
+    os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
+    try:
+        os.rename(draft, path)
+    except BaseException:
+        os.rename(old, path)
+        raise
+
+
+_OLD = ".old"
+"""In the folder of a draft, what was at the destination."""
+
+
+def _sync(path: str, *, deep: bool = True) -> None:
+    """Make a file, or a folder with all it holds, durable."""
+    if deep and os.path.isdir(path):
+        for name in os.listdir(path):
+            _sync(os.path.join(path, name))
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,172 @@
+"""Local files of foreign checkpoints: opened, listed, and read as JSON; the names in an index stay in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Generator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxckpt._format.tree import show
+from jaxckpt._runtime.errors import DataError, StorageError
+
+T = TypeVar("T")
+
+MAX_INDEX_BYTES = 1 << 28
+"""Of an index file in JSON."""
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Generator[int]:
+    """A file to read. Raises DataError if it is missing or not a plain file, StorageError if it cannot be read."""
+    try:
+        # Opening a pipe without O_NONBLOCK would wait for a writer.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise DataError(f"{path} is no plain file")
+            yield handle
+        finally:
+            os.close(handle)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing") from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror}") from error
+
+
+def head(path: str, count: int) -> bytes:
+    """The first bytes of a file; none if the path is not a file."""
+    if not os.path.isfile(path):
+        return b""
+    with opened(path) as handle:
+        return os.pread(handle, count, 0)
+
+
+def read_small(path: str, limit: int) -> bytes:
+    """All of a file. Raises DataError if it has more than `limit` bytes."""
+    with opened(path) as handle:
+        size = os.fstat(handle).st_size
+        if size > limit:
+            raise DataError(f"{path} is {size} bytes long; at most {limit} are read")
+        return os.pread(handle, size, 0)
+
+
+def listed(folder: str) -> list[str]:
+    """The names in a folder, sorted. Raises StorageError."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, f"cannot list {folder}: {error.strerror}") from error
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; none if it is a file or gone: what is needed of it is missed later."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+# JSON -----------------------------------------------------------------------------------------------------
+
+
+def read_json(path: str, kind: type[T], limit: int = MAX_INDEX_BYTES) -> T:
+    """A file in JSON. Raises DataError if it is missing, damaged or not of that kind."""
+    return from_json(path, read_small(path, limit), kind)
+
+
+def from_json(what: str, text: str | bytes, kind: type[T]) -> T:
+    """A value from JSON. Raises DataError, which calls the text `what`."""
+    try:
+        # Python's decoder, not msgspec's: Orbax writes NaN, which JSON lacks.
+        record = json.loads(text if isinstance(text, str) else str(text, "utf-8-sig"), object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
+    return converted(what, record, kind)
+
+
+def converted(what: str, value: Any, kind: type[T]) -> T:
+    """A value checked and converted by msgspec. Raises DataError, which calls the value `what`."""
+    try:
+        return msgspec.convert(value, kind)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of two equal keys, each reader would take another.
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("two of its keys are the same")
+    return record
+
+
+# What index files name ------------------------------------------------------------------------------------
+
+
+def inside(folder: str, name: str, where: str) -> str:
+    """The path of a file that an index names. Raises DataError if the name leads out of the folder."""
+    names = name.split("/")
+    if not all(names) or {".", ".."} & {*names} or "\0" in name:
+        raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
+    return os.path.join(folder, *names)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """An index of the files that hold tensors, as Hugging Face and others write it."""
+
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+    metadata: dict[str, Any] | None = None
+
+
+def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]) -> dict[Any, T]:
+    """What the files that an index names hold, each read by `read`.
+
+    Raises DataError unless the index names all that they hold, and all files that are numbered like them.
+    """
+    files: dict[str, set[str]] = {}
+    for name, file in read_json(index, Index).weight_map.items():
+        files.setdefault(file, set()).add(name)
+    _require_named(folder, files, index)
+    tensors: dict[Any, T] = {}
+    for file, expected in files.items():
+        path = inside(folder, file, index)
+        if not os.path.exists(path):
+            raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
+        held = read(path)
+        if odd := {*map(str, held)} ^ expected:
+            told = "is in the index but not there" if min(odd) in expected else "is there but not in the index"
+            raise DataError(f"{path}: the tensor {show(min(odd))} {told} ({os.path.basename(index)})")
+        tensors |= held
+    return tensors
+
+
+_NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
+
+
+def _require_named(folder: str, named: Collection[str], index: str) -> None:
+    """Raise DataError if a numbered file belongs to the files that an index names, and the index does not name it."""
+    series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
+    for name in sorted(set(os.listdir(folder)) - {*named}):
+        if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
+            raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
+
+
+def require_length(path: str, end: int) -> None:
+    """Raise DataError if a file ends before what it should hold."""
+    try:
+        length = os.stat(path).st_size
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing") from error
+    if length < end:
+        raise DataError(f"{path} is {length} bytes long, expected at least {end}")

@@ -1,0 +1,1 @@
+"""Orbax's checkpoints, read and written without importing Orbax."""

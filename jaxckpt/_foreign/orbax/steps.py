@@ -1,0 +1,317 @@
+"""Folders of Orbax: steps of a CheckpointManager, and the items of a step; which are complete, and what they hold."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import msgspec
+
+from jaxckpt._foreign.local_files import names_in
+from jaxckpt._foreign.orbax.records import (
+    COMMITTED_MARK,
+    OF_A_SAVE,
+    OF_A_TREE,
+    STEP_FILE,
+    TEMPORARY,
+    TREE_FILE,
+    V1_MARK,
+    StepRecord,
+    TreeRecord,
+    read_optional,
+)
+from jaxckpt._foreign.orbax.tree import read_tree
+from jaxckpt._format.grid import Box
+from jaxckpt._format.names import MANIFEST, is_data
+from jaxckpt._format.pieces import Array
+from jaxckpt._format.records import LeafRecord, Manifest
+from jaxckpt._format.tree import Tree, decode_value, unflatten
+from jaxckpt._restore.source import Foreign, ForeignArray, Native, StartedData, compose
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing
+from jaxckpt._runtime.options import Options
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.place import store_at
+
+_STEP_MARKS = {STEP_FILE, V1_MARK}
+_STEP_NAME = re.compile(r"(?:.+_)?(\d{1,18})")
+
+_LOOKED_AT = 1000
+"""Folders that are looked into, at most, to recognise one that has no mark of its own."""
+
+
+def recognises(path: str, names: Collection[str]) -> bool:
+    return _kind(path, names) is not None
+
+
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in its folder that are its own. None in the folder of a CheckpointManager."""
+    kind = _kind(path, names)
+    if kind == "item":
+        return _owned_by_item(path, names)
+    if kind == "manager":
+        return set()
+    items = {name: names_in(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
+    whole = {name for name, held in items.items() if held and _owned_by_item(f"{path}/{name}", held).issuperset(held)}
+    return whole | {STEP_FILE, V1_MARK, "_CHECKPOINT_DELETION", COMMITTED_MARK}
+
+
+def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
+    record = read_optional(f"{path}/{TREE_FILE}", TreeRecord)
+    if record is None:
+        return {*OF_A_SAVE, MANIFEST, "metadata", *filter(is_data, names)}
+    arrays = {".".join(key.key for key in one.key_metadata).split("/")[0] for one in record.tree_metadata.values()}
+    databases = filter(re.compile(r"d|ocdbt\.process_\d+").fullmatch, names)
+    zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # of a tree that is one leaf
+    return {TREE_FILE, *OF_A_SAVE, *OF_A_TREE, *databases, *arrays, *zarr}
+
+
+def has_steps(path: str, names: Collection[str]) -> bool:
+    """Whether it is a CheckpointManager's folder."""
+    return _kind(path, names) == "manager"
+
+
+def open_orbax(path: str) -> Native | Foreign:
+    """The newest complete step of a CheckpointManager's folder, a step, or one item of it.
+
+    An item that stands for the whole step ("default", or "state" of Orbax v1) is the tree itself, others are below
+    their names. "step", "metrics" and "custom_metadata" are in the checkpoint's metadata, as far as there are any.
+
+    Raises NotACheckpointError where no step is complete, DataError, StorageError.
+    """
+    kind = _kind(path, names_in(path))
+    metadata: dict[str, Any] = {}
+    if kind == "manager":
+        path, metadata["step"] = _newest_step(path)
+        kind = _kind(path, names_in(path))
+    elif problem := _unfinished(path):
+        raise NotACheckpointError(f"{path} {problem}")
+    if kind == "step" and _items(path) == ["default"] and _is_ours(f"{path}/default"):
+        ours = _native(f"{path}/default")
+        metadata |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
+        return replace(ours, manifest=msgspec.structs.replace(ours.manifest, metadata=metadata or None))
+    tree, of_tree = _read_item(path) if kind == "item" else _open_step(path)
+    return compose(path, tree, "orbax", metadata=metadata | of_tree or None)
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item"] | None:
+    if TREE_FILE in names or _lost_manifest(path, names):
+        return "item"
+    if not _STEP_MARKS.isdisjoint(names):
+        return "step"
+    if any(_is_step(f"{path}/{name}") for name in itertools.islice(filter(_STEP_NAME.fullmatch, names), _LOOKED_AT)):
+        return "manager"
+    # A model in safetensors may have one of Orbax's beside it, in a folder of its own.
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    return "step" if _has_items(path, names) else None  # of an Orbax that left no other mark
+
+
+def _is_step(path: str) -> bool:
+    names = names_in(path)
+    if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names):
+        return True
+    # A run of ours has folders with a manifest as well: they are named like steps.
+    items = (name for name in names if not _STEP_NAME.fullmatch(name))
+    return any(_is_ours(f"{path}/{name}") for name in itertools.islice(items, _LOOKED_AT))
+
+
+def _has_items(path: str, names: Collection[str]) -> bool:
+    return any(os.path.isfile(f"{path}/{name}/{TREE_FILE}") for name in itertools.islice(names, _LOOKED_AT))
+
+
+def _newest_step(path: str) -> tuple[str, int]:
+    steps = [(int(match[1]), name) for name in names_in(path) if (match := _STEP_NAME.fullmatch(name))]
+    for number, name in sorted(steps, reverse=True):
+        if _is_step(f"{path}/{name}") and not _unfinished(f"{path}/{name}"):
+            return f"{path}/{name}", number
+    raise NotACheckpointError(f"{path} has no complete step, but {len(steps)} folders that are named like one")
+
+
+def _unfinished(path: str) -> str | None:
+    """Why a step is not complete: Orbax renames its folder at the end, or, on object stores, marks it."""
+    if TEMPORARY in os.path.basename(path):
+        return "is the folder of a save that is under way, or died"
+    record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+    begun = record.init_timestamp_nsecs is not None and record.commit_timestamp_nsecs is None
+    if begun and not os.path.exists(f"{path}/{COMMITTED_MARK}"):
+        return "was never committed: its save is under way, or died"
+    return None
+
+
+# Steps ----------------------------------------------------------------------------------------------------
+
+
+def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of a step, and its metadata."""
+    record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+    if isinstance(record.item_handlers, str):  # the folder is the only item
+        return _required_item(path, record.item_handlers)
+    # Orbax v1 notes here which item is being deleted.
+    deleted = (read_optional(f"{path}/_CHECKPOINT_DELETION", dict[str, Any]) or {}).get("checkpointable_name")
+    names = [name for name in _items(path) if name != deleted]
+    if missing := (record.item_handlers or {}).keys() - {*names, deleted}:
+        raise DataError(f"{path} lacks {', '.join(map(repr, sorted(missing)))}, which {STEP_FILE} names as its items")
+    if record.item_handlers is None and _lost_step_file(path, names):
+        raise DataError(
+            f"{path}/{STEP_FILE} is missing: it names the items of the step, so it is not known whether all of them"
+            " are still in the folder; each can be opened by its own path"
+        )
+    metadata: dict[str, Any] = {}
+    items: dict[str, Tree] = {}
+    left_out: list[str] = []
+    for name in names:
+        folder = f"{path}/{name}"
+        try:
+            items[name], of_item = _required_item(folder, name) if record.is_known(name) else _read_item(folder)
+        except _Unread as error:
+            left_out.append(f"{folder} is left out: {error}")
+            continue
+        if record.handler(name) == "ArrayCheckpointHandler" and isinstance(items[name], dict):
+            items[name] = items[name].get("checkpoint", items[name])
+        if of_item:
+            metadata.setdefault("custom_metadata", {})[name] = of_item["custom_metadata"]
+    if "metrics" in items and not isinstance(items["metrics"], ForeignArray):
+        metadata["metrics"] = items.pop("metrics")
+    if record.custom_metadata:
+        metadata["custom_metadata"] = record.custom_metadata
+    if not items:
+        raise DataError(f"{path} has no item that can be read\n{listing(left_out)}".rstrip())
+    for told in left_out:
+        warnings.warn(told, stacklevel=2)
+    whole = {"default"} if record.handler("state") != "PyTreeHandler" else {"state"}
+    return items[min(items)] if set(items) == whole else items, metadata
+
+
+def _lost_step_file(path: str, items: Iterable[str]) -> bool:
+    """Whether a step has no STEP_FILE although the Orbax that wrote it writes one.
+
+    It writes one into each folder that is saved: the step or, if items were saved by themselves, each item.
+    """
+    if os.path.lexists(f"{path}/{STEP_FILE}"):
+        return False
+    if os.path.lexists(f"{path}/{V1_MARK}"):
+        return True
+    alone = [f"{path}/{item}" for item in items if not os.path.lexists(f"{path}/{item}/{STEP_FILE}")]
+    if any(map(_is_ours, alone)):
+        return True
+    trees = (read_optional(f"{item}/{TREE_FILE}", TreeRecord) for item in alone)
+    return any(tree is not None and tree.custom_metadata is not msgspec.UNSET for tree in trees)
+
+
+def _items(path: str) -> list[str]:
+    """Names of a step's items."""
+    return sorted(name for name in names_in(path) if TEMPORARY not in name and os.path.isdir(f"{path}/{name}"))
+
+
+class _Unread(Exception):
+    """An item that is none of those that are known."""
+
+
+def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item, and its metadata. Raises _Unread."""
+    names = [name for name in names_in(path) if name not in OF_A_SAVE and TEMPORARY not in name]
+    if TREE_FILE in names:
+        return read_tree(path)
+    if not OF_A_TREE.isdisjoint(names):
+        raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
+    if _is_ours(path):
+        return _open_ours(path)
+    if any(map(is_data, names)):
+        raise DataError(f"{path}/{MANIFEST} is missing: it describes the arrays in this folder")
+    if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):
+        try:
+            return read_optional(f"{path}/{names[0]}", cast("type[Any]", Any)), {}
+        except DataError:
+            raise _Unread(f"its only file, {names[0]}, is no JSON") from None
+    if set(names) in ({"jax_random_key", "jax_random_key_metadata"}, {"np_random_key", "np_random_key_metadata"}):
+        return _random_key(path), {}
+    raise _Unread("it is neither a tree nor JSON")
+
+
+def _required_item(path: str, name: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item that Orbax's own handler wrote, and its metadata."""
+    try:
+        return _read_item(path)
+    except _Unread as error:
+        raise DataError(f"{path}, {name}, is damaged or has lost files: {error}") from None
+
+
+def _random_key(path: str) -> Tree:
+    """What Orbax's handlers of random keys have written."""
+    (kind,) = (name for name in names_in(path) if name in ("jax_random_key", "np_random_key"))
+    tree, _ = read_tree(f"{path}/{kind}")
+    match tree, read_optional(f"{path}/{kind}_metadata/metadata", dict[str, bool]) or {}:
+        case {"checkpoint": ForeignArray() as raw}, {"typed": typed}:
+            # Their implementation is not recorded: Orbax takes JAX's default, which the width of a key tells apart.
+            impl = "rbg" if raw.shape[-1:] == (4,) else "threefry2x32"
+            return replace(raw, kind="key", impl=impl) if typed else raw
+        case list() as state, {"legacy": True}:
+            return tuple(state)
+        case dict() as state, {"legacy": False}:
+            return state
+        case _:
+            raise DataError(f"{path} is no random key")
+
+
+# Items of ours --------------------------------------------------------------------------------------------
+
+
+def _is_ours(path: str) -> bool:
+    return os.path.isfile(f"{path}/{MANIFEST}")
+
+
+def _lost_manifest(path: str, names: Collection[str]) -> bool:
+    """Whether it is an item of ours, in a step that Orbax has committed, without its manifest."""
+    if MANIFEST in names or not any(map(is_data, names)):
+        return False
+    step = os.path.dirname(path)
+    return STEP_FILE in names_in(step) and not _unfinished(path) and not _unfinished(step)
+
+
+def _native(path: str) -> Native:
+    store = store_at(path, Options())
+    return Native(store, load_manifest(store)[0])
+
+
+def _open_ours(path: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item that jaxckpt has written, as part of a step, and its metadata."""
+    source = _native(path)
+    manifest = source.manifest
+    readers = [source.array_reader(number) for number in range(len(manifest.stacks))]
+    tree = unflatten(manifest.tree, [_row(manifest, readers, record) for record in manifest.leaves])
+    return tree, {} if manifest.metadata is None else {"custom_metadata": manifest.metadata}
+
+
+def _row(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord) -> Any:
+    if record.stack is None or record.row is None:
+        return decode_value(record.kind, record.value or "")
+    stack = manifest.arrays[record.stack]
+    mesh, spec, _ = manifest.leaf_layout(record)
+    dtype = manifest.stacks[record.stack].dtype
+    row = _Row(readers[record.stack], record.row)
+    kind: Any = record.kind
+    return ForeignArray(dtype, stack.shape, row, kind, record.impl, stack.chunk[1:], mesh, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row(StartedData):
+    """A row of a stack of ours."""
+
+    reader: ArrayReader
+    row: int
+
+    def start(self, box: Box, target: Array) -> Pending:
+        (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
+        return pending
+
+    def read(self, box: Box, target: Array) -> None:
+        self.start(box, target).result()

@@ -1,0 +1,127 @@
+"""Plain Zarr v3 groups, written with an array for each leaf at its path, and recognised if they are to be replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
+
+import crc32c
+import msgspec
+import numpy as np
+
+from jaxckpt._foreign.export import Data, arrays_of, slabs, write_json
+from jaxckpt._foreign.local_files import read_json
+from jaxckpt._format import zarr
+from jaxckpt._format.grid import chunk_shape, object_shape
+from jaxckpt._format.pieces import Pieces
+from jaxckpt._format.stacks import Stack
+from jaxckpt._format.tree import show
+from jaxckpt._restore.source import Source
+from jaxckpt._runtime.errors import DataError, StorageError, TreeError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import Report
+from jaxckpt._storage.files import FileWriter
+
+_METADATA = "zarr.json"
+
+
+def write_zarr(source: Source, path: str, options: Options, report: Report) -> None:
+    """A Zarr v3 group: an array for each leaf at its path, with sharding and crc32c as our own arrays have them.
+
+    bfloat16 and other dtypes that Zarr lacks are stored as unsigned integers of their width; the array's attributes
+    name the dtype. The tree's other values are attributes of the group.
+    """
+    arrays = arrays_of(source, options, report, _problem, keep_values=True)
+    groups = {"", *(head for name in arrays for head in _heads(name.rpartition("/")[0]))}
+    if clashing := groups & arrays.keys():
+        raise TreeError(f"{show(min(clashing))} is both a leaf and a container of others; give rename=")
+    values = {
+        leaf.path: {"kind": leaf.kind, "value": leaf.value} for leaf in source.manifest.leaves if leaf.value is not None
+    }
+    for name in sorted(groups):
+        attributes = {"jaxckpt": {"values": values}} if not name and values else {}
+        node = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+        write_json(os.path.join(path, name, _METADATA), node)
+    for name, data in arrays.items():
+        _write_array(os.path.join(path, name), data, options)
+
+
+def _write_array(folder: str, data: Data, options: Options) -> None:
+    """The first dimension stands for a stack's rows."""
+    if not data.shape:
+        _write_scalar(folder, data)
+        return
+    shape, itemsize = data.shape, data.dtype.itemsize
+    free = [True] * len(shape)
+    chunk = chunk_shape(shape, itemsize, options.chunk_bytes, free)
+    sides = object_shape(shape, chunk, itemsize, options.object_bytes, free)
+    stack = Stack("", data.dtype.name, shape[1:], shape[0], chunk, sides)
+    write_json(os.path.join(folder, _METADATA), json.loads(zarr.metadata(stack)))
+    writer = FileWriter(folder, stack, sync=False)  # all is synced at the end
+    for index, box in stack.objects() if 0 not in shape else ():
+        held = data[tuple(slice(*side) for side in box)]
+        writer.write(index, Pieces(box, data.dtype, box[0][1] - box[0][0], [[(box, held)]])).result()
+
+
+def _write_scalar(folder: str, data: Data) -> None:
+    """A 0-d array: one chunk, not cut any further."""
+    metadata = json.loads(zarr.metadata(Stack("", data.dtype.name, (), 1, (1,), (1,))))
+    metadata["shape"] = metadata["chunk_grid"]["configuration"]["chunk_shape"] = []
+    metadata["codecs"] = metadata["codecs"][0]["configuration"]["codecs"]
+    write_json(os.path.join(folder, _METADATA), metadata)
+    content = next(slabs(data)).tobytes()
+    with open(os.path.join(folder, "c"), "wb") as file:
+        file.write(content + crc32c.crc32c(content).to_bytes(4, "little"))
+
+
+def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
+    """What is wrong with a path, unless Zarr v3 and file systems allow nodes of these names."""
+    fine = all(
+        name.strip(".") != ""
+        and not name.startswith("__")
+        and name != _METADATA
+        and {"\0", "\\"}.isdisjoint(name)  # readers take a backslash for a slash
+        and len(name.encode()) <= 255
+        for name in path.split("/")
+    )
+    return None if fine else "has a name that Zarr does not allow"
+
+
+def _heads(path: str) -> Iterator[str]:
+    """All containers above a path, itself included."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+
+
+# A group that is to be replaced ---------------------------------------------------------------------------
+
+
+def recognises(path: str, names: Collection[str]) -> bool:
+    return _METADATA in names and _node_type(path) == "group"
+
+
+def owned(path: str, names: Collection[str]) -> set[str]:
+    """The names in a group that are its own: nodes that have nothing else in their folders."""
+    return {_METADATA, *(name for name in names if _is_node(os.path.join(path, name)))}
+
+
+def _is_node(path: str) -> bool:
+    kind = _node_type(path)
+    names = {*os.listdir(path)} if kind else set[str]()
+    return names <= ({_METADATA, "c"} if kind == "array" else owned(path, names)) and kind is not None
+
+
+class _Node(msgspec.Struct):
+    zarr_format: Literal[3]
+    node_type: Literal["array", "group"]
+
+
+def _node_type(path: str) -> str | None:
+    """ "array" or "group", as the zarr.json in a folder says; None if there is none."""
+    try:
+        return read_json(os.path.join(path, _METADATA), _Node).node_type
+    except (DataError, StorageError):
+        return None
