@@ -76,9 +76,11 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._foreign.mindspore import mindspore_ranks
     from jaxckpt._foreign.oneflow import oneflow_ranks
     from jaxckpt._foreign.rank_files import rank_files
-    from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf, RestorePlan, open
     from jaxckpt._inspect.diff import Delta, LeafDelta, diff
+    from jaxckpt._inspect.leaf import LazyLeaf
+    from jaxckpt._inspect.open import Checkpoint, open
     from jaxckpt._inspect.report import report
+    from jaxckpt._inspect.restore_plan import RestorePlan
     from jaxckpt._inspect.verify import Problem, VerifyReport, verify
     from jaxckpt._restore.restore import load_numpy, restore
     from jaxckpt._runtime.errors import (

@@ -31,12 +31,15 @@ from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from jaxckpt._format.dtypes import DTYPES, key_dtype
 from jaxckpt._format.layouts import saved_sharding
+from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LeafRecord, Manifest
-from jaxckpt._format.tree import DTYPES, Leaf, Tree, closest, decode_value, flatten, key_dtype, show, unflatten
+from jaxckpt._format.tree import Leaf, Tree, flatten, unflatten
+from jaxckpt._format.values import decode_value
 from jaxckpt._restore.restore import restore
 from jaxckpt._restore.source import source_at
-from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, listing
+from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, listing, show
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.save import save, save_async

@@ -103,7 +103,7 @@ def _leaf_paths(path: str) -> list[str]:
 
 
 def _foreign_leaf_paths(path: str) -> list[str]:
-    from jaxckpt._inspect.checkpoint import open as open_checkpoint
+    from jaxckpt._inspect.open import open as open_checkpoint
     from jaxckpt._runtime.errors import JaxckptError
 
     with contextlib.suppress(JaxckptError, OSError):

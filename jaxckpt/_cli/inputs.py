@@ -11,8 +11,11 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxckpt._cli.arguments import Rule
-from jaxckpt._format.tree import Tree, closest, nested, renamed, selector
-from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
+from jaxckpt._format.paths import closest
+from jaxckpt._format.select import renamed, selector
+from jaxckpt._format.tree import Tree, nested
+from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import Options
 

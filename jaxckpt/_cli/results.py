@@ -11,10 +11,10 @@ import click
 from jaxckpt._cli.arguments import Rule
 from jaxckpt._cli.inputs import spec_tree, with_progress
 from jaxckpt._cli.terminal import Column, fields, number, print_json, print_table, printable, show_array
-from jaxckpt._inspect.checkpoint import ProcessPlan, RestorePlan
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
 from jaxckpt._inspect.diff import Delta, LeafDelta
 from jaxckpt._inspect.diff import diff as diff_checkpoints
+from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._inspect.restore_plan import ProcessPlan, RestorePlan
 from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.progress import show_bytes

@@ -30,8 +30,9 @@ from jaxckpt._cli.terminal import (
 )
 from jaxckpt._format.grid import show_axes, show_spec, spec_of
 from jaxckpt._format.pieces import Array
-from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
+from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import InputError, counted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes

@@ -15,7 +15,7 @@ from jaxckpt._cli.tree_view import describe
 from jaxckpt._foreign.convert import convert as convert_checkpoint
 from jaxckpt._foreign.convert import integrate as integrate_ranks
 from jaxckpt._format.names import MANIFEST
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
+from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options

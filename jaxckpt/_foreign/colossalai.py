@@ -21,9 +21,9 @@ from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import FileData, joined, replicated
 from jaxckpt._foreign.torch import read_saved
 from jaxckpt._format.grid import Box
-from jaxckpt._format.tree import Tree, show
+from jaxckpt._format.tree import Tree
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError
+from jaxckpt._runtime.errors import DataError, InputError, show
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
 _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.index(\.[^.]+)?\.json")

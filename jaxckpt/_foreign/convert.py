@@ -18,14 +18,17 @@ import numpy as np
 from jaxckpt._foreign.destination import replacing, require_replaceable
 from jaxckpt._foreign.mindspore import mindspore_ranks
 from jaxckpt._foreign.registry import BY_SUFFIX, WRITERS, WRITTEN
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Layout, mesh_layout
-from jaxckpt._format.layouts import Specs, by_axis_name, fit_spec, mesh_axes, require_common_axis, resolve_specs
+from jaxckpt._format.layouts import fit_spec, require_common_axis
+from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import DTYPES, Rename, Select, closest, show
+from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.specs import Specs, by_axis_name, mesh_axes, resolve_specs
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
 from jaxckpt._restore.target import narrowed
-from jaxckpt._runtime.errors import InputError, SpecError, listing
+from jaxckpt._runtime.errors import InputError, SpecError, listing, show
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import reporting

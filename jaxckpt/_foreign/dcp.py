@@ -22,10 +22,11 @@ from jaxckpt._foreign.pickles import required, sizes, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import Box
-from jaxckpt._format.tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree, show
+from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, NotACheckpointError
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, show
 
 _METADATA = ".metadata"
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._format.pieces import Array, as_bits
-from jaxckpt._format.tree import decode_value, show
+from jaxckpt._format.values import decode_value
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import TreeError, listing
+from jaxckpt._runtime.errors import TreeError, listing, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt._format.tree import show
-from jaxckpt._runtime.errors import DataError, StorageError
+from jaxckpt._runtime.errors import DataError, StorageError, show
 
 T = TypeVar("T")
 

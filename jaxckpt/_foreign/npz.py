@@ -21,11 +21,12 @@ from jaxckpt._foreign.export import arrays_of, slabs
 from jaxckpt._foreign.local_files import opened
 from jaxckpt._foreign.shards import FileData, c_strides, flat_boxes
 from jaxckpt._foreign.zips import READ_BYTES, Member, first_name, opened_archive
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, intersection, volume, within
 from jaxckpt._format.pieces import Array, as_bits
-from jaxckpt._format.tree import DTYPES, nested, show
+from jaxckpt._format.tree import nested
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose
-from jaxckpt._runtime.errors import DataError
+from jaxckpt._runtime.errors import DataError, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 

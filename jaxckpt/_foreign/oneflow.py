@@ -23,8 +23,9 @@ from jaxckpt._foreign.pickle_machine import Object
 from jaxckpt._foreign.pickles import array_in, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
 from jaxckpt._foreign.shards import FileData, c_strides
-from jaxckpt._format.layouts import Specs
-from jaxckpt._format.tree import DTYPES, MAX_RANK, Structure, Tree, flatten, nested, unflatten
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK
+from jaxckpt._format.specs import Specs
+from jaxckpt._format.tree import Structure, Tree, flatten, nested, unflatten
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Memory, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
 

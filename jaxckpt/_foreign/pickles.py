@@ -19,7 +19,10 @@ import numpy as np
 from jaxckpt._foreign.local_files import opened
 from jaxckpt._foreign.pickle_machine import Call, FoundBytes, Global, Machine, Object, Unbuilt, insert
 from jaxckpt._foreign.shards import FileData, Unreadable
-from jaxckpt._format.tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree, component, is_utf8
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK
+from jaxckpt._format.paths import component
+from jaxckpt._format.tree import MAX_DEPTH, Tree
+from jaxckpt._format.values import is_utf8
 from jaxckpt._restore.source import ForeignArray, Memory
 from jaxckpt._runtime.errors import DataError
 

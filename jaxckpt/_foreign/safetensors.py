@@ -17,9 +17,10 @@ import numpy as np
 from jaxckpt._foreign.export import Data, arrays_of, n_bytes, slabs, write_json
 from jaxckpt._foreign.local_files import Index, converted, from_json, opened, read_indexed, read_json
 from jaxckpt._foreign.shards import FileData
-from jaxckpt._format.tree import DTYPES, Tree, nested, show
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.tree import Tree, nested
 from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
-from jaxckpt._runtime.errors import DataError, InputError, TreeError
+from jaxckpt._runtime.errors import DataError, InputError, TreeError, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxckpt._foreign.local_files import opened
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, extent, intersection, spec_box, spec_problem, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
-from jaxckpt._format.tree import DTYPES, show
 from jaxckpt._restore.source import ArrayData, ForeignArray
-from jaxckpt._runtime.errors import DataError, SpecError, listing
+from jaxckpt._runtime.errors import DataError, SpecError, listing, show
 from jaxckpt._storage import files
 
 SPAN_BYTES = 4 << 20

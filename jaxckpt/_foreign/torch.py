@@ -16,9 +16,10 @@ from jaxckpt._foreign.pickle_machine import Global, Object
 from jaxckpt._foreign.pickles import as_tree, sizes, unpickle, unreadable
 from jaxckpt._foreign.shards import FileData, Unreadable
 from jaxckpt._foreign.zips import Archive, Member, first_name, opened_archive
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array
-from jaxckpt._format.tree import DTYPES, Tree
+from jaxckpt._format.tree import Tree
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError
 

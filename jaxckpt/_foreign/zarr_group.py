@@ -17,9 +17,8 @@ from jaxckpt._format import zarr
 from jaxckpt._format.grid import chunk_shape, object_shape
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import show
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import DataError, StorageError, TreeError
+from jaxckpt._runtime.errors import DataError, StorageError, TreeError, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.files import FileWriter

@@ -30,9 +30,10 @@ from jaxckpt._format.grid import (
     spec_of,
     spec_problem,
 )
+from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LayoutRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import closest, flatten, show
-from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, listing
+from jaxckpt._format.tree import flatten
+from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, listing, show
 from jaxckpt._runtime.options import Options
 
 Specs = Any

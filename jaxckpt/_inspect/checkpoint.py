@@ -15,11 +15,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
-from jaxckpt._format.layouts import Placement, PlannedSharding, Specs, distinct, partition_spec, placement, show_layout
+from jaxckpt._format.layouts import Placement, PlannedSharding, distinct, placement, show_layout
+from jaxckpt._format.paths import closest
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, closest, decode_value, show, unflatten
+from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.specs import Specs, partition_spec
+from jaxckpt._format.tree import Tree, unflatten
+from jaxckpt._format.values import decode_value
 from jaxckpt._inspect.drawing import (
     Bar,
     Markup,
@@ -33,12 +38,13 @@ from jaxckpt._inspect.drawing import (
     notebook,
     table,
 )
+from jaxckpt._restore.goals import Goal, numpy_goal, resolve
+from jaxckpt._restore.placing import kept, on_host
 from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._restore.reading import read_box
-from jaxckpt._restore.restore import kept, on_host
 from jaxckpt._restore.source import Location, Native, Source, source_at
-from jaxckpt._restore.target import Goal, Request, numpy_goal, require_request, resolve
-from jaxckpt._runtime.errors import InputError, NotACheckpointError, counted
+from jaxckpt._restore.target import Request, require_request
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, counted, show
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.leases import TERM_SECONDS, hold

@@ -18,10 +18,9 @@ from jaxckpt._format.grid import Box, cut_down, volume, whole
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import show
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import Foreign, Location, Native, source_at
-from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing
+from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing, show
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 from jaxckpt._storage.objects import Objects

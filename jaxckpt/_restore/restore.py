@@ -16,17 +16,22 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, volume, whole
-from jaxckpt._format.layouts import PlannedSharding, Specs, addressable_boxes, memory_kind, require_mesh
+from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
+from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.specs import Specs, require_mesh
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, decode_value, show
+from jaxckpt._format.tree import Tree
+from jaxckpt._format.values import decode_value
+from jaxckpt._restore.goals import Goal, numpy_goals, resolve
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._restore.target import Goal, Request, numpy_goals, require_request, resolve
-from jaxckpt._runtime.errors import DataError, InputError, ManifestError, PeersDisagreeError
+from jaxckpt._restore.target import Request, require_request
+from jaxckpt._runtime.errors import DataError, InputError, ManifestError, PeersDisagreeError, show
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import reporting

@@ -21,11 +21,13 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
-from jaxckpt._format.tree import DTYPES, MAX_RANK, Tree, dtype_name, encode_value, flatten, show
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing
+from jaxckpt._format.tree import Tree, flatten
+from jaxckpt._format.values import encode_value
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest

@@ -18,50 +18,29 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
+from jaxckpt._format.dtypes import DTYPES, key_dtype, lossless
 from jaxckpt._format.grid import Spec, spec_of
-from jaxckpt._format.layouts import (
-    PlannedSharding,
-    Specs,
-    by_axis_name,
-    fit_spec,
-    longest_head,
-    mesh_axes,
-    on_mesh,
-    partition_spec,
-    require_common_axis,
-    resolve_specs,
-    saved_sharding,
-    show_layout,
-)
+from jaxckpt._format.layouts import PlannedSharding, fit_spec, on_mesh, require_common_axis, saved_sharding, show_layout
+from jaxckpt._format.paths import closest, component
 from jaxckpt._format.records import LeafRecord, Manifest
+from jaxckpt._format.select import Rename, Select, Selector, origins, renamed, selector
+from jaxckpt._format.specs import Specs, by_axis_name, longest_head, mesh_axes, partition_spec, resolve_specs
 from jaxckpt._format.tree import (
-    DTYPES,
     Container,
     Leaf,
-    Rename,
-    Select,
-    Selector,
     Structure,
     Tree,
-    closest,
-    component,
-    decode_value,
     flatten,
-    key_dtype,
     keys_of,
-    lossless,
     nested,
-    origins,
     paths_of,
     prune,
-    renamed,
-    selector,
-    show,
     structure_of,
     subtree,
     unflatten,
 )
-from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, SpecError, counted, listing
+from jaxckpt._format.values import decode_value
+from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, SpecError, counted, listing, show
 from jaxckpt._runtime.options import Options, flag
 
 

@@ -13,39 +13,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name, key_dtype
 from jaxckpt._format.grid import Layout, Spec, both, spec_of
-from jaxckpt._format.layouts import (
-    LayoutTable,
-    Specs,
-    by_axis_name,
-    fit_spec,
-    memory_kind,
-    mesh_axes,
-    on_mesh,
-    process_layout,
-    require_common_axis,
-    require_mesh,
-    resolve_specs,
-)
+from jaxckpt._format.layouts import LayoutTable, fit_spec, memory_kind, on_mesh, process_layout, require_common_axis
+from jaxckpt._format.paths import closest
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord
-from jaxckpt._format.tree import (
-    DTYPES,
-    MAX_RANK,
-    Container,
-    Leaf,
-    Structure,
-    Tree,
-    closest,
-    dtype_name,
-    encode_value,
-    flatten,
-    key_dtype,
-    places,
-    selector,
-    show,
-)
-from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, TreeError, counted, listing
+from jaxckpt._format.select import selector
+from jaxckpt._format.specs import Specs, by_axis_name, mesh_axes, require_mesh, resolve_specs
+from jaxckpt._format.tree import Container, Leaf, Structure, Tree, flatten, places
+from jaxckpt._format.values import encode_value
+from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, TreeError, counted, listing, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._save.plan import ArrayLeaf, SavePlan
 

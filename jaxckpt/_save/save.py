@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from jax.sharding import Mesh
 
-from jaxckpt._format.layouts import Specs
+from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.errors import PeerError
 from jaxckpt._runtime.options import Options, given

@@ -13,9 +13,10 @@ from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
-from jaxckpt._format.layouts import Specs
 from jaxckpt._format.records import StepRecord
-from jaxckpt._format.tree import Rename, Select, Tree
+from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.specs import Specs
+from jaxckpt._format.tree import Tree
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Request
 from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError, Preempted

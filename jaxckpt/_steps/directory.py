@@ -10,8 +10,8 @@ import threading
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.paths import closest
 from jaxckpt._format.records import StepRecord
-from jaxckpt._format.tree import closest
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,

@@ -12,12 +12,13 @@ from types import MappingProxyType
 
 from jax.sharding import Mesh
 
-from jaxckpt._format.layouts import Specs
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import LARGEST
-from jaxckpt._format.tree import Rename, Select, Tree
-from jaxckpt._inspect.checkpoint import Checkpoint
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
+from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.specs import Specs
+from jaxckpt._format.tree import Tree
+from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Request
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxckpt._format.tree import is_utf8
+from jaxckpt._format.values import is_utf8
 from jaxckpt._runtime.errors import InputError
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from jaxckpt._format.manifest import decode
 from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LARGEST
-from jaxckpt._format.tree import closest
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import whole_number
 from jaxckpt._storage.store import Store

@@ -23,12 +23,12 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jaxckpt._format.dtypes import DTYPES
 from processes import RunPython
 
 import jaxckpt
 import jaxckpt.orbax
 from jaxckpt._format.names import SEAL
-from jaxckpt._format.tree import DTYPES
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import tensorstore as ts
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxckpt._format.dtypes import DTYPES
 from processes import RunPython
 
 import jaxckpt
@@ -28,7 +29,6 @@ from jaxckpt._format import zarr as _zarr
 from jaxckpt._format.grid import Box, extent, intersection, whole
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import DTYPES
 from jaxckpt._storage.files import FileReader, FileWriter
 
 

@@ -26,12 +26,12 @@ from jaxckpt._foreign.orbax.records import (
     path_of,
     read_optional,
 )
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, spec_problem
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import MeshRecord
-from jaxckpt._format.tree import DTYPES, show
 from jaxckpt._restore.source import ForeignArray, StartedData
-from jaxckpt._runtime.errors import DataError, listing
+from jaxckpt._runtime.errors import DataError, listing, show
 from jaxckpt._storage.errors import storage_errors
 from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.tensors import ArrayFolder

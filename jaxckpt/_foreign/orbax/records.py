@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from jaxckpt._foreign.local_files import read_json
-from jaxckpt._format.tree import component
+from jaxckpt._format.paths import component
 
 MAX_INDEX_BYTES = 1 << 30
 """Of an index file, which has an entry for each leaf."""

@@ -30,7 +30,8 @@ from jaxckpt._format.grid import Box
 from jaxckpt._format.names import MANIFEST, is_data
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
-from jaxckpt._format.tree import Tree, decode_value, unflatten
+from jaxckpt._format.tree import Tree, unflatten
+from jaxckpt._format.values import decode_value
 from jaxckpt._restore.source import Foreign, ForeignArray, Native, StartedData, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing
 from jaxckpt._runtime.options import Options

@@ -11,8 +11,8 @@ import msgspec
 from jaxckpt._foreign.local_files import read_json
 from jaxckpt._foreign.orbax.leaves import values_of
 from jaxckpt._foreign.orbax.records import MAX_INDEX_BYTES, TREE_FILE, Keys, TreeRecord, path_of
-from jaxckpt._format.tree import MAX_DEPTH, Container, Tree, keys_of, show, unflatten
-from jaxckpt._runtime.errors import DataError
+from jaxckpt._format.tree import MAX_DEPTH, Container, Tree, keys_of, unflatten
+from jaxckpt._runtime.errors import DataError, show
 
 
 def read_tree(path: str) -> tuple[Tree, dict[str, Any]]:
