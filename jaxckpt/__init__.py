@@ -9,10 +9,12 @@ from jaxckpt._foreign.convert import convert
 from jaxckpt._foreign.mindspore import mindspore_ranks
 from jaxckpt._foreign.oneflow import oneflow_ranks
 from jaxckpt._foreign.rank_files import rank_files
-from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf, RestorePlan, open
 from jaxckpt._inspect.diff import Delta, LeafDelta, diff
+from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._inspect.open import Checkpoint, open
 from jaxckpt._inspect.report import report
-from jaxckpt._inspect.verify import Problem, VerifyReport, verify
+from jaxckpt._inspect.restore_plan import RestorePlan
+from jaxckpt._inspect.verify import VerifyReport, verify
 from jaxckpt._restore.restore import load_numpy, restore
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
@@ -30,6 +32,7 @@ from jaxckpt._runtime.errors import (
     PeersDisagreeError,
     PeerTimeoutError,
     Preempted,
+    Problem,
     SpecError,
     StorageError,
     TreeError,

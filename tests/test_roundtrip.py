@@ -29,7 +29,7 @@ from strategies import bits, fitting, meshes, raw, shape_of, shardings
 import jaxckpt
 from jaxckpt._format import manifest as _manifest
 from jaxckpt._format import stacks as _plan
-from jaxckpt._format.tree import DTYPES
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore import restore as _restore
 from jaxckpt._save import plan as _save_plan
 from jaxckpt._save import staging as _staging

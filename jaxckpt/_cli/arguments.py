@@ -14,9 +14,11 @@ import click
 from click.shell_completion import CompletionItem
 from jax.sharding import PartitionSpec
 
-from jaxckpt._format.tree import Tree, nested, renamed, selector
-from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
+from jaxckpt._format.select import renamed, selector
+from jaxckpt._format.tree import Tree, nested
+from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import InputError, JaxckptError
 from jaxckpt._storage.place import local_path
 

@@ -12,8 +12,8 @@ import click
 from jaxckpt._cli.terminal import Column, natural, print_table, printable, show_age, show_metrics
 from jaxckpt._foreign.orbax_in import has_steps
 from jaxckpt._format.names import is_data
-from jaxckpt._inspect.checkpoint import Checkpoint
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
+from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes

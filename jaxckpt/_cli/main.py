@@ -41,8 +41,8 @@ from jaxckpt._cli.tree_view import describe, print_tree, print_value, read_value
 from jaxckpt._foreign.convert import convert as convert_checkpoint
 from jaxckpt._foreign.convert import integrate as integrate_ranks
 from jaxckpt._format.names import MANIFEST
-from jaxckpt._inspect.checkpoint import open as open_checkpoint
 from jaxckpt._inspect.diff import diff as diff_checkpoints
+from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError

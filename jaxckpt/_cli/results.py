@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from jaxckpt._cli.terminal import Column, print_table, printable, show_array
-from jaxckpt._inspect.checkpoint import ProcessPlan, RestorePlan
 from jaxckpt._inspect.diff import Delta, LeafDelta
+from jaxckpt._inspect.restore_plan import ProcessPlan, RestorePlan
 from jaxckpt._inspect.verify import VerifyReport
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.progress import show_bytes

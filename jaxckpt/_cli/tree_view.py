@@ -26,7 +26,8 @@ from jaxckpt._cli.terminal import (
     terminal_width,
 )
 from jaxckpt._format.grid import show_axes, show_spec, spec_of
-from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf
+from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._runtime.errors import InputError, counted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes

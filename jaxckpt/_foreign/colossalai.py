@@ -21,9 +21,9 @@ from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import FileBlock, distinct, inside, read_json, replicas, require_named, tiled
 from jaxckpt._foreign.torch import read_saved
 from jaxckpt._format.grid import Box
-from jaxckpt._format.tree import Tree, show
+from jaxckpt._format.tree import Tree
 from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError
+from jaxckpt._runtime.errors import DataError, InputError, show
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
 _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.index(\.[^.]+)?\.json")

@@ -22,10 +22,11 @@ from jaxckpt._foreign.pickles import Global, Object, required, sizes, unpickle, 
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import inside, read_json, require_length, tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, volume
-from jaxckpt._format.tree import DTYPES, MAX_DEPTH, Tree, show
+from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, NotACheckpointError
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, show
 
 _METADATA = ".metadata"
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")

@@ -17,10 +17,10 @@ from jaxckpt._format import zarr
 from jaxckpt._format.grid import chunk_shape, object_shape
 from jaxckpt._format.pieces import Array, Pieces, as_bits
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import decode_value, show
+from jaxckpt._format.values import decode_value
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import TreeError, listing
+from jaxckpt._runtime.errors import TreeError, listing, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.files import FileWriter

@@ -38,11 +38,12 @@ from jaxckpt._foreign.rank_files import (
 )
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import FileBlock, distinct, flat_boxes, from_boxes, from_ranks, opened, replicas, tiled
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import Box, Spec
-from jaxckpt._format.layouts import Specs
-from jaxckpt._format.tree import DTYPES, MAX_RANK, component, show
+from jaxckpt._format.paths import component
+from jaxckpt._format.specs import Specs
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError
+from jaxckpt._runtime.errors import DataError, InputError, show
 
 MAX_STRATEGY_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20

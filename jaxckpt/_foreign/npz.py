@@ -19,11 +19,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxckpt._foreign.shards import FileBlock, c_strides, flat_boxes, opened
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, intersection, volume, within
 from jaxckpt._format.pieces import Array, as_bits
-from jaxckpt._format.tree import DTYPES, nested, show
+from jaxckpt._format.tree import nested
 from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError
+from jaxckpt._runtime.errors import DataError, show
 
 MAX_HEADER_BYTES = 10_000
 """Of the .npy header of a member: as NumPy has it."""

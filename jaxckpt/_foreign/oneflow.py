@@ -21,8 +21,9 @@ import numpy as np
 from jaxckpt._foreign.pickles import Object, array_in, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
 from jaxckpt._foreign.shards import FileBlock, c_strides, inside, opened
-from jaxckpt._format.layouts import Specs
-from jaxckpt._format.tree import DTYPES, MAX_RANK, Structure, Tree, flatten, nested, unflatten
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK
+from jaxckpt._format.specs import Specs
+from jaxckpt._format.tree import Structure, Tree, flatten, nested, unflatten
 from jaxckpt._restore.source import Block, Foreign, ForeignArray, Memory, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
 

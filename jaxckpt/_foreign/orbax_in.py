@@ -30,13 +30,16 @@ import msgspec
 import numpy as np
 
 from jaxckpt._foreign.shards import distinct, opened
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, spec_problem
 from jaxckpt._format.names import MANIFEST, is_data
+from jaxckpt._format.paths import component
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import DTYPES, MAX_DEPTH, Container, Tree, component, decode_value, keys_of, show, unflatten
+from jaxckpt._format.tree import MAX_DEPTH, Container, Tree, keys_of, unflatten
+from jaxckpt._format.values import decode_value
 from jaxckpt._restore.source import Foreign, ForeignArray, Native, StartedBlock, compose
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import store_at

@@ -19,12 +19,14 @@ import numpy as np
 
 from jaxckpt._foreign.orbax_in import STEP_FILE, TREE_FILE
 from jaxckpt._format.grid import Box, Spec, chunk_shape, extent
+from jaxckpt._format.paths import component
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
-from jaxckpt._format.tree import Container, Structure, component, decode_int, decode_value, keys_of, show
+from jaxckpt._format.tree import Container, Structure, keys_of
+from jaxckpt._format.values import decode_int, decode_value
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import TreeError, listing
+from jaxckpt._runtime.errors import TreeError, listing, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 

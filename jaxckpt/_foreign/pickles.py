@@ -21,7 +21,9 @@ from typing import Any, cast
 import numpy as np
 
 from jaxckpt._foreign.shards import FileBlock, Unreadable, opened
-from jaxckpt._format.tree import DTYPES, MAX_DEPTH, MAX_RANK, Tree, component
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK
+from jaxckpt._format.paths import component
+from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._restore.source import ForeignArray, Memory
 from jaxckpt._runtime.errors import DataError
 

@@ -17,11 +17,13 @@ from typing import Any
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import from_boxes, from_ranks, opened
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box
-from jaxckpt._format.layouts import Specs, mesh_axes, resolve_specs
-from jaxckpt._format.tree import DTYPES, closest, flatten, nested, show
+from jaxckpt._format.paths import closest
+from jaxckpt._format.specs import Specs, mesh_axes, resolve_specs
+from jaxckpt._format.tree import flatten, nested
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError, listing
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError, listing, show
 
 Files = Mapping[int, str | os.PathLike[str]]
 """The file of each rank."""

@@ -14,9 +14,10 @@ from typing import Annotated
 import msgspec
 
 from jaxckpt._foreign.shards import FileBlock, distinct, opened, read_json, require_named
-from jaxckpt._format.tree import DTYPES, Tree, nested, show
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.tree import Tree, nested
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError, TreeError
+from jaxckpt._runtime.errors import DataError, InputError, TreeError, show
 
 MAX_HEADER_BYTES = 100_000_000
 """What the format allows."""

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, extent, intersection, show_spec, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
-from jaxckpt._format.tree import DTYPES, show
 from jaxckpt._restore.source import Block, ForeignArray
-from jaxckpt._runtime.errors import DataError, SpecError, StorageError, listing
+from jaxckpt._runtime.errors import DataError, SpecError, StorageError, listing, show
 from jaxckpt._storage import files
 
 T = TypeVar("T")

@@ -17,9 +17,10 @@ from typing import Any, cast
 
 from jaxckpt._foreign.pickles import Global, Object, as_tree, sizes, unpickle, unreadable
 from jaxckpt._foreign.shards import FileBlock, Unreadable, opened
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array
-from jaxckpt._format.tree import DTYPES, Tree
+from jaxckpt._format.tree import Tree
 from jaxckpt._restore.source import Block, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError
 

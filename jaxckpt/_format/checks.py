@@ -9,16 +9,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jaxckpt._format import zarr
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import spec_problem
 from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
-from jaxckpt._format.tree import (
-    DTYPES,
-    MAX_RANK,
-    decode_value,
-    encode_value,
-    paths_of,
-    show,
-)
+from jaxckpt._format.tree import paths_of
+from jaxckpt._format.values import decode_value, encode_value
+from jaxckpt._runtime.errors import show
 
 FORMAT = "jaxckpt"
 

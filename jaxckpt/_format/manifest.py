@@ -18,11 +18,9 @@ import numpy as np
 from jaxckpt._format.checks import MAX_INDEX_BYTES, SHOWN, VERSION, problems
 from jaxckpt._format.names import MANIFEST, SEAL, is_sealed
 from jaxckpt._format.records import Manifest, StepRecord
-from jaxckpt._format.tree import (
-    is_utf8,
-    prune,
-    selector,
-)
+from jaxckpt._format.select import selector
+from jaxckpt._format.tree import prune
+from jaxckpt._format.values import is_utf8
 from jaxckpt._runtime.errors import InputError, ManifestError, listing
 
 LARGEST_BYTES = 64 << 20

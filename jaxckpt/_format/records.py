@@ -10,12 +10,10 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxckpt._format import zarr
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Spec
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import (
-    DTYPES,
-    Structure,
-)
+from jaxckpt._format.tree import Structure
 
 LARGEST = 1 << 62
 """Of any number, such as a step's and an array's bytes: beyond it offsets would overflow."""

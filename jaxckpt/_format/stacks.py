@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import (
     Box,
     Layout,
@@ -17,7 +18,6 @@ from jaxckpt._format.grid import (
     object_shape,
     touched,
 )
-from jaxckpt._format.tree import DTYPES
 from jaxckpt._runtime.options import Options
 
 PACK_BYTES = 4 << 20

@@ -12,9 +12,9 @@ from typing import Any
 import crc32c
 import numpy as np
 
+from jaxckpt._format.dtypes import DTYPES, stored_dtype
 from jaxckpt._format.grid import Box, touched
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import DTYPES, stored_dtype
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

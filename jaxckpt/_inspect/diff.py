@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, volume, whole
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.tree import DTYPES, Select, Structure, decode_value, prune, selector, show
+from jaxckpt._format.select import Select, selector
+from jaxckpt._format.tree import Structure, prune
+from jaxckpt._format.values import decode_value
+from jaxckpt._restore.goals import Goal
+from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.reading import read_box
-from jaxckpt._restore.restore import fetch
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._restore.target import Goal
-from jaxckpt._runtime.errors import counted, listing
+from jaxckpt._runtime.errors import counted, listing, show
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting
 from jaxckpt._storage.store import Array

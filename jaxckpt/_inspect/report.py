@@ -26,11 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import show_axes
-from jaxckpt._format.layouts import Specs
 from jaxckpt._format.records import LeafRecord, Manifest
-from jaxckpt._format.tree import DTYPES
-from jaxckpt._inspect.checkpoint import Checkpoint, RestorePlan, Where, draw_plan, saved_where
+from jaxckpt._format.specs import Specs
 from jaxckpt._inspect.drawing import (
     Bar,
     Markup,
@@ -44,6 +43,8 @@ from jaxckpt._inspect.drawing import (
     show_ids,
     table,
 )
+from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.restore_plan import RestorePlan, Where, draw_plan, saved_where
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Location, Source, source_at
 from jaxckpt._runtime.options import Options, given

@@ -16,43 +16,24 @@ from jaxckpt._format.grid import Box, cut_down, volume, whole
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import show
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import Foreign, Location, Native, source_at
-from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing
+from jaxckpt._runtime.errors import (
+    CorruptError,
+    DataError,
+    NotACheckpointError,
+    Problem,
+    StorageError,
+    counted,
+    listing,
+    show,
+)
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 from jaxckpt._storage.store import Store
 
 _THREADS = 8
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is not as it was saved."""
-
-    leaf: str | None
-    """Path of the leaf that is hit; None for a file that holds no leaf's data."""
-
-    box: Box | None
-    """(start, stop) along each dimension of the leaf that is hit; of a PRNG key's raw data; () of a 0-d leaf. None
-    where `leaf` is."""
-
-    object: str
-    """The file, below the checkpoint's path."""
-
-    reason: str
-    """What is wrong with the file, in words that follow its name."""
-
-    @property
-    def sides(self) -> str:
-        """The box as people write it: "[0:4, 8:16]"; empty where there is none."""
-        return "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
-
-    def __str__(self) -> str:
-        where = "" if self.leaf is None else f"{show(self.leaf)}{self.sides}: "
-        return f"{where}{self.object} {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +118,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         source, _ = source_at(path, options)
     except CorruptError as error:
         # Of a foreign checkpoint, whatever file it was is named in the error.
-        problem = Problem(None, None, MANIFEST, f"cannot be used: {error}")
+        problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, Native):
         return _verify_foreign(source, quick, options)
@@ -179,13 +160,13 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                 try:
                     read_box(source, number, box, options)
                 except (DataError, StorageError) as error:
-                    found.append(Problem(leaf.path, box, source.url, f"cannot be read: {error}"))
+                    found.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
                 report(volume(box) * stack.itemsize)
             try:
                 source.blocks[place][row].check()
             except (DataError, StorageError) as error:
                 if not (found and found[-1].leaf == leaf.path):
-                    found.append(Problem(leaf.path, None, source.url, str(error)))
+                    found.append(Problem(leaf.path, str(error), object=source.url))
             total += sizes[number]
     return VerifyReport(source.url, quick, tuple(found), len(manifest.leaves), len(arrays), total)
 
@@ -209,7 +190,7 @@ class _File:
         (first, last), *sides = box or self.box
         for row in range(first, last):
             if row in self.leaves:
-                yield Problem(self.leaves[row], tuple(sides), self.key, reason)
+                yield Problem(self.leaves[row], reason, object=self.key, box=tuple(sides))
 
 
 def _files(manifest: Manifest) -> Iterator[_File]:
@@ -249,11 +230,11 @@ def _check_small(store: Store, file: tuple[str, str]) -> list[Problem]:
     try:
         content = store.read(key)
     except (DataError, StorageError) as error:
-        return [Problem(None, None, key, f"cannot be read: {error}")]
+        return [Problem(None, f"cannot be read: {error}", object=key)]
     if content is None:
-        return [Problem(None, None, key, "is missing")]
+        return [Problem(None, "is missing", object=key)]
     same = hashlib.sha256(content).hexdigest() == sha256
-    return [] if same else [Problem(None, None, key, "is not the one that was saved")]
+    return [] if same else [Problem(None, "is not the one that was saved", object=key)]
 
 
 def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:

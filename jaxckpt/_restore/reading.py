@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 from jaxckpt._format import zarr
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, extent, intersection, volume, whole, within
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack, indexed_objects_of
-from jaxckpt._format.tree import DTYPES
 from jaxckpt._restore.plan import Read, ReadStep, Region, Run, Want, plan_read, read_bytes
 from jaxckpt._restore.source import Native, Source, leaves_at
 from jaxckpt._runtime.errors import DataError, NotACheckpointError

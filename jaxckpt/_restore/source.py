@@ -20,11 +20,13 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
-from jaxckpt._format.tree import DTYPES, MAX_RANK, Tree, dtype_name, encode_value, flatten, show
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing
+from jaxckpt._format.tree import Tree, flatten
+from jaxckpt._format.values import PYTHON, encode_value
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, Problem, TreeError, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage import files
 from jaxckpt._storage.manifests import load_manifest
@@ -71,15 +73,15 @@ class Native:
         """Nothing is taken from a zarr.json, but other readers of Zarr do."""
         records = [self.manifest.stacks[number] for number in stacks]
         keys = [f"{self.manifest.data}/{record.name}/zarr.json" for record in records]
-        problems: list[str] = []
+        problems: list[Problem] = []
         for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
             if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
-                told = f"{self.url}/{key} {'is missing' if text is None else 'is not the one that was saved'}"
+                reason = "is missing" if text is None else "is not the one that was saved"
                 if len(problems) < 20:  # naming the leaves of each of thousands would take time of stacks × leaves
-                    told += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
-                problems.append(told)
+                    reason += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
+                problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
-            raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
+            raise DataError.of(f"{len(problems)} files of the checkpoint are not as they were saved", problems)
 
     def array_reader(self, stack: int) -> ArrayReader:
         found = self.manifest.arrays[stack]
@@ -231,14 +233,14 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
     numbers: dict[tuple[Any, ...], int] = {}
     meshes: dict[bytes, int] = {}
     layouts: dict[bytes, int] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for leaf in leaves:
         found, inline = _described(leaf.value)
         if inline is not None:
             records.append(LeafRecord(leaf.path, inline[0], value=inline[1]))
             continue
         if isinstance(found, str):
-            problems.append(f"{show(leaf.path)} {found}")
+            problems.append(Problem(leaf.path, found))
             continue
         key = (found.dtype, found.shape, found.chunk)
         rows = stacks.setdefault(key, [])
@@ -252,7 +254,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         )
         rows.append(found.block)
     if problems:
-        raise TreeError(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read:\n{listing(problems)}")
+        raise TreeError.of(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read", problems)
     manifest = Manifest(
         format=format,
         version=0,
@@ -276,7 +278,7 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
     elif isinstance(value, np.generic):
         array = np.asarray(value)
         value = ForeignArray(dtype_name(array.dtype), (), Memory(array), "numpy_scalar")
-    elif type(value) in (bool, int, float, complex, str, bytes):
+    elif type(value) in PYTHON:
         inline = encode_value(value)
         if inline is not None:
             return "", inline

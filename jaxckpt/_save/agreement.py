@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from jaxckpt._format.tree import show
-from jaxckpt._runtime.errors import PeersDisagreeError, listing
+from jaxckpt._runtime.errors import PeersDisagreeError, listing, show
 from jaxckpt._runtime.processes import process_names
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan

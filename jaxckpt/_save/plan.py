@@ -17,9 +17,9 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Layout, Numbers, cell_shape, coarsen
 from jaxckpt._format.stacks import PACK_BYTES, Stack, shape_stack
-from jaxckpt._format.tree import DTYPES
 from jaxckpt._runtime.options import Options
 
 WRITE_COPIES = 4

@@ -23,9 +23,9 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxckpt._format import manifest as manifests
-from jaxckpt._format.layouts import Specs
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.records import StepRecord
+from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.errors import InputError, PeerError

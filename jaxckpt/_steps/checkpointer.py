@@ -22,10 +22,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._format import manifest as manifests
-from jaxckpt._format.layouts import Specs
 from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LARGEST, Manifest, StepRecord
-from jaxckpt._format.tree import Rename, Select, Tree, closest, is_utf8
+from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.specs import Specs
+from jaxckpt._format.tree import Tree
+from jaxckpt._format.values import is_utf8
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Request, Uncommitted
 from jaxckpt._runtime.errors import (

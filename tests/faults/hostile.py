@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 import jaxckpt
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import DTYPES
 from jaxckpt._format.zarr import metadata as zarr_json
 
 SEAL = b',"sha256":"'

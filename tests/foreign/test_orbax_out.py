@@ -21,7 +21,7 @@ from orbax.checkpoint.experimental import v1
 
 import jaxckpt
 from jaxckpt._foreign.convert import convert
-from jaxckpt._format.tree import DTYPES
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._runtime.errors import CheckpointExistsError, TreeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")

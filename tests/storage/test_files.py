@@ -23,10 +23,10 @@ from processes import RunPython
 
 import jaxckpt
 from jaxckpt._format import zarr as _zarr
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, intersection, whole
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import DTYPES
 from jaxckpt._storage.files import FileReader, FileWriter
 
 
