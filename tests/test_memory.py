@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._restore import placing as _placing
 from jaxckpt._restore import plan as _plan
-from jaxckpt._restore import restore as _restore
 from jaxckpt._restore import source as _source
 
 HOST_BYTES = 32 << 20
@@ -59,12 +59,12 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jaxckpt
-from jaxckpt._restore import restore as _restore
+from jaxckpt._restore import placing as _placing
 
 path, case, host_bytes, passing, shapes = json.loads(sys.argv[1])
 options = jaxckpt.Options(host_bytes=host_bytes, cast="unsafe")
 if passing:
-    _restore.kept = lambda goal: goal.kind not in ("jax", "key")
+    _placing.kept = lambda goal: not goal.on_devices
 
 def mesh(*sizes):
     return Mesh(np.array(jax.devices()[:int(np.prod(sizes))]).reshape(sizes), ("x", "y")[:len(sizes)])
@@ -125,7 +125,7 @@ def test_however_little_memory_there_is_no_chunk_is_read_twice(
     sizes: tuple[int, ...], passing: bool, saved: Path, bytes_read: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if passing:
-        monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
+        monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
     options = jaxckpt.Options(host_bytes=8 << 20)
     mesh = mesh_of(*sizes)
     before = bytes_read()
@@ -156,10 +156,10 @@ def test_the_dry_run_tells_how_much_a_restore_will_take(saved: Path) -> None:
 def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     cast: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
+    monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
     updates: list[int] = []
-    update = _restore._update
-    monkeypatch.setattr(_restore, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
+    update = _placing._update
+    monkeypatch.setattr(_placing, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
     bits = np.random.default_rng(0).integers(0, 1 << 32, (96, 64), np.uint32)  # NaNs of every kind among them
     small = bits.view(np.uint16).view(jnp.bfloat16)
     sharding = NamedSharding(mesh_of(4), P("x"))

@@ -130,10 +130,10 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         found.extend(problems)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
-    with reporting("verify", total, options.progress) as report:
+    with reporting("verify", total, options.progress) as advance:
         for file, problems in _checked(functools.partial(_check, store), rest):
             found.extend(problems)
-            report(file.length)
+            advance(file.length)
     became = source.fate() if found else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
@@ -150,7 +150,7 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
     manifest, found, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
-    with reporting("verify", sum(sizes.values()), options.progress) as report:
+    with reporting("verify", sum(sizes.values()), options.progress) as advance:
         for number in arrays:
             leaf = manifest.leaves[number]
             place, row = manifest.place(leaf)
@@ -161,7 +161,7 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                     read_box(source, number, box, options)
                 except (DataError, StorageError) as error:
                     found.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
-                report(volume(box) * stack.itemsize)
+                advance(volume(box) * stack.itemsize)
             try:
                 source.blocks[place][row].check()
             except (DataError, StorageError) as error:

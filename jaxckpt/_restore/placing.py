@@ -71,8 +71,8 @@ class _Destinations:
         n_bytes = volume(whole(stack.shape)) * _wanted_dtype(stack, goal).itemsize
         if goal.sharding.is_fully_addressable and n_bytes < self._whole_bytes:  # pyright: ignore
             return _Destination((whole(stack.shape),), ((),), True, kept(goal))
-        found = local_boxes(goal.sharding, stack.shape)  # pyright: ignore[reportArgumentType]
-        return _Destination(tuple(found), tuple(map(tuple, found.values())), False, kept(goal))
+        places = local_boxes(goal.sharding, stack.shape)  # pyright: ignore[reportArgumentType]
+        return _Destination(tuple(places), tuple(map(tuple, places.values())), False, kept(goal))
 
 
 def kept(goal: Goal) -> bool:
@@ -107,15 +107,15 @@ def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[i
         else:
             by_stack.setdefault(record.stack, {})[record.row] = number, goal
     wants: list[Want] = []
-    for stack, found in by_stack.items():
-        for rows, goal in _ranges(found):
+    for stack, rows_of in by_stack.items():
+        for rows, goal in _ranges(rows_of):
             destination = destinations.of(goal, stack)
             wants.append(Want(stack, rows, destination.boxes, goal.cast, destination.kept))
     steps = plan_read(stacks, wants, options.host_bytes)
     leaves = _Leaves(manifest, stacks, by_stack, destinations, values)
     total = sum(step.n_bytes for step in steps)
-    with undisturbed(source), reporting("restore", total, options.progress) as report:
-        read(source, stacks, steps, options, leaves, report)
+    with undisturbed(source), reporting("restore", total, options.progress) as advance:
+        read(source, stacks, steps, options, leaves, advance)
     leaves.empty_leaves()
     for number in weak:
         values[number] = _weakly_typed(values[number])
@@ -132,12 +132,12 @@ _Rows = dict[int, tuple[int, Goal]]
 """(leaf number, its goal) of rows of a stack."""
 
 
-def _ranges(found: _Rows) -> Iterator[tuple[tuple[int, int], Goal]]:
+def _ranges(goals: _Rows) -> Iterator[tuple[tuple[int, int], Goal]]:
     """Ranges of consecutive rows that have the same goal."""
     begun = end = -1
     goal: Goal | None = None
-    for row in sorted(found):
-        new = found[row][1]
+    for row in sorted(goals):
+        new = goals[row][1]
         if row != end or new is not goal:
             if goal is not None:
                 yield (begun, end), goal
@@ -149,10 +149,10 @@ def _ranges(found: _Rows) -> Iterator[tuple[tuple[int, int], Goal]]:
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
     """Each distinct box that this process's devices want, with the places on those devices that want it."""
-    found: dict[Box, list[Any]] = {}
+    places: dict[Box, list[Any]] = {}
     for device, box in addressable_boxes(sharding, shape):
-        found.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-    return found
+        places.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+    return places
 
 
 # Handing over ---------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class _Leaves:
         hosts: list[Array] = []
         targets: list[Any] = []
         pieces: list[tuple[list[int], Goal, int]] = []
-        for run, found in zip(step.runs, buffers, strict=True):
+        for run, filled in zip(step.runs, buffers, strict=True):
             for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
                 leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
                 destination = self._destinations.of(goal, step.stack)
@@ -214,7 +214,7 @@ class _Leaves:
                     for row, leaf in enumerate(leaves, begun):
                         self._finish_streamed(leaf, goal, step.stack, row, len(run.boxes))
                     continue
-                rows = [_rows(buffer[begun - run.rows[0] : ended - run.rows[0]]) for buffer in found]
+                rows = [_rows(buffer[begun - run.rows[0] : ended - run.rows[0]]) for buffer in filled]
                 if goal.kind == "numpy":
                     self._values.update(zip(leaves, rows[0], strict=True))
                 elif not goal.on_devices:
@@ -271,8 +271,8 @@ class _Leaves:
 
     def empty_leaves(self) -> None:
         """Leaves of no bytes: nothing was read for them."""
-        found = [(number, *one) for number, rows in self._by_stack.items() for one in rows.values()]
-        for number, leaf, goal in found:
+        wanted = [(number, *row) for number, rows in self._by_stack.items() for row in rows.values()]
+        for number, leaf, goal in wanted:
             if leaf in self._values:
                 continue
             stack = self._stacks[number]

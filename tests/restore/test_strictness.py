@@ -710,7 +710,7 @@ def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: 
         jaxckpt.save(tmp_path / "c", {"w": unsummed})
     jaxckpt.save(tmp_path / "c", {"w": whole})
     assert jaxckpt.restore(tmp_path / "c")["w"].sharding.spec == P("y")
-    with pytest.raises(jaxckpt.SpecError, match="'w' cannot .*: PartitionSpec has unreduced"):
+    with pytest.raises(jaxckpt.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced"):
         jaxckpt.restore(tmp_path / "c", {"w": unsummed.sharding})
 
 
