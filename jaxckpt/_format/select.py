@@ -35,10 +35,10 @@ class Selector:
         unused = list(self.tests)
         chosen: list[bool] = []
         for path in paths:
-            found = [entry for entry in unused if entry[1](path)] if unused else []
-            for entry in found:
+            hits = [entry for entry in unused if entry[1](path)] if unused else []
+            for entry in hits:
                 unused.remove(entry)
-            chosen.append(bool(found) or self(path))
+            chosen.append(bool(hits) or self(path))
         if unused and paths:
             raise TreeError(_unmatched("select", [text for text, _ in unused], paths, where))
         if not self.tests:

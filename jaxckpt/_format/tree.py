@@ -81,13 +81,13 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
 def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
     if node is None:
         return None
-    found = _children(node, path)
-    if found is None:
+    level = _children(node, path)
+    if level is None:
         leaves.append(Leaf(path, node))
         return len(leaves) - 1
     if depth >= MAX_DEPTH:
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
-    keys, below = found
+    keys, below = level
     head = "" if root else f"{path}/"
     children: list[Structure] = []
     for part, child in zip(components(keys), below, strict=True):

@@ -172,7 +172,7 @@ class _Side:
     """One of the two checkpoints."""
 
     source: Source
-    leaves: Mapping[str, SavedLeaf]
+    leaves: dict[str, SavedLeaf]
     """By path."""
 
     options: Options

@@ -74,7 +74,7 @@ class VerifyReport:
         files: dict[tuple[str, str], list[Problem]] = {}
         for problem in self.problems:
             files.setdefault((problem.object, problem.reason), []).append(problem)
-        lines = [f"{file} {reason}{_hit(found)}" for (file, reason), found in files.items()]
+        lines = [f"{file} {reason}{_hit(hits)}" for (file, reason), hits in files.items()]
         return f"{head}; problems: {len(self.problems)}\n{listing(lines)}"
 
 
@@ -125,29 +125,29 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     store, manifest = source.store, source.manifest
     files = list(_files(manifest))
     misfits = store.misfits({file.key: file.length for file in files})
-    found = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
-    for _, problems in _checked(functools.partial(_check_small, store), _small_files(manifest)):
-        found.extend(problems)
+    problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
+    for _, more in _checked(functools.partial(_check_small, store), _small_files(manifest)):
+        problems.extend(more)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
     with reporting("verify", total, options.progress) as advance:
-        for file, problems in _checked(functools.partial(_check, store), rest):
-            found.extend(problems)
+        for file, more in _checked(functools.partial(_check, store), rest):
+            problems.extend(more)
             advance(file.length)
-    became = source.fate() if found else None
+    became = source.fate() if problems else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
     places = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
-    found.sort(
+    problems.sort(
         key=lambda problem: (-1 if problem.leaf is None else places[problem.leaf], problem.box or (), problem.object)
     )
-    return VerifyReport(store.url, quick, tuple(found), len(manifest.leaves), len(files), total)
+    return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)
 
 
 def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
     """Read all of it, box by box, and compare the checksums that its format keeps; what can be told without that was
     told when it was opened."""
-    manifest, found, total = source.manifest, list[Problem](), 0
+    manifest, problems, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
     with reporting("verify", sum(sizes.values()), options.progress) as advance:
@@ -160,15 +160,15 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                 try:
                     read_box(source, number, box, options)
                 except (DataError, StorageError) as error:
-                    found.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
+                    problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
                 advance(volume(box) * stack.itemsize)
             try:
                 source.blocks[place][row].check()
             except (DataError, StorageError) as error:
-                if not (found and found[-1].leaf == leaf.path):
-                    found.append(Problem(leaf.path, str(error), object=source.url))
+                if not (problems and problems[-1].leaf == leaf.path):
+                    problems.append(Problem(leaf.path, str(error), object=source.url))
             total += sizes[number]
-    return VerifyReport(source.url, quick, tuple(found), len(manifest.leaves), len(arrays), total)
+    return VerifyReport(source.url, quick, tuple(problems), len(manifest.leaves), len(arrays), total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +207,14 @@ def _files(manifest: Manifest) -> Iterator[_File]:
 
 
 def _check(store: Store, file: _File) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     try:
         with store.ranges(file.key) as read:
             for box, reason in zarr.problems(read, file.stack, file.index, file.length, file.digest):
-                found.extend(file.problems(box, reason))
+                problems.extend(file.problems(box, reason))
     except (DataError, StorageError) as error:
-        found.extend(file.problems(None, f"cannot be read: {error}"))
-    return found
+        problems.extend(file.problems(None, f"cannot be read: {error}"))
+    return problems
 
 
 def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:

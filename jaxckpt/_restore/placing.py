@@ -57,13 +57,13 @@ class _Destinations:
     def __init__(self, stacks: Sequence[Stack], options: Options) -> None:
         self._stacks = stacks
         self._whole_bytes = min(WHOLE_BYTES, read_bytes(options.host_bytes) + 1)
-        self._found: dict[tuple[Any, ...], _Destination] = {}
+        self._by_key: dict[tuple[Any, ...], _Destination] = {}
 
     def of(self, goal: Goal, stack: int) -> _Destination:
         key = (stack, goal.sharding, goal.on_devices, goal.cast)
-        if key not in self._found:
-            self._found[key] = self._of(goal, self._stacks[stack])
-        return self._found[key]
+        if key not in self._by_key:
+            self._by_key[key] = self._of(goal, self._stacks[stack])
+        return self._by_key[key]
 
     def _of(self, goal: Goal, stack: Stack) -> _Destination:
         if goal.sharding is None:

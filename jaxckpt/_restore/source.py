@@ -84,8 +84,8 @@ class Native:
             raise DataError.of(f"{len(problems)} files of the checkpoint are not as they were saved", problems)
 
     def array_reader(self, stack: int) -> ArrayReader:
-        found = self.manifest.arrays[stack]
-        return self.store.array_reader(self.manifest.data, found, self.manifest.stacks[stack].objects)
+        objects = self.manifest.stacks[stack].objects
+        return self.store.array_reader(self.manifest.data, self.manifest.arrays[stack], objects)
 
     def fate(self) -> str | None:
         try:
@@ -100,8 +100,8 @@ class Native:
 
 def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
     """The leaves in a range of rows of a stack, for an error message."""
-    found = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
-    return ", ".join(map(show, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    paths = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
+    return ", ".join(map(show, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 # Foreign checkpoints --------------------------------------------------------------------------------------
@@ -235,24 +235,24 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
     layouts: dict[bytes, int] = {}
     problems: list[Problem] = []
     for leaf in leaves:
-        found, inline = _described(leaf.value)
+        array, inline = _described(leaf.value)
         if inline is not None:
             records.append(LeafRecord(leaf.path, inline[0], value=inline[1]))
             continue
-        if isinstance(found, str):
-            problems.append(Problem(leaf.path, found))
+        if isinstance(array, str):
+            problems.append(Problem(leaf.path, array))
             continue
-        key = (found.dtype, found.shape, found.chunk)
+        key = (array.dtype, array.shape, array.chunk)
         rows = stacks.setdefault(key, [])
         layout = None
-        if found.kind in ("jax", "key") and found.mesh is not None:
-            mesh = meshes.setdefault(msgspec.json.encode(found.mesh), len(meshes))
-            record = LayoutRecord(mesh, [list(axes) for axes in found.spec])
+        if array.kind in ("jax", "key") and array.mesh is not None:
+            mesh = meshes.setdefault(msgspec.json.encode(array.mesh), len(meshes))
+            record = LayoutRecord(mesh, [list(axes) for axes in array.spec])
             layout = layouts.setdefault(msgspec.json.encode(record), len(layouts))
         records.append(
-            LeafRecord(leaf.path, found.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=found.impl)
+            LeafRecord(leaf.path, array.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=array.impl)
         )
-        rows.append(found.block)
+        rows.append(array.block)
     if problems:
         raise TreeError.of(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read", problems)
     manifest = Manifest(
@@ -351,10 +351,10 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
         manifest, content = load_manifest(store, options.manifest_sha256)
     except NotACheckpointError:
         # Who expects a certain manifest does not mean a checkpoint that has none.
-        found = None if options.manifest_sha256 else _of_another_library(location)
-        if found is None:
+        foreign = None if options.manifest_sha256 else _of_another_library(location)
+        if foreign is None:
             raise
-        return found, _digest(found)
+        return foreign, _digest(foreign)
     return Native(store, manifest), hashlib.sha256(content).hexdigest()
 
 

@@ -218,10 +218,10 @@ class _Matching:
             elif _is_abstract(leaf.value) and self.request.initial is not None:
                 lacking.append(place)
 
-        def build(found: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
+        def build(restored: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
             own = values | dict(zip(lacking, initial, strict=True))
-            own |= {place: unflatten(part, found) for place, part in subtrees.items()}
-            made = [own[place] if number is None else found[number] for place, number in enumerate(sources)]
+            own |= {place: unflatten(part, restored) for place, part in subtrees.items()}
+            made = [own[place] if number is None else restored[number] for place, number in enumerate(sources)]
             return jax.tree_util.tree_unflatten(treedef, made)
 
         extra: list[str] = []

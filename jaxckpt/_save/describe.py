@@ -49,9 +49,9 @@ _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
 
 @dataclass(slots=True)
 class Recent:
-    """What was found of the last tree that a Checkpointer saved: a training job saves one like it again and again."""
+    """The last tree that a Checkpointer saved, as described: a training job saves one like it again and again."""
 
-    found: tuple[Any, Any, Draft] | None = None
+    tree: tuple[Any, Any, Draft] | None = None
     """The likeness of that tree, its key paths if they may change without it, and its draft without the values."""
 
 
@@ -70,19 +70,19 @@ def describe(
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
     require_mesh(mesh)
-    found = _likeness(tree, components) if recent is not None and mesh is None else None
-    if recent is None or found is None:
+    plain = _likeness(tree, components) if recent is not None and mesh is None else None
+    if recent is None or plain is None:
         return _describe(tree, mesh, specs, options, components)
-    likeness, leaves = found
-    if recent.found is not None:
-        last, paths, draft = recent.found
+    likeness, leaves = plain
+    if recent.tree is not None:
+        last, paths, draft = recent.tree
         if _alike(last, likeness) and (paths is None or _alike(paths, _key_paths(tree))):
             return replace(draft, values=dict(enumerate(leaves)))
     draft = _describe(tree, mesh, specs, options, components)
     if _has_str_keys(draft.structure):
         # A custom node may keep its keys in a list that changes in place, and then it equals itself.
         paths = _key_paths(tree) if _has_custom_nodes(draft.structure) else None
-        recent.found = likeness, paths, replace(draft, values={})
+        recent.tree = likeness, paths, replace(draft, values={})
     return draft
 
 
@@ -163,9 +163,9 @@ def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, com
 
 def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
     """Raise TreeError if a component is nowhere in the tree: it could never be dropped."""
-    found = {array.component for array in draft.arrays}
+    used = {array.component for array in draft.arrays}
     for number, (component, test) in enumerate(zip(components, tests, strict=True), 1):
-        if number in found:
+        if number in used:
             continue
         paths = list(places(draft.structure))  # it may hold no arrays
         if not any(map(test, paths)):
