@@ -246,9 +246,10 @@ def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Spe
         pairs = zip(leaves, draft.records, strict=True)
         given = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if _on_devices(record)])
     groups: dict[Hashable, list[int]] = {}
+    on_devices = {name for name, kind in KINDS.items() if kind.on_devices}
     for number, value in draft.values.items():
         record = draft.records[number]
-        if _on_devices(record):
+        if record.kind in on_devices:
             # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
             leaf = leaves[number].value
             form = (
@@ -271,10 +272,11 @@ def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Spe
         layouts.update(dict.fromkeys(group, layout))
     require_fit(problems)
     for number, value in draft.values.items():
-        if number not in layouts:
+        placed = layouts.get(number)
+        if placed is None:
             layout, is_moved = Layout((1,) * value.ndim, _HOST), False
         else:
-            layout, is_moved, record = layouts[number]
+            layout, is_moved, record = placed
             draft.records[number] = msgspec.structs.replace(draft.records[number], layout=record)
         draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, layout, is_moved))
 
