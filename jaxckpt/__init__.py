@@ -81,7 +81,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._inspect.open import Checkpoint, open
     from jaxckpt._inspect.report import report
     from jaxckpt._inspect.restore_plan import RestorePlan
-    from jaxckpt._inspect.verify import Problem, VerifyReport, verify
+    from jaxckpt._inspect.verify import VerifyReport, verify
     from jaxckpt._restore.restore import load_numpy, restore
     from jaxckpt._runtime.errors import (
         CheckpointExistsError,
@@ -99,6 +99,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
         PeersDisagreeError,
         PeerTimeoutError,
         Preempted,
+        Problem,
         SpecError,
         StorageError,
         TreeError,

@@ -31,15 +31,16 @@ from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from jaxckpt._format.dtypes import DTYPES, key_dtype
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.layouts import saved_sharding
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Leaf, Tree, flatten, unflatten
-from jaxckpt._format.values import decode_value
+from jaxckpt._format.values import KINDS, NUMBERS
 from jaxckpt._restore.restore import restore
 from jaxckpt._restore.source import source_at
-from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, listing, show
+from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.save import save, save_async
@@ -233,7 +234,7 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
         number = manifest.numbers.get(leaf.path)
         if number is None or leaf.path in left:
             return leaf.value
-        saved = _Saved.of(manifest, manifest.leaves[number])
+        saved = SavedLeaf(manifest, manifest.leaves[number])
         if is_standard:
             return _standard(leaf.value, saved)
         return _target(asked.get(leaf.path, ocp.RestoreArgs()), saved, leaf.value)
@@ -263,67 +264,47 @@ def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, 
         if path not in wanted and path not in manifest.numbers and one != ocp.RestoreArgs()
     ]
     if lacking or surplus:
-        problems = [f"{show(path)} is a leaf without RestoreArgs" for path in sorted(lacking)]
-        problems += [f"{show(path)} has RestoreArgs, but is no leaf{closest(path, wanted)}" for path in surplus]
-        raise InputError(f"restore_args= does not fit the item in {len(problems)} places:\n{listing(problems)}")
+        problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
+        problems += [Problem(path, f"has RestoreArgs, but is no leaf{closest(path, wanted)}") for path in surplus]
+        raise InputError.of(f"restore_args= does not fit the item in {len(problems)} places", problems)
     return asked
 
 
 def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
     """Raise MismatchError if a leaf of a partial item is a container in the checkpoint, or the other way round."""
     heads = {"/".join(parts[:n]) for path in manifest.numbers for parts in [path.split("/")] for n in range(len(parts))}
-    problems = [f"{show(path)} is a container in the checkpoint, a leaf in the item" for path in wanted & heads]
+    problems = [Problem(path, "is a container in the checkpoint, a leaf in the item") for path in wanted & heads]
     for path in wanted - manifest.numbers.keys():
         parts = path.split("/")
         above = ["/".join(parts[:n]) for n in range(1, len(parts))]
-        problems += [f"{show(head)} is a leaf in the checkpoint" for head in above if head in manifest.numbers]
+        problems += [Problem(head, "is a leaf in the checkpoint") for head in above if head in manifest.numbers]
     if problems:
-        raise MismatchError(f"item and checkpoint differ:\n{listing(problems)}", problems)
+        raise MismatchError.of("item and checkpoint differ", problems)
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A saved leaf, as far as Orbax's arguments depend on it."""
-
-    kind: str
-    shape: tuple[int, ...]
-
-    dtype: Any
-    """That of NumPy; of the keys themselves for kind "key"."""
-
-    @classmethod
-    def of(cls, manifest: Manifest, record: LeafRecord) -> _Saved:
-        if record.stack is None:
-            return cls(record.kind, (), np.asarray(decode_value(record.kind, record.value or "")).dtype)
-        shape = manifest.leaf_shape(record)
-        if record.kind == "key":
-            return cls("key", shape[:-1], key_dtype(record.impl or ""))
-        return cls(record.kind, shape, DTYPES[manifest.stacks[record.stack].dtype])
-
-
-def _standard(wanted: Any, saved: _Saved) -> Any:
+def _standard(wanted: Any, saved: SavedLeaf) -> Any:
     """A leaf of the item of a StandardRestore as a leaf of a target. Concrete ones mean the same there."""
     if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
         return _target(ocp.RestoreArgs(), saved)
     if not isinstance(wanted, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
         return wanted
-    if wanted.sharding is None and saved.kind not in ("jax", "key"):
+    if wanted.sharding is None and not saved.on_devices:
         return _target(ocp.RestoreArgs(restore_type=np.ndarray, dtype=wanted.dtype), saved, wanted)
     return _target(ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype), saved, wanted)
 
 
-def _target(asked: Any, saved: _Saved, item: Any = None) -> Any:
+def _target(asked: Any, saved: SavedLeaf, item: Any = None) -> Any:
     """What a leaf's RestoreArgs ask for, as a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
         return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_sharding(asked))
-    kind: Any = _TYPES[saved.kind] if asked.restore_type is None else asked.restore_type
+    kind: Any = KINDS[saved.kind].type if asked.restore_type is None else asked.restore_type
     shape, dtype = getattr(asked, "global_shape", None), asked.dtype
     if getattr(asked, "strict", False):  # what ArrayRestoreArgs leave open, the item says
         shape = getattr(item, "shape", None) if shape is None else shape
         dtype = getattr(item, "dtype", None) if dtype is None else dtype
     if dtype is None:
         # A Python number becomes an array of JAX's own width; that its value fits is checked when it is restored.
-        is_number = kind is jax.Array and saved.kind in _PYTHON
+        is_number = kind is jax.Array and saved.kind in NUMBERS
         dtype = jax.dtypes.canonicalize_dtype(saved.dtype) if is_number else saved.dtype
     shape, dtype = saved.shape if shape is None else shape, np.dtype(dtype)
     if kind is jax.Array:
@@ -331,11 +312,6 @@ def _target(asked: Any, saved: _Saved, item: Any = None) -> Any:
     if kind is np.ndarray:
         return np.broadcast_to(np.empty((), dtype), shape)
     return np.zeros((), dtype)[()] if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
-
-
-_PYTHON: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, complex, str, bytes)}
-_TYPES: Mapping[str, type] = {"jax": jax.Array, "numpy": np.ndarray, "numpy_scalar": np.generic, **_PYTHON}
-"""What a saved leaf of a kind is, if nothing else is asked for."""
 
 
 def _sharding(asked: Any) -> Sharding | None:
@@ -363,7 +339,7 @@ def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
     if record.kind in ("str", "bytes"):
         return _metadata.StringMetadata(name, directory)
     if record.kind not in ("jax", "key", "numpy"):
-        return _metadata.ScalarMetadata(name, directory, dtype=_Saved.of(manifest, record).dtype)
+        return _metadata.ScalarMetadata(name, directory, dtype=SavedLeaf(manifest, record).dtype)
     shape = manifest.leaf_shape(record)
     dtype = DTYPES[manifest.stacks[manifest.place(record)[0]].dtype]
     return _metadata.ArrayMetadata(name, directory, shape, _saved_sharding(manifest, record), dtype)

@@ -27,6 +27,7 @@ import jaxckpt
 from jaxckpt._format import manifest as _manifest
 from jaxckpt._format import tree as _tree
 from jaxckpt._format.records import Manifest
+from jaxckpt._restore import goals as _goals
 from jaxckpt._restore import target as _target
 from jaxckpt._storage.files import FileReader, FileWriter
 from jaxckpt._storage.manifests import load_manifest
@@ -259,7 +260,7 @@ def python_calls(act: Callable[[], Any]) -> int:
 
 
 def goals(manifest: Manifest, **request: Any) -> Callable[[], Any]:
-    return lambda: _target.resolve(manifest, _target.Request(**request), jaxckpt.Options())
+    return lambda: _goals.resolve(manifest, _target.Request(**request), jaxckpt.Options())
 
 
 LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], int]] = {
@@ -267,7 +268,7 @@ LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], 
     "opening": (lambda path, manifest, tree: lambda: jaxckpt.open(path), 0),
     "encoding the manifest": (lambda path, manifest, tree: lambda: _manifest.encode(manifest), 0),
     "flattening": (lambda path, manifest, tree: lambda: _tree.flatten(tree), 0),
-    "goals on the host": (lambda path, manifest, tree: lambda: _target.numpy_goals(manifest, None), 0),
+    "goals on the host": (lambda path, manifest, tree: lambda: _goals.host_goals(manifest, None), 0),
     "building the tree": (lambda path, manifest, tree: lambda: _tree.unflatten(manifest.tree, range(10_000)), 0),
     "goals as saved": (lambda path, manifest, tree: goals(manifest), 1),
     "goals on a mesh": (lambda path, manifest, tree: goals(manifest, mesh=mesh_of(2, 4)), 1),

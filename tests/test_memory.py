@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._restore import placing as _placing
 from jaxckpt._restore import plan as _plan
-from jaxckpt._restore import restore as _restore
 from jaxckpt._restore import source as _source
 
 HOST_BYTES = 32 << 20
@@ -53,6 +53,51 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 # Measured -------------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import jaxckpt
+from jaxckpt._restore import placing as _placing
+
+path, case, host_bytes, passing, shapes = json.loads(sys.argv[1])
+options = jaxckpt.Options(host_bytes=host_bytes, cast="unsafe")
+if passing:
+    _placing.kept = lambda goal: not goal.on_devices
+
+def mesh(*sizes):
+    return Mesh(np.array(jax.devices()[:int(np.prod(sizes))]).reshape(sizes), ("x", "y")[:len(sizes)])
+
+def onto(dtype, mesh, spec):
+    sharding = NamedSharding(mesh, spec)
+    target = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape in shapes.items()}
+    return lambda: jaxckpt.restore(path, target, options=options)
+
+read = {
+    "as saved": lambda: jaxckpt.restore(path, options=options),
+    "3x2": onto(np.float32, mesh(3, 2), P("x", "y")),
+    "rows": onto(np.float32, mesh(8), P("x")),
+    "one device": onto(np.float32, mesh(1), P()),
+    "cast": onto(jnp.bfloat16, mesh(3, 2), P("x", "y")),
+    "numpy": lambda: jaxckpt.load_numpy(path, options=options),
+}[case]
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
+
+jax.block_until_ready([jnp.zeros(8, device=device) + 1 for device in jax.devices()])
+before = status("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # VmHWM starts anew
+tree = jax.block_until_ready(read())
+peak = status("VmHWM")
+for name, shape in shapes.items():
+    expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    assert (np.asarray(tree[name]) == expected.astype(tree[name].dtype)).all(), name
+print(peak - before - sum(leaf.nbytes for leaf in tree.values()))
+"""
 
 
 @pytest.mark.parametrize("case", ["as saved", "3x2", "rows", "one device", "cast", "numpy"])
@@ -93,7 +138,7 @@ def test_however_little_memory_there_is_no_chunk_is_read_twice(
     sizes: tuple[int, ...], passing: bool, saved: Path, bytes_read: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if passing:
-        monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
+        monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
     options = jaxckpt.Options(host_bytes=8 << 20)
     mesh = mesh_of(*sizes)
     before = bytes_read()
@@ -124,10 +169,10 @@ def test_the_dry_run_tells_how_much_a_restore_will_take(saved: Path) -> None:
 def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     cast: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_restore, "kept", lambda goal: goal.kind not in ("jax", "key"))
+    monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
     updates: list[int] = []
-    update = _restore._update
-    monkeypatch.setattr(_restore, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
+    update = _placing._update
+    monkeypatch.setattr(_placing, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
     bits = np.random.default_rng(0).integers(0, 1 << 32, (96, 64), np.uint32)  # NaNs of every kind among them
     small = bits.view(np.uint16).view(jnp.bfloat16)
     sharding = NamedSharding(mesh_of(4), P("x"))

@@ -25,13 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
 from jaxckpt._format import manifest as _manifest
 from jaxckpt._format import stacks as _plan
-from jaxckpt._restore import restore as _restore
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._restore import placing as _placing
 from jaxckpt._save import plan as _save_plan
 from jaxckpt._save import staging as _staging
 
@@ -70,9 +70,9 @@ def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
             STACK_ROWS=4 if "stacked" in sizes else _staging.STACK_ROWS,
         ),
         mock.patch.multiple(
-            _restore,
-            WHOLE_BYTES=sizes.get("whole", _restore.WHOLE_BYTES),
-            kept=(lambda goal: goal.kind not in ("jax", "key")) if sizes.get("passing") else _restore.kept,
+            _placing,
+            WHOLE_BYTES=sizes.get("whole", _placing.WHOLE_BYTES),
+            kept=(lambda goal: not goal.on_devices) if sizes.get("passing") else _placing.kept,
         ),
     ):
         yield

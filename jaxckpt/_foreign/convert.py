@@ -6,11 +6,11 @@ source ─▶ its manifest, narrowed to what is wanted ─▶ ours: a Draft whos
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,17 +18,16 @@ import numpy as np
 from jaxckpt._foreign.destination import replacing, require_replaceable
 from jaxckpt._foreign.mindspore import mindspore_ranks
 from jaxckpt._foreign.registry import BY_SUFFIX, WRITERS, WRITTEN
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Layout, mesh_layout
-from jaxckpt._format.layouts import fit_spec, require_common_axis
+from jaxckpt._format.grid import Layout, Spec, mesh_layout
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest
-from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
+from jaxckpt._format.records import LayoutRecord, MeshRecord
 from jaxckpt._format.select import Rename, Select
-from jaxckpt._format.specs import Specs, by_axis_name, mesh_axes, resolve_specs
+from jaxckpt._format.specs import Alike, Specs, lay_out, mesh_axes, require_fit, resolve_specs
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
 from jaxckpt._restore.target import narrowed
-from jaxckpt._runtime.errors import InputError, SpecError, listing, show
+from jaxckpt._runtime.errors import InputError, show
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import reporting
@@ -163,78 +162,42 @@ def _format_of(destination: str, format: str | None) -> str:
 
 
 def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options) -> Draft:
-    """The checkpoint as a tree to be saved, cut for the mesh that is asked for, or for the one that it has."""
+    """The checkpoint as a tree to be saved, cut for the mesh that is asked for, or for the one that it has.
+
+    Process 0 holds all. Raises SpecError.
+    """
     manifest = source.manifest
     draft = Draft(manifest.tree)
-    draft.table.meshes, draft.table.layouts = list(manifest.meshes), list(manifest.layouts)
-    chosen = _Layouts(manifest, mesh_shape, specs, options)
-    for number, leaf in enumerate(manifest.leaves):
-        layout = leaf.layout
-        if leaf.stack is not None:
-            shape, stack = manifest.leaf_shape(leaf), manifest.stacks[leaf.stack]
+    table = draft.table
+    table.meshes, table.layouts = list(manifest.meshes), list(manifest.layouts)
+    leaves = [SavedLeaf(manifest, record) for record in manifest.leaves]
+    on_devices = [number for number, leaf in enumerate(leaves) if leaf.on_devices]
+    axes, chosen = None, dict[int, Spec]()
+    if mesh_shape is not None:
+        axes = mesh_axes(mesh_shape)
+        given = resolve_specs(specs, [(leaves[number].path, leaves[number]) for number in on_devices])
+        alike = [Alike([leaf.path], leaf.shape, leaf.spec, given.get(leaf.path)) for leaf in leaves if leaf.on_devices]
+        fitted, problems = lay_out(axes, alike, options)
+        require_fit(problems)
+        chosen = dict(zip(on_devices, fitted, strict=True))
+        table.meshes = [MeshRecord(axes, list(range(math.prod(axes.values()))), ["Auto"] * len(axes))]
+        table.layouts = []
+    for number, leaf in enumerate(leaves):
+        layout = leaf.record.layout
+        if leaf.is_array:
+            shape, mesh, spec = leaf.stored_shape, None, leaf.spec
+            if leaf.on_devices:
+                mesh, record = leaf.mesh and leaf.mesh.axes, manifest.leaf_layout(leaf.record)[2]
+                if axes is not None:
+                    mesh, spec = axes, chosen[number]
+                    record = LayoutRecord(0, [list(entry) for entry in spec])
+                if record not in table.layouts:
+                    table.layouts.append(record)
+                layout = table.layouts.index(record)
             cells = Layout((1,) * len(shape), ((0,),))
-            if leaf.kind in ("jax", "key"):
-                layout, cells = chosen.of(leaf, shape)
-            draft.arrays.append(ArrayLeaf(number, stack.dtype, shape, cells))
+            if mesh is not None and 0 not in shape:
+                cells = mesh_layout(np.zeros(tuple(mesh.values()), np.int64), list(mesh), spec, len(shape))
+            draft.arrays.append(ArrayLeaf(number, leaf.stack.dtype, shape, cells))
             draft.values[number] = Stored(source, number, options)
-        draft.records.append(msgspec.structs.replace(leaf, stack=None, row=None, layout=layout))
-    chosen.raise_problems()
-    draft.table.meshes, draft.table.layouts = chosen.meshes, chosen.layouts
+        draft.records.append(msgspec.structs.replace(leaf.record, stack=None, row=None, layout=layout))
     return draft
-
-
-class _Layouts:
-    """The layouts of leaves in the new checkpoint. Process 0 holds all."""
-
-    def __init__(
-        self, manifest: Manifest, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options
-    ) -> None:
-        self._manifest = manifest
-        self._options = options
-        self._axes = None if mesh_shape is None else mesh_axes(mesh_shape)
-        self._specs: dict[str, Any] = {}
-        if specs is not None:
-            arrays = [(leaf.path, self._as_leaf(leaf)) for leaf in manifest.leaves if leaf.kind in ("jax", "key")]
-            self._specs = resolve_specs(specs, arrays)
-        elif self._axes is not None:
-            require_common_axis(self._axes, {leaf.path: manifest.leaf_layout(leaf)[1] for leaf in manifest.leaves})
-        self._problems: list[str] = []
-        self.meshes = list(manifest.meshes)
-        self.layouts = list(manifest.layouts)
-        if self._axes is not None:
-            self.meshes = [MeshRecord.numbered(tuple(self._axes.items()))]
-            self.layouts = []
-
-    def _as_leaf(self, leaf: LeafRecord) -> Any:
-        # What a `specs` function may look at.
-        shape, stack = self._manifest.leaf_shape(leaf), self._manifest.place(leaf)[0]
-        return np.broadcast_to(np.empty((), DTYPES[self._manifest.stacks[stack].dtype]), shape)
-
-    def of(self, leaf: LeafRecord, shape: tuple[int, ...]) -> tuple[int, Layout]:
-        """(number of the layout record, cells) of a leaf."""
-        mesh, spec, record = self._manifest.leaf_layout(leaf)
-        axes = self._axes
-        if axes is not None:
-            wanted = self._specs.get(leaf.path)
-            user_shape = shape[:-1] if leaf.kind == "key" else shape
-            spec, problem = fit_spec(
-                axes, by_axis_name(spec, axes) if wanted is None else wanted, user_shape, self._options
-            )
-            if problem:
-                self._problems.append(f"{show(leaf.path)}: {problem}")
-                spec = ()
-            record = LayoutRecord(0, [list(entry) for entry in spec])
-        elif mesh is not None:
-            axes = mesh.axes
-        if record not in self.layouts:
-            self.layouts.append(record)
-        if axes is None or 0 in shape:
-            cells = Layout((1,) * len(shape), ((0,),))
-        else:
-            places = np.zeros(tuple(axes.values()), np.int64)
-            cells = mesh_layout(places, list(axes), spec, len(shape))
-        return self.layouts.index(record), cells
-
-    def raise_problems(self) -> None:
-        if self._problems:
-            raise SpecError(f"{len(self._problems)} leaves do not fit their specs:\n{listing(self._problems)}")

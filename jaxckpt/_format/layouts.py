@@ -1,159 +1,37 @@
-"""JAX shardings, PartitionSpecs and meshes: resolved from what the user gives, recorded, and brought back."""
+"""JAX shardings as boxes and cells, recorded, and brought back."""
 
 from __future__ import annotations
 
 import functools
 import math
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxckpt._format.grid import (
     Box,
     Layout,
     Numbers,
     Spec,
-    indivisible_dim,
     layout_of,
     mesh_layout,
-    replicate_indivisible,
     sharding_boxes,
     show_axes,
     show_spec,
     spec_box,
     spec_boxes,
     spec_of,
-    spec_problem,
 )
-from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LayoutRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import flatten
-from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, listing, show
-from jaxckpt._runtime.options import Options
-
-Specs = Any
-"""A PartitionSpec, a pytree prefix of them, or a function of (path, leaf)."""
+from jaxckpt._format.specs import partition_spec
+from jaxckpt._runtime.errors import LayoutError, SpecError
 
 Placement = tuple[tuple[Any, int, Box], ...]
 """(device, its process, the box it wants) for every device of a sharding."""
-
-
-class ShapedLeaf(Protocol):
-    """What a `specs` function is given as its leaf: anything with a shape and a dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
-
-
-# Specs ----------------------------------------------------------------------------------------------------
-
-
-def require_mesh(mesh: object) -> None:
-    """Raise InputError unless arrays can be put on it, or it is None."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise InputError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found {reprlib.repr(mesh)}")
-
-
-def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dict[str, Spec]:
-    """The spec of each leaf that `specs` says one for. Raises SpecError, naming leaves or misplaced prefixes."""
-    if specs is None:
-        return {}
-    if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
-        return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}
-    found, _ = flatten(specs)
-    by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in found}
-    chosen = {path: head for path, _ in leaves if (head := longest_head(path, by_prefix)) is not None}
-    used = set(chosen.values())
-    # One spec for all leaves is fine if there are none.
-    unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
-    if unused:
-        hint = closest(unused[0], (path for path, _ in leaves))
-        raise SpecError(f"specs has {show(unused[0])}, but no array leaf is there or below{hint}")
-    return {path: by_prefix[head] for path, head in chosen.items()}
-
-
-def _is_leaf(value: object) -> bool:
-    """Whether JAX takes it for a leaf; an Equinox module, which can be called too, is a pytree."""
-    return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
-
-
-def longest_head(path: str, prefixes: Mapping[str, Any]) -> str | None:
-    """The longest of `prefixes` that is `path` or a container above it."""
-    head = path
-    while head not in prefixes:
-        if not head:
-            return None
-        head = head.rpartition("/")[0]
-    return head
-
-
-def _checked(spec: Any, path: str) -> Spec:
-    if not isinstance(spec, PartitionSpec):
-        raise SpecError(
-            f"specs gives {reprlib.repr(spec)} for leaf {show(path)}; expected a jax.sharding.PartitionSpec"
-        )
-    try:
-        return spec_of(spec)
-    except SpecError as error:
-        raise SpecError(f"leaf {show(path)}: {error}") from None
-
-
-def mesh_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> dict[str, int]:
-    """Axis sizes of a mesh, or of a mesh that is given just by them. Raises InputError if it is neither."""
-    if not isinstance(mesh, (Mesh, AbstractMesh, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(
-            f'a mesh must be a jax.sharding.Mesh, an AbstractMesh, or axis sizes such as {{"data": 8}}, found'
-            f" {reprlib.repr(mesh)}"
-        )
-    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
-    if not all(isinstance(name, str) and _is_size(size) for name, size in axes.items()):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"a mesh needs axis names with sizes above zero, found {axes}")
-    return axes
-
-
-def _is_size(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
-
-
-def require_common_axis(axes: Mapping[str, int], saved: Mapping[str, Spec]) -> None:
-    """Raise SpecError if a mesh shares no axis name with leaves' own specs: it would silently replicate everything."""
-    split = {path: spec for path, spec in saved.items() if any(spec)}
-    named = {axis for spec in split.values() for entry in spec for axis in entry}
-    if named and not named & set(axes) and math.prod(axes.values()) > 1:
-        raise SpecError(
-            f"the mesh {dict(axes)} has none of the axes that the leaves' own specs name ({', '.join(sorted(named))}),"
-            " so every leaf would be replicated; pass specs=, or specs=PartitionSpec() if that is meant. Leaves:\n"
-            + listing(f"{show(path)}: {show_spec(spec)}" for path, spec in split.items())
-        )
-
-
-def fit_spec(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], options: Options) -> tuple[Spec, str | None]:
-    """The spec as it will be used on a mesh of these axes, and why it cannot be, if it cannot."""
-    problem = spec_problem(axes, spec, shape)
-    if problem and options.indivisible == "replicate":
-        named = all(axis in axes for entry in spec for axis in entry)
-        if len(spec) <= len(shape) and named and indivisible_dim(axes, spec, shape) is not None:
-            spec = replicate_indivisible(axes, spec, shape)
-            problem = spec_problem(axes, spec, shape)
-    if problem and "does not divide" in problem:
-        problem += '; give the leaf another spec, or pass Options(indivisible="replicate") to keep it whole'
-    return spec, problem
-
-
-def by_axis_name(spec: Spec, axes: Mapping[str, int]) -> Spec:
-    """A saved spec on another mesh: split by the axes it has too, replicated over the others."""
-    return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec))
 
 
 def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
@@ -314,8 +192,3 @@ def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> st
     if record.device is not None:
         return f"device {record.device}"
     return "unrecorded" if record.opaque else "default device"
-
-
-def distinct(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """Each box once, in order."""
-    return tuple(dict.fromkeys(boxes))

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import base64
 import collections
-import difflib
-import fnmatch
 import functools
 import keyword
-import math
-import re
-import reprlib
-import struct
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
-import ml_dtypes
 import msgspec
 import numpy as np
 
-from jaxckpt._runtime.errors import InputError, TreeError, counted, listing
+from jaxckpt._format.paths import are_texts, component, components, key_of
+from jaxckpt._format.values import decode_float, encode_float, is_utf8
+from jaxckpt._runtime.errors import TreeError, listing, show
 
 MAX_DEPTH = 200
 """Containers may nest this deep; a deeper tree is refused when saved and when read."""
@@ -34,8 +28,6 @@ MAX_DEPTH = 200
 MAX_KEY_DEPTH = 40
 """Tuples in a key may nest this deep: below 200 containers `manifest.MAX_NESTING` leaves room for 49."""
 
-INLINE_BYTES = 4096
-"""A str or bytes leaf up to this size is stored in the manifest itself; a larger one as an array of bytes."""
 
 Tree = Any
 """A pytree: whatever JAX flattens."""
@@ -68,25 +60,6 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     value: Any
 
 
-# Paths ----------------------------------------------------------------------------------------------------
-
-
-def component(key: object) -> str:
-    """A key as one component of a path."""
-    return str(key).replace("~", "~0").replace("/", "~1") or "~2"
-
-
-def show(path: str) -> str:
-    """A path as error messages write it."""
-    return repr(path) if path else "'' (the tree itself)"
-
-
-def closest(path: str, known: Iterable[str]) -> str:
-    """A hint for a path that was not found."""
-    near = difflib.get_close_matches(path, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
 # Flattening -----------------------------------------------------------------------------------------------
 
 
@@ -108,16 +81,16 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
 def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
     if node is None:
         return None
-    found = _children(node, path)
-    if found is None:
+    level = _children(node, path)
+    if level is None:
         leaves.append(Leaf(path, node))
         return len(leaves) - 1
     if depth >= MAX_DEPTH:
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
-    keys, below = found
+    keys, below = level
     head = "" if root else f"{path}/"
     children: list[Structure] = []
-    for part, child in zip(_components(keys), below, strict=True):
+    for part, child in zip(components(keys), below, strict=True):
         if type(child) in _LEAF_TYPES:  # most are, and a call for each is spared
             children.append(len(leaves))
             leaves.append(Leaf(head + part, child))
@@ -214,12 +187,12 @@ def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Struc
     problem = _ambiguity(keys)
     if problem:
         raise TreeError(f"the container at {show(path)} ({kind.__name__}) has {problem}; rename a key")
-    encoded = cast("tuple[str, ...]", tuple(keys)) if _are_texts(keys) else tuple(map(_encode_key, keys))
+    encoded = cast("tuple[str, ...]", tuple(keys)) if are_texts(keys) else tuple(map(_encode_key, keys))
     if kind is dict:
         return Container(type="dict", keys=encoded, children=children)
     if kind is collections.OrderedDict:
         return Container(type="ordered_dict", keys=encoded, children=children)
-    is_named = isinstance(node, tuple) and _are_texts(keys) and encoded == getattr(kind, "_fields", None)
+    is_named = isinstance(node, tuple) and are_texts(keys) and encoded == getattr(kind, "_fields", None)
     if is_named and _is_rebuilt(kind.__name__, encoded):
         return Container(type="namedtuple", name=kind.__name__, keys=encoded, children=children)
     name = f"{kind.__module__}.{kind.__qualname__}".encode(errors="backslashreplace").decode()
@@ -298,10 +271,10 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
         if most_leaves < 0 or most_characters < 0:
             raise ValueError("its paths are not those of the leaves")
         # Texts alone: Python's hashes of numbers are no secret, and a dict of equal ones is slow.
-        form = (node.keys, node.type, node.name, len(children)) if node.keys and _are_texts(node.keys) else None
+        form = (node.keys, node.type, node.name, len(children)) if node.keys and are_texts(node.keys) else None
         parts = known.get(form) if form else None
         if parts is None:
-            parts = _components(keys_of(node))
+            parts = components(keys_of(node))
             if form:
                 known[form] = parts
         # Only above a leaf is it put together: long keys above no leaf cost nothing.
@@ -321,26 +294,6 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
     return paths, numbers
 
 
-def _are_texts(keys: Iterable[Any]) -> bool:
-    try:
-        "".join(keys)  # the quickest way to ask
-    except TypeError:
-        return False
-    return True
-
-
-def _components(keys: Sequence[Key]) -> Iterable[str]:
-    """Each key as `component` writes it: as it is where there is nothing to escape."""
-    if isinstance(keys, range):
-        return map(str, keys)
-    if _are_texts(keys):
-        texts = cast("Sequence[str]", keys)
-        together = "".join(texts)
-        if "~" not in together and "/" not in together and "" not in texts:
-            return texts
-    return list(map(component, keys))
-
-
 def keys_of(node: Container) -> Sequence[Key]:
     """Keys of a container's children. Raises ValueError where its record is malformed."""
     count = len(node.children)
@@ -349,7 +302,7 @@ def keys_of(node: Container) -> Sequence[Key]:
             return range(count)
         case Container(type="namedtuple", name=str(name), keys=tuple(fields)) if len(fields) == count:
             names = cast("tuple[str, ...]", fields)
-            are_names = _are_texts(fields) and all(text.isidentifier() for text in (name, *names))
+            are_names = are_texts(fields) and all(text.isidentifier() for text in (name, *names))
             if are_names and not keyword.iskeyword(name) and _are_fields(names):
                 return names
         case (
@@ -369,7 +322,7 @@ def keys_of(node: Container) -> Sequence[Key]:
 
 
 def _decoded(keys: tuple[Any, ...]) -> Sequence[Key]:
-    return cast("Sequence[str]", keys) if _are_texts(keys) else [_decode_key(key) for key in keys]
+    return cast("Sequence[str]", keys) if are_texts(keys) else [_decode_key(key) for key in keys]
 
 
 def _are_fields(names: Sequence[str]) -> bool:
@@ -388,7 +341,7 @@ def _ambiguity(keys: Sequence[Key]) -> str | None:
     Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
     hours to build.
     """
-    if not _are_texts(keys):
+    if not are_texts(keys):
         hashes = collections.Counter(map(hash, keys))
         if max(hashes.values(), default=0) > _MOST_COLLISIONS:
             return f"more than {_MOST_COLLISIONS} keys of one hash"
@@ -409,7 +362,7 @@ def structure_of(tree: Tree) -> Structure:
 def places(structure: Structure) -> Iterator[str]:
     """The path of everything below a structure: containers, leaves and empty places."""
     if isinstance(structure, Container):
-        for part, child in zip(_components(keys_of(structure)), structure.children, strict=True):
+        for part, child in zip(components(keys_of(structure)), structure.children, strict=True):
             yield part
             yield from (f"{part}/{below}" for below in places(child))
 
@@ -490,17 +443,13 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", collections.namedtuple(name, fields, rename=True))  # pyright: ignore[reportUntypedNamedTuple]
 
 
-def _key_of(part: str) -> str:
-    return "" if part == "~2" else part.replace("~1", "/").replace("~0", "~")
-
-
 def nested(values: Mapping[str, Any]) -> Tree:
     """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError where a leaf is also a container."""
     if set(values) == {""}:
         return values[""]
     tree: dict[str, Any] = {}
     for path, value in values.items():
-        *parents, last = (_key_of(part) for part in path.split("/"))
+        *parents, last = (key_of(part) for part in path.split("/"))
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
@@ -510,406 +459,3 @@ def nested(values: Mapping[str, Any]) -> Tree:
             raise TreeError(f"after rename, the leaf {show(path)} is also a container of others")
         node[last] = value
     return tree
-
-
-# Choosing leaves ------------------------------------------------------------------------------------------
-
-Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
-Rename = Callable[[str], str] | Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Selector:
-    """What a `select` selects: a test of leaf paths."""
-
-    tests: tuple[tuple[str, Callable[[str], bool]], ...]
-    """Each entry of `select` as the user wrote it, and its test."""
-
-    def __call__(self, path: str) -> bool:
-        return any(test(path) for _, test in self.tests)
-
-    def choose(self, paths: Collection[str], where: str = "the checkpoint") -> list[bool]:
-        """Whether each path is selected. Raises TreeError if an entry selects none of them."""
-        unused = list(self.tests)
-        chosen: list[bool] = []
-        for path in paths:
-            found = [entry for entry in unused if entry[1](path)] if unused else []
-            for entry in found:
-                unused.remove(entry)
-            chosen.append(bool(found) or self(path))
-        if unused and paths:
-            raise TreeError(_unmatched("select", [text for text, _ in unused], paths, where))
-        if not self.tests:
-            raise TreeError("select has no entries, and so selects nothing; leave it out to select everything")
-        return chosen
-
-
-def selector(select: Select | None) -> Selector:
-    """A test of leaf paths.
-
-    A glob (`*` within one component, `**` across components) or a compiled regular expression (`fullmatch`) selects
-    the leaves whose path, or the path of a container above them, it matches. Several select what any of them does.
-
-    Raises InputError if `select` is something else. A generator can be read only once, so call this only once for it.
-    """
-    if select is None:
-        return Selector((("**", lambda path: True),))
-    if callable(select):
-        return Selector(((_in_short(select), functools.partial(_asked, select)),))
-    if isinstance(select, (str, re.Pattern)):
-        return Selector((_entry(select),))
-    if isinstance(select, Iterable) and not isinstance(select, (bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return Selector(tuple(map(_entry, select)))
-    raise _not_select(select)
-
-
-def _not_select(found: object) -> InputError:
-    return InputError(
-        "select must be a glob, a compiled regular expression of str, a list of them, or a function of the path that"
-        f" returns a bool, found {_in_short(found)}"
-    )
-
-
-def _in_short(value: object) -> str:
-    return f"re.compile({value.pattern!r})" if isinstance(value, re.Pattern) else reprlib.repr(value)
-
-
-def _asked(select: Callable[[str], bool], path: str) -> bool:
-    """What a `select` function says about a path."""
-    answer = select(path)
-    if not isinstance(answer, (bool, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"select returned {reprlib.repr(answer)} for leaf {show(path)}; expected True or False")
-    return bool(answer)
-
-
-def _entry(pattern: object) -> tuple[str, Callable[[str], bool]]:
-    """A pattern as the user wrote it, and its test of a path."""
-    if isinstance(pattern, str):
-        expression = _glob(pattern)
-        return repr(pattern), lambda path: expression.fullmatch(path) is not None
-    if not isinstance(pattern, re.Pattern) or not isinstance(pattern.pattern, str):
-        raise _not_select(pattern)
-    expression = cast("re.Pattern[str]", pattern)
-
-    def matches(path: str) -> bool:
-        parts = path.split("/")
-        return any(expression.fullmatch("/".join(parts[:end])) for end in range(1, len(parts) + 1))
-
-    return _in_short(pattern), matches
-
-
-def _glob(pattern: str) -> re.Pattern[str]:
-    """The paths that a glob matches, and all below them."""
-    out: list[str] = []
-    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
-        match token:
-            case "**/":  # no component, or several
-                out.append("(?:.*/)?")
-            case "**":
-                out.append(".*")
-            case "*":
-                out.append("[^/]*")
-            case "?":
-                out.append("[^/]")
-            case _ if token.startswith("[") and token.endswith("]"):
-                out.append(fnmatch.translate(token)[4:-3])
-            case _:
-                out.append(re.escape(token))
-    body = "".join(out)
-    if "[" in pattern:  # a path whose keys have brackets can be written as it is
-        body += f"|{re.escape(pattern)}"
-    return re.compile(f"(?s:(?:{body})(?:/.*)?)")
-
-
-def renamed(rename: Rename | None, paths: Collection[str]) -> list[str]:
-    """Saved paths → wanted paths. A mapping names leaves or containers; the longest name that fits is used.
-
-    Raises InputError if `rename` is something else, and TreeError if a name fits no path, or two leaves get one path.
-    """
-    if rename is None:
-        return list(paths)
-    if callable(rename):
-        new = [_new_path(rename, path) for path in paths]
-    else:
-        mapping = _checked_mapping(rename)
-        new = [_moved(mapping, path) for path in paths]
-        unused = mapping.keys() - {head for path in paths for head in _heads(path)}
-        if unused and paths:
-            raise TreeError(_unmatched("rename", map(repr, sorted(unused)), paths, "the checkpoint"))
-    if len(set(new)) != len(new):
-        olds: dict[str, str] = {}
-        for old, path in zip(paths, new, strict=True):
-            if path in olds:
-                raise TreeError(f"rename= gives {show(olds[path])} and {show(old)} the same path {path!r}")
-            olds[path] = old
-    return new
-
-
-def origins(rename: Rename | None, path: str) -> list[str] | None:
-    """The saved paths that `rename` would turn into `path`; None if nobody can know, because it is a function."""
-    if rename is None:
-        return [path]
-    if callable(rename):
-        return None
-    tails = [(old, _below(new, path)) for old, new in rename.items()]
-    candidates = [path, *(_joined(old, tail) for old, tail in tails if tail is not None)]
-    return [old for old in dict.fromkeys(candidates) if _moved(rename, old) == path]
-
-
-def _new_path(rename: Callable[[str], str], path: str) -> str:
-    """What a `rename` function says about a path."""
-    new = rename(path)
-    if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show(path)}; expected a path, a str")
-    _require_components(path, new)
-    return str.__str__(new)
-
-
-def _require_components(old: str, new: str) -> None:
-    """Raise TreeError if a new path has an empty component: no key is written so."""
-    if new and "" in new.split("/"):
-        raise TreeError(
-            f"rename gives {show(old)} the path {new!r}, which has an empty component; the empty key is written '~2'"
-        )
-
-
-def _checked_mapping(rename: object) -> Mapping[str, str]:
-    if not isinstance(rename, Mapping):
-        raise InputError(
-            "rename must be a mapping of saved paths to wanted paths, or a function of the saved path, found"
-            f" {_in_short(rename)}"
-        )
-    mapping = cast("Mapping[object, object]", rename)
-    for old, new in mapping.items():
-        if not isinstance(old, str) or not isinstance(new, str):
-            raise InputError(f"rename maps {_in_short(old)} to {_in_short(new)}; both must be paths, str")
-        _require_components(old, new)
-    return cast("Mapping[str, str]", mapping)
-
-
-def _moved(mapping: Mapping[str, str], path: str) -> str:
-    """A path with the longest head that the mapping has replaced by what it is mapped to."""
-    for head in _heads(path):
-        if head in mapping:
-            return _joined(mapping[head], _below(head, path) or "")
-    return path
-
-
-def _heads(path: str) -> Iterator[str]:
-    """A path and those of the containers above it, from the longest to the tree itself."""
-    yield path
-    while path:
-        path = path.rpartition("/")[0]
-        yield path
-
-
-def _below(head: str, path: str) -> str | None:
-    """What of a path comes after a head; None if it does not lie there or below."""
-    if path == head:
-        return ""
-    if not head:
-        return path
-    return path[len(head) + 1 :] if path.startswith(f"{head}/") else None
-
-
-def _joined(head: str, tail: str) -> str:
-    return f"{head}/{tail}" if head and tail else head or tail
-
-
-def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
-    """That entries of an argument match nothing, with hints."""
-    texts = list(entries)
-    known = dict.fromkeys(head for path in paths for head in _heads(path) if head)
-    # Finding a hint takes a look at every path.
-    hints = [closest(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
-    lines = [
-        f"{text} matches none of the {counted(len(paths), 'leaf')} of {where}{hint}"
-        for text, hint in zip(texts, hints, strict=True)
-    ]
-    return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what} has entries that match nothing:\n{listing(lines)}"
-
-
-# Leaves that are no arrays --------------------------------------------------------------------------------
-
-
-def encode_float(value: float) -> str:
-    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr cannot tell apart."""
-    return repr(value) if math.isfinite(value) else f"0x{struct.pack('>d', value).hex()}"
-
-
-def decode_float(text: str) -> float:
-    if not text.startswith("0x"):
-        return float(text)
-    if len(text) != 18:
-        raise ValueError(f"{text[:40]!r} is no float of 64 bits")
-    return struct.unpack(">d", bytes.fromhex(text[2:]))[0]
-
-
-def decode_int(text: str) -> int:
-    # Hexadecimal beyond 64 bits: decimal takes quadratic time.
-    if len(text) > 20 and not text.startswith(("0x", "-0x")):
-        raise ValueError(f"{text[:40]!r}… is no integer: those beyond 64 bits are hexadecimal")
-    return int(text, 0)
-
-
-def encode_value(value: object) -> tuple[str, str] | None:
-    """(kind, text) of a leaf small enough to be stored in the manifest; None for one that is stored as an array."""
-    match value:
-        case np.generic():
-            return None
-        case bool():
-            return "bool", str(value).lower()
-        case int():
-            return "int", str(value) if abs(value) < 1 << 63 else hex(value)
-        case float():
-            return "float", encode_float(value)
-        case complex():
-            return "complex", f"{encode_float(value.real)} {encode_float(value.imag)}"
-        case str() if len(value) <= INLINE_BYTES and is_utf8(value):
-            return "str", value
-        case bytes() if len(value) <= INLINE_BYTES:
-            return "bytes", base64.b64encode(value).decode()
-        case _:
-            return None
-
-
-def is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: JSON could not carry it
-        return False
-    return True
-
-
-def decode_value(kind: str, text: str) -> object:
-    """The leaf back from its text. Raises ValueError where the text is malformed."""
-    match kind:
-        case "bool" if text in ("true", "false"):
-            return text == "true"
-        case "int":
-            return decode_int(text)
-        case "float":
-            return decode_float(text)
-        case "complex":
-            real, imag = text.split(" ")
-            return complex(decode_float(real), decode_float(imag))
-        case "str":
-            return text
-        case "bytes":
-            return base64.b64decode(text, validate=True)
-        case _:
-            raise ValueError(f"{text[:40]!r} is no value of kind {kind!r}")
-
-
-# Dtypes ---------------------------------------------------------------------------------------------------
-
-# What Zarr v3's core specification defines is stored as itself; any other dtype as unsigned integers of its width,
-# which every Zarr reader opens and which keeps every bit.
-_CORE = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-_EXTENDED = [
-    "bfloat16",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn",
-    "int2",
-    "int4",
-    "uint2",
-    "uint4",
-]
-
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    **{name: np.dtype(name) for name in _CORE},
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)},
-}
-"""Every dtype that can be stored, by name."""
-
-
-@functools.lru_cache(maxsize=1024)
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """A dtype's name, remembered: NumPy spells it anew each time, which takes 3 µs."""
-    return dtype.name
-
-
-@functools.cache
-def key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has none of that name."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-
-
-def stored_dtype(name: str) -> str:
-    """The Zarr data type that holds dtype `name` on disk."""
-    return name if name in _CORE else f"uint{8 * DTYPES[name].itemsize}"
-
-
-MAX_RANK = 30
-"""Most dimensions of a leaf: tensorstore's 32, less one for rows and one of the index of an object."""
-
-
-@functools.cache
-def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether every value of `source` is a value of `target`.
-
-    NumPy's "safe" is another thing: it takes int64 to float64, and ml_dtypes' own rules take int8 to float8. Here the
-    types of one and two bytes are simply tried out, value by value; the wider ones are compared by range and digits.
-    """
-    if source == target:
-        return True
-    if source.itemsize <= 2 and source.kind != "c":
-        return _survives(source, target)
-    if target.kind == "c":
-        return (
-            lossless(source, np.dtype("f4" if target.itemsize == 8 else "f8"))
-            if source.kind != "c"
-            else (target.itemsize >= source.itemsize)
-        )
-    if source.kind == "c" or target.itemsize < source.itemsize:
-        return False
-    if source.kind in "iu" and target.kind in "iu":
-        low, high = np.iinfo(source), np.iinfo(target)
-        return high.min <= low.min and low.max <= high.max
-    if source.kind in "iu" and target.kind == "f":
-        return np.iinfo(source).bits - (source.kind == "i") <= np.finfo(target).nmant + 1
-    return source.kind == "f" and target.kind == "f"
-
-
-def _survives(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether each value of a narrow type comes back from `target`, signs of zero included."""
-    if source.name.removeprefix("u") in ("int2", "int4"):
-        info = ml_dtypes.iinfo(source)
-        values = np.arange(info.min, info.max + 1).astype(source)
-    elif source.kind == "b":
-        values = np.array([False, True])
-    else:
-        values = np.arange(1 << 8 * source.itemsize, dtype=f"u{source.itemsize}").view(source)
-    if source.name == "float4_e2m1fn":
-        values = values[:16]
-    try:
-        with np.errstate(all="ignore"):
-            there = values.astype(target)
-            # Through float64, which holds each of them: a type that has no NaN or no sign must not hide it.
-            before, after = values.astype(np.float64), there.astype(np.complex128).real
-    except (TypeError, ValueError):
-        return False
-    same_sign = np.isnan(before) | (np.signbit(before) == np.signbit(after))
-    return bool(np.array_equal(before, after, equal_nan=True) and same_sign.all())

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, volume, whole
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array
-from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Select, selector
 from jaxckpt._format.tree import Structure, prune
-from jaxckpt._format.values import decode_value
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.reading import read_box
@@ -106,9 +105,9 @@ class Delta:
         if self.identical:
             return f"{head}identical: {counted(len(self.leaves), 'leaf')}, bit by bit"
         structure = "" if self.same_structure else "\n  the containers differ"
-        found = self.differing
-        told = f"{head}{len(found)} of {counted(len(self.leaves), 'leaf')} differ{structure}"
-        return f"{told}\n{listing(map(str, found))}".rstrip()
+        differing = self.differing
+        summary = f"{head}{len(differing)} of {counted(len(self.leaves), 'leaf')} differ{structure}"
+        return f"{summary}\n{listing(map(str, differing))}".rstrip()
 
 
 def diff(
@@ -150,18 +149,22 @@ def diff(
     # Two buffers of each box, and what reading takes besides.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options), _Side.at(path_b, options)
-    either = a.numbers | b.numbers
+    either = a.leaves | b.leaves
     chosen = set(itertools.compress(either, selector(select).choose(either, "either checkpoint")))
-    leaves = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
-    both = [path for path in leaves if path in a.numbers and path in b.numbers]
-    common = [path for path in both if a.shape(path) == b.shape(path)]
-    total = sum(a.n_bytes(path) + b.n_bytes(path) for path in common)
-    with reporting("diff", total, options.progress) as report:
-        for path, part_a, part_b in _parts(a, b, common, options):
-            leaves[path] = _with(leaves[path], part_a, part_b)
-            if a.shape(path) is not None:
-                report(part_a.nbytes + part_b.nbytes)
-    return Delta(a.source.url, b.source.url, tuple(leaves.values()), a.structure(chosen) == b.structure(chosen))
+    deltas = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
+    in_both = [(path, a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves]
+    pairs = {
+        path: (leaf_a, leaf_b)
+        for path, leaf_a, leaf_b in in_both
+        if (leaf_a.is_array, leaf_a.stored_shape) == (leaf_b.is_array, leaf_b.stored_shape)
+    }
+    total = sum(leaf_a.nbytes + leaf_b.nbytes for leaf_a, leaf_b in pairs.values())
+    with reporting("diff", total, options.progress) as advance:
+        for path, box_a, box_b in _boxes(a, b, pairs, options):
+            deltas[path] = _with(deltas[path], box_a, box_b)
+            if pairs[path][0].is_array:
+                advance(box_a.nbytes + box_b.nbytes)
+    return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(chosen) == b.structure(chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,70 +172,50 @@ class _Side:
     """One of the two checkpoints."""
 
     source: Source
-    manifest: Manifest
-    numbers: dict[str, int]
-    """Number of each leaf by its path."""
+    leaves: dict[str, SavedLeaf]
+    """By path."""
 
     options: Options
 
     @classmethod
     def at(cls, path: Location, options: Options) -> _Side:
         source, _ = source_at(path, replace(options, manifest_sha256=None))
-        return cls(source, source.manifest, source.manifest.numbers, options)
+        manifest = source.manifest
+        return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
 
     def structure(self, chosen: set[str]) -> Structure:
         """The containers, as far as they hold the chosen leaves."""
-        if chosen >= self.numbers.keys():
-            return self.manifest.tree
-        kept = [number for path, number in self.numbers.items() if path in chosen]
-        return prune(self.manifest.tree, {old: new for new, old in enumerate(kept)})
+        numbers = self.source.manifest.numbers
+        kept = [number for path, number in numbers.items() if path in chosen]
+        tree = self.source.manifest.tree
+        return tree if len(kept) == len(numbers) else prune(tree, {old: new for new, old in enumerate(kept)})
 
     def describe(self, path: str) -> str:
-        if path not in self.numbers:
-            return ""
-        record = self.manifest.leaves[self.numbers[path]]
-        if record.stack is None:
-            return record.kind
-        return f"{record.impl or record.kind} {self.dtype(path)}{list(self.shape(path) or ())}"
-
-    def shape(self, path: str) -> tuple[int, ...] | None:
-        """Its shape; None for a value that lies in the manifest."""
-        record = self.manifest.leaves[self.numbers[path]]
-        return None if record.stack is None else self.manifest.leaf_shape(record)
-
-    def dtype(self, path: str) -> str:
-        return self.manifest.stacks[self.manifest.place(self.manifest.leaves[self.numbers[path]])[0]].dtype
-
-    def n_bytes(self, path: str) -> int:
-        shape = self.shape(path)
-        return 0 if shape is None else math.prod(shape) * DTYPES[self.dtype(path)].itemsize
-
-    def value(self, path: str) -> Array:
-        """What lies in the manifest."""
-        record = self.manifest.leaves[self.numbers[path]]
-        value = decode_value(record.kind, record.value or "")
-        # NumPy's own texts end where their trailing zeros begin.
-        return np.asarray(value, object if isinstance(value, str | bytes) else None)
+        leaf = self.leaves.get(path)
+        if leaf is None or not leaf.is_array:
+            return leaf.kind if leaf else ""
+        return f"{leaf.record.impl or leaf.kind} {leaf.stack.dtype}{list(leaf.stored_shape)}"
 
     def box(self, path: str, box: Box) -> Array:
-        return read_box(self.source, self.numbers[path], box, self.options)
+        return read_box(self.source, self.source.manifest.numbers[path], box, self.options)
 
     def fetch(self, paths: list[str]) -> list[Array]:
-        goals = dict.fromkeys((self.numbers[path] for path in paths), Goal("numpy"))
-        values = fetch(self.source, goals, replace(self.options, progress=None))
-        return [values[self.numbers[path]] for path in paths]
+        numbers = [self.source.manifest.numbers[path] for path in paths]
+        values = fetch(self.source, dict.fromkeys(numbers, Goal("numpy")), replace(self.options, progress=None))
+        return [values[number] for number in numbers]
 
 
-def _parts(a: _Side, b: _Side, paths: list[str], options: Options) -> Iterator[tuple[str, Array, Array]]:
-    """The leaves of both, small ones several at a time and large ones in boxes."""
+def _boxes(
+    a: _Side, b: _Side, pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options
+) -> Iterator[tuple[str, Array, Array]]:
+    """The leaves of both sides, small ones several at a time and large ones in boxes."""
     together: list[str] = []
     held = 0
-    for path in paths:
-        shape = a.shape(path)
-        if shape is None:
-            yield path, a.value(path), b.value(path)
+    for path, (leaf, other) in pairs.items():
+        if not leaf.is_array:
+            yield path, _as_array(leaf.value), _as_array(other.value)
             continue
-        size = max(a.n_bytes(path), b.n_bytes(path))
+        size = max(leaf.nbytes, other.nbytes)
         if size <= options.host_bytes:
             if together and held + size > options.host_bytes:
                 yield from zip(together, a.fetch(together), b.fetch(together), strict=True)
@@ -240,15 +223,18 @@ def _parts(a: _Side, b: _Side, paths: list[str], options: Options) -> Iterator[t
             together.append(path)
             held += size
             continue
-        stack = a.manifest.stacks[a.manifest.place(a.manifest.leaves[a.numbers[path]])[0]]
-        itemsize = size // math.prod(shape)
-        fits = options.host_bytes // itemsize
-        for box in cut_down(
-            whole(shape), (stack.object[1:], stack.chunk[1:]), lambda box, fits=fits: volume(box) <= fits
-        ):
+        stack, shape = leaf.stack, leaf.stored_shape
+        fits = options.host_bytes // (size // math.prod(shape))
+        grids = (stack.object[1:], stack.chunk[1:])
+        for box in cut_down(whole(shape), grids, lambda box, fits=fits: volume(box) <= fits):
             yield path, a.box(path, box), b.box(path, box)
     if together:
         yield from zip(together, a.fetch(together), b.fetch(together), strict=True)
+
+
+def _as_array(value: Any) -> Array:
+    # NumPy's own texts end where their trailing zeros begin.
+    return np.asarray(value, object if isinstance(value, str | bytes) else None)
 
 
 def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
@@ -260,7 +246,7 @@ def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
 
 
 def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
-    found = leaf.size + a.size
+    size = leaf.size + a.size
     if a.dtype == b.dtype and _is_number(a):
         differ = (_bits(a) != _bits(b)).reshape(*a.shape, -1).any(axis=-1)
     else:
@@ -270,7 +256,7 @@ def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
         x, y = int(a[0]), int(b[0])  # at least one is of Python's own, beyond 64 bits
         distance, scale = np.array([_float(abs(x - y))]), np.array([_float(max(abs(x), abs(y)))])
     elif not count or not (_is_number(a) and _is_number(b)):
-        return replace(leaf, size=found, differing=leaf.differing + count)
+        return replace(leaf, size=size, differing=leaf.differing + count)
     else:
         distance, scale = _distance(a[differ], b[differ])
     relative = np.divide(
@@ -278,7 +264,7 @@ def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
     )
     return replace(
         leaf,
-        size=found,
+        size=size,
         differing=leaf.differing + count,
         max_abs=max(leaf.max_abs, float(distance.max())),
         max_rel=max(leaf.max_rel, float(relative.max())),

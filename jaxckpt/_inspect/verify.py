@@ -20,7 +20,16 @@ from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import Foreign, Location, Native, source_at
-from jaxckpt._runtime.errors import CorruptError, DataError, NotACheckpointError, StorageError, counted, listing, show
+from jaxckpt._runtime.errors import (
+    CorruptError,
+    DataError,
+    NotACheckpointError,
+    Problem,
+    StorageError,
+    counted,
+    listing,
+    show,
+)
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 from jaxckpt._storage.objects import Objects
@@ -30,33 +39,6 @@ from jaxckpt._storage.store import Store
 
 _THREADS = 8
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is not as it was saved."""
-
-    leaf: str | None
-    """Path of the leaf that is hit; None for a file that holds no leaf's data."""
-
-    box: Box | None
-    """(start, stop) along each dimension of the leaf that is hit; of a PRNG key's raw data; () of a 0-d leaf. None
-    where `leaf` is."""
-
-    object: str
-    """The file, below the checkpoint's path."""
-
-    reason: str
-    """What is wrong with the file, in words that follow its name."""
-
-    @property
-    def sides(self) -> str:
-        """The box as people write it: "[0:4, 8:16]"; empty where there is none."""
-        return "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
-
-    def __str__(self) -> str:
-        where = "" if self.leaf is None else f"{show(self.leaf)}{self.sides}: "
-        return f"{where}{self.object} {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +79,7 @@ class VerifyReport:
         files: dict[tuple[str, str], list[Problem]] = {}
         for problem in self.problems:
             files.setdefault((problem.object, problem.reason), []).append(problem)
-        lines = [f"{file} {reason}{_hit(found)}" for (file, reason), found in files.items()]
+        lines = [f"{file} {reason}{_hit(hits)}" for (file, reason), hits in files.items()]
         return f"{head}; problems: {len(self.problems)}\n{listing(lines)}"
 
 
@@ -169,39 +151,39 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
         source, _ = source_at(path, options)
     except CorruptError as error:
         # Of a foreign checkpoint, whatever file it was is named in the error.
-        problem = Problem(None, None, MANIFEST, f"cannot be used: {error}")
+        problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, Native):
         return _verify_foreign(source, quick, options)
     store, manifest = source.store, source.manifest
     files = list(_files(manifest))
     misfits = store.misfits({file.key: file.length for file in files})
-    found = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
-    for _, problems in _checked(functools.partial(_check_small, store), _small_files(manifest)):
-        found.extend(problems)
+    problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
+    for _, more in _checked(functools.partial(_check_small, store), _small_files(manifest)):
+        problems.extend(more)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
-    with reporting("verify", total, options.progress) as report:
-        for file, problems in _checked(functools.partial(_check, store), rest):
-            found.extend(problems)
-            report(file.length)
-    became = source.fate() if found else None
+    with reporting("verify", total, options.progress) as advance:
+        for file, more in _checked(functools.partial(_check, store), rest):
+            problems.extend(more)
+            advance(file.length)
+    became = source.fate() if problems else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
     places = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
-    found.sort(
+    problems.sort(
         key=lambda problem: (-1 if problem.leaf is None else places[problem.leaf], problem.box or (), problem.object)
     )
-    return VerifyReport(store.url, quick, tuple(found), len(manifest.leaves), len(files), total)
+    return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)
 
 
 def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
     """Read all of it, box by box, and compare the checksums that its format keeps; what can be told without that was
     told when it was opened."""
-    manifest, found, total = source.manifest, list[Problem](), 0
+    manifest, problems, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
-    with reporting("verify", sum(sizes.values()), options.progress) as report:
+    with reporting("verify", sum(sizes.values()), options.progress) as advance:
         for number in arrays:
             leaf = manifest.leaves[number]
             place, row = manifest.place(leaf)
@@ -211,15 +193,15 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                 try:
                     read_box(source, number, box, options)
                 except (DataError, StorageError) as error:
-                    found.append(Problem(leaf.path, box, source.url, f"cannot be read: {error}"))
-                report(volume(box) * stack.itemsize)
+                    problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
+                advance(volume(box) * stack.itemsize)
             try:
                 source.blocks[place][row].check()
             except (DataError, StorageError) as error:
-                if not (found and found[-1].leaf == leaf.path):
-                    found.append(Problem(leaf.path, None, source.url, str(error)))
+                if not (problems and problems[-1].leaf == leaf.path):
+                    problems.append(Problem(leaf.path, str(error), object=source.url))
             total += sizes[number]
-    return VerifyReport(source.url, quick, tuple(found), len(manifest.leaves), len(arrays), total)
+    return VerifyReport(source.url, quick, tuple(problems), len(manifest.leaves), len(arrays), total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +223,7 @@ class _File:
         (first, last), *sides = box or self.box
         for row in range(first, last):
             if row in self.leaves:
-                yield Problem(self.leaves[row], tuple(sides), self.key, reason)
+                yield Problem(self.leaves[row], reason, object=self.key, box=tuple(sides))
 
 
 def _files(manifest: Manifest) -> Iterator[_File]:
@@ -258,14 +240,14 @@ def _files(manifest: Manifest) -> Iterator[_File]:
 
 
 def _check(store: Objects, file: _File) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     try:
         with store.ranges(file.key) as read:
             for box, reason in zarr.problems(read, file.stack, file.index, file.length, file.digest):
-                found.extend(file.problems(box, reason))
+                problems.extend(file.problems(box, reason))
     except (DataError, StorageError) as error:
-        found.extend(file.problems(None, f"cannot be read: {error}"))
-    return found
+        problems.extend(file.problems(None, f"cannot be read: {error}"))
+    return problems
 
 
 def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -281,11 +263,11 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     try:
         content = store.read(key)
     except (DataError, StorageError) as error:
-        return [Problem(None, None, key, f"cannot be read: {error}")]
+        return [Problem(None, f"cannot be read: {error}", object=key)]
     if content is None:
-        return [Problem(None, None, key, "is missing")]
+        return [Problem(None, "is missing", object=key)]
     same = hashlib.sha256(content).hexdigest() == sha256
-    return [] if same else [Problem(None, None, key, "is not the one that was saved")]
+    return [] if same else [Problem(None, "is not the one that was saved", object=key)]
 
 
 def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:

@@ -26,8 +26,8 @@ from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
-from jaxckpt._format.values import encode_value
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, TreeError, listing, show
+from jaxckpt._format.values import PYTHON, encode_value
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, Problem, TreeError, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
@@ -77,15 +77,15 @@ class Native:
         """Nothing is taken from a zarr.json, but other readers of Zarr do."""
         records = [self.manifest.stacks[number] for number in stacks]
         keys = [f"{self.manifest.data}/{record.name}/zarr.json" for record in records]
-        problems: list[str] = []
+        problems: list[Problem] = []
         for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
             if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
-                told = f"{self.url}/{key} {'is missing' if text is None else 'is not the one that was saved'}"
+                reason = "is missing" if text is None else "is not the one that was saved"
                 if len(problems) < 20:  # naming the leaves of each of thousands would take time of stacks × leaves
-                    told += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
-                problems.append(told)
+                    reason += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
+                problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
-            raise DataError(f"{len(problems)} files of the checkpoint are not as they were saved:\n{listing(problems)}")
+            raise DataError.of(f"{len(problems)} files of the checkpoint are not as they were saved", problems)
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         manifest = self.manifest
@@ -105,8 +105,8 @@ class Native:
 
 def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
     """The leaves in a range of rows of a stack, for an error message."""
-    found = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
-    return ", ".join(map(show, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    paths = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
+    return ", ".join(map(show, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 # Foreign checkpoints --------------------------------------------------------------------------------------
@@ -238,28 +238,28 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
     numbers: dict[tuple[Any, ...], int] = {}
     meshes: dict[bytes, int] = {}
     layouts: dict[bytes, int] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for leaf in leaves:
-        found, inline = _described(leaf.value)
+        array, inline = _described(leaf.value)
         if inline is not None:
             records.append(LeafRecord(leaf.path, inline[0], value=inline[1]))
             continue
-        if isinstance(found, str):
-            problems.append(f"{show(leaf.path)} {found}")
+        if isinstance(array, str):
+            problems.append(Problem(leaf.path, array))
             continue
-        key = (found.dtype, found.shape, found.chunk)
+        key = (array.dtype, array.shape, array.chunk)
         rows = stacks.setdefault(key, [])
         layout = None
-        if found.kind in ("jax", "key") and found.mesh is not None:
-            mesh = meshes.setdefault(msgspec.json.encode(found.mesh), len(meshes))
-            record = LayoutRecord(mesh, [list(axes) for axes in found.spec])
+        if array.kind in ("jax", "key") and array.mesh is not None:
+            mesh = meshes.setdefault(msgspec.json.encode(array.mesh), len(meshes))
+            record = LayoutRecord(mesh, [list(axes) for axes in array.spec])
             layout = layouts.setdefault(msgspec.json.encode(record), len(layouts))
         records.append(
-            LeafRecord(leaf.path, found.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=found.impl)
+            LeafRecord(leaf.path, array.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=array.impl)
         )
-        rows.append(found.data)
+        rows.append(array.data)
     if problems:
-        raise TreeError(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read:\n{listing(problems)}")
+        raise TreeError.of(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read", problems)
     manifest = Manifest(
         format=format,
         version=0,
@@ -283,7 +283,7 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
     elif isinstance(value, np.generic):
         array = np.asarray(value)
         value = ForeignArray(dtype_name(array.dtype), (), Memory(array), "numpy_scalar")
-    elif type(value) in (bool, int, float, complex, str, bytes):
+    elif type(value) in PYTHON:
         inline = encode_value(value)
         if inline is not None:
             return "", inline
@@ -371,10 +371,10 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
             with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one deleted
                 return _native(step, options)
         # Who expects a certain manifest does not mean a checkpoint that has none.
-        found = None if options.manifest_sha256 else _of_another_library(location)
-        if found is None:
+        foreign = None if options.manifest_sha256 else _of_another_library(location)
+        if foreign is None:
             raise
-        return found, _digest(found)
+        return foreign, _digest(foreign)
 
 
 _TRIES = 5

@@ -25,10 +25,62 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a leaf, or with a file of a checkpoint."""
+
+    leaf: str | None
+    """Path of the leaf; None for a file that holds no leaf's data."""
+
+    reason: str
+    """What is wrong, in words that follow the name of the file, or that of the leaf if no file is concerned."""
+
+    remedy: str = ""
+    """What the caller can do about it, if anything."""
+
+    object: str = ""
+    """The file, below the checkpoint's path; empty if no file is concerned."""
+
+    box: tuple[tuple[int, int], ...] | None = None
+    """(start, stop) along each dimension of the leaf, if the file is damaged there; of a PRNG key's raw data; () of a
+    0-d leaf. None for a file without a leaf, and if no file is concerned."""
+
+    @property
+    def sides(self) -> str:
+        """The box as people write it: "[0:4, 8:16]"; empty if there is none."""
+        return "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
+
+    def __str__(self) -> str:
+        leaf = "" if self.leaf is None else f"{show(self.leaf)}{self.sides}"
+        file = f"{': ' if leaf else ''}{self.object}" if self.object else ""
+        return f"{leaf}{file} {self.reason}"
 
 
 class JaxckptError(Exception):
-    """Base of every error that jaxckpt raises on purpose."""
+    """Base of every error that jaxckpt raises on purpose.
+
+    `problems` has a `Problem` for each leaf or file that is at fault, if the error is about some.
+    """
+
+    def __init__(self, *args: object, problems: Iterable[Problem] = ()) -> None:
+        super().__init__(*args)
+        self.problems = tuple(problems)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the leaves that `problems` names, each once."""
+        return tuple(dict.fromkeys(problem.leaf for problem in self.problems if problem.leaf is not None))
+
+    @classmethod
+    def of(cls, head: str, problems: Sequence[Problem], *remedies: str) -> Self:
+        """An error that lists problems, and then what can be done about them."""
+        known = dict.fromkeys([*remedies, *(problem.remedy for problem in problems)])
+        lines = [f"{head}:", listing(map(str, problems)), "; ".join(filter(None, known))]
+        return cls("\n".join(filter(None, lines)), problems=problems)
 
 
 class InputError(JaxckptError, ValueError):
@@ -44,11 +96,7 @@ class SpecError(InputError):
 
 
 class MismatchError(InputError):
-    """The target and the checkpoint differ. `problems` holds one line for each leaf that does."""
-
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.problems = tuple(problems)
+    """The target and the checkpoint differ. `problems` has one entry for each leaf that does."""
 
 
 class LayoutError(InputError):
@@ -80,7 +128,7 @@ class StorageError(JaxckptError, OSError):
 
 
 class PeerError(JaxckptError):
-    """Another process of the job stopped this one from going on."""
+    """Another process of the job stopped this one."""
 
 
 class PeerFailedError(PeerError):
@@ -111,6 +159,11 @@ class Preempted(SystemExit):
 
 
 _LISTED = 20
+
+
+def show(path: str) -> str:
+    """The path of a leaf or container as error messages write it."""
+    return repr(path) if path else "'' (the tree itself)"
 
 
 def counted(count: int, noun: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,15 +15,23 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name, key_dtype
 from jaxckpt._format.grid import Layout, Spec, both, spec_of
-from jaxckpt._format.layouts import LayoutTable, fit_spec, memory_kind, on_mesh, process_layout, require_common_axis
+from jaxckpt._format.layouts import LayoutTable, memory_kind, on_mesh, process_layout
 from jaxckpt._format.paths import closest
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord
 from jaxckpt._format.select import selector
-from jaxckpt._format.specs import Specs, by_axis_name, mesh_axes, require_mesh, resolve_specs
+from jaxckpt._format.specs import (
+    Alike,
+    Specs,
+    lay_out,
+    mesh_axes,
+    require_fit,
+    require_mesh,
+    resolve_specs,
+)
 from jaxckpt._format.tree import Container, Leaf, Structure, Tree, flatten, places
-from jaxckpt._format.values import encode_value
-from jaxckpt._runtime.errors import InputError, LayoutError, SpecError, TreeError, counted, listing, show
+from jaxckpt._format.values import KINDS, PYTHON, encode_value
+from jaxckpt._runtime.errors import InputError, LayoutError, Problem, SpecError, TreeError, counted, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._save.plan import ArrayLeaf, SavePlan
 
@@ -49,9 +57,9 @@ _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
 
 @dataclass(slots=True)
 class Recent:
-    """What was found of the last tree that a Checkpointer saved: a training job saves one like it again and again."""
+    """The last tree that a Checkpointer saved, as described: a training job saves one like it again and again."""
 
-    found: tuple[Any, Any, Draft] | None = None
+    tree: tuple[Any, Any, Draft] | None = None
     """The likeness of that tree, its key paths if they may change without it, and its draft without the values."""
 
 
@@ -70,19 +78,19 @@ def describe(
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
     require_mesh(mesh)
-    found = _likeness(tree, components) if recent is not None and mesh is None else None
-    if recent is None or found is None:
+    plain = _likeness(tree, components) if recent is not None and mesh is None else None
+    if recent is None or plain is None:
         return _describe(tree, mesh, specs, options, components)
-    likeness, leaves = found
-    if recent.found is not None:
-        last, paths, draft = recent.found
+    likeness, leaves = plain
+    if recent.tree is not None:
+        last, paths, draft = recent.tree
         if _alike(last, likeness) and (paths is None or _alike(paths, _key_paths(tree))):
             return replace(draft, values=dict(enumerate(leaves)))
     draft = _describe(tree, mesh, specs, options, components)
     if _has_str_keys(draft.structure):
         # A custom node may keep its keys in a list that changes in place, and then it equals itself.
         paths = _key_paths(tree) if _has_custom_nodes(draft.structure) else None
-        recent.found = likeness, paths, replace(draft, values={})
+        recent.tree = likeness, paths, replace(draft, values={})
     return draft
 
 
@@ -138,18 +146,18 @@ def _key_paths(tree: Tree) -> Any:
 def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...]) -> Draft:
     leaves, structure = flatten(tree)
     draft = Draft(structure)
-    problems: list[str] = []
+    problems: list[Problem] = []
     for leaf in leaves:
         try:
             record, value = _record(leaf)
         except TreeError as error:
-            problems.append(f"{show(leaf.path)} {error}")
+            problems.append(Problem(leaf.path, str(error)))
             continue
         draft.records.append(record)
         if value is not None:
             draft.values[len(draft.records) - 1] = value
     if problems:
-        raise TreeError(f"{len(problems)} of {counted(len(leaves), 'leaf')} cannot be stored:\n{listing(problems)}")
+        raise TreeError.of(f"{len(problems)} of {counted(len(leaves), 'leaf')} cannot be stored", problems)
     _lay_out(leaves, draft, mesh, specs, options)
     if components:
         tests = [selector(component) for component in components]
@@ -163,9 +171,9 @@ def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, com
 
 def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
     """Raise TreeError if a component is nowhere in the tree: it could never be dropped."""
-    found = {array.component for array in draft.arrays}
+    used = {array.component for array in draft.arrays}
     for number, (component, test) in enumerate(zip(components, tests, strict=True), 1):
-        if number in found:
+        if number in used:
             continue
         paths = list(places(draft.structure))  # it may hold no arrays
         if not any(map(test, paths)):
@@ -199,7 +207,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
         if type(value) not in (np.ndarray, np.memmap):
             raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
         return LeafRecord(leaf.path, "numpy"), _stored(value)
-    if type(value) not in (bool, int, float, complex, str, bytes):
+    if type(value) not in PYTHON:
         raise TreeError(
             f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
             " and scalars, bool, int, float, complex, str, bytes"
@@ -240,82 +248,96 @@ def _stored(value: Any) -> Any:
 
 
 def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
-    """Fill in the layout of each array leaf, and its record's."""
-    chosen: Mapping[str, Spec] = {}
+    """Fill in the layout of each array leaf, and its record's. Raises SpecError, listing all leaves at fault."""
+    given: Mapping[str, Spec] = {}
     if specs is not None:
         pairs = zip(leaves, draft.records, strict=True)
-        chosen = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if _on_devices(record)])
-    axes = {} if mesh is None else mesh_axes(mesh)
-    if mesh is not None and specs is None:
-        pairs = zip(leaves, draft.records, strict=True)
-        require_common_axis(
-            axes, {leaf.path: _own_spec(leaf.value.sharding) for leaf, record in pairs if _on_devices(record)}
-        )
-    problems: list[str] = []
-    found: dict[tuple[Any, ...], _Place] = {}
+        given = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if _on_devices(record)])
+    groups: dict[Hashable, list[int]] = {}
+    on_devices = {name for name, kind in KINDS.items() if kind.on_devices}
     for number, value in draft.values.items():
         record = draft.records[number]
-        if not _on_devices(record):
-            layout = Layout((1,) * value.ndim, _HOST)
-            draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, layout))
-            continue
-        # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
-        given = leaves[number].value
-        spec = None if mesh is None else chosen.get(record.path)
-        key = (value.sharding, value.shape, value.committed, value is given or given.sharding, spec)
-        place = found.get(key)
-        if place is None:
-            try:
-                place = found[key] = _place(given, value, record.path, mesh, axes, spec, draft.table, options)
-            except SpecError as error:
-                problems.append(f"{show(record.path)}: {error}")
-                continue
-        draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, place.layout, place.moved))
-        draft.records[number] = msgspec.structs.replace(record, layout=place.record)
-    if problems:
-        raise SpecError(f"{len(problems)} leaves do not fit their specs:\n{listing(problems)}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a leaf is stored, the same for all leaves of one shape and sharding."""
-
-    layout: Layout
-    moved: bool
-    record: int
-    """Number of its layout record."""
-
-
-def _place(
-    given: jax.Array,
-    value: jax.Array,
-    path: str,
-    mesh: Mesh | None,
-    axes: dict[str, int],
-    spec: Spec | None,
-    table: LayoutTable,
-    options: Options,
-) -> _Place:
-    own = value.sharding if value.committed else None
-    recorded, stored, committed = given.sharding, own, given.committed
-    if mesh is not None:
-        spec = by_axis_name(_own_spec(recorded), axes) if spec is None else spec
-        spec, problem = fit_spec(axes, spec, given.shape, options)
-        if problem:
-            raise SpecError(problem)
+        if record.kind in on_devices:
+            # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
+            leaf = leaves[number].value
+            form = (
+                value.sharding,
+                value.shape,
+                value.committed,
+                value is leaf or leaf.sharding,
+                given.get(record.path),
+            )
+            groups.setdefault(form, []).append(number)
+    shardings, problems = _shardings(leaves, groups.values(), mesh, given, options)
+    require_fit(problems)
+    layouts: dict[int, tuple[Layout, bool, int]] = {}
+    for group, sharding in zip(groups.values(), shardings, strict=True):
         try:
-            recorded = stored = on_mesh(mesh, spec, memory_kind(recorded))
+            layout = _layout(leaves[group[0]], draft.values[group[0]], sharding, draft.table)
+        except SpecError as error:
+            problems.extend(_misfit(leaves[number].path, error) for number in group)
+            continue
+        layouts.update(dict.fromkeys(group, layout))
+    require_fit(problems)
+    for number, value in draft.values.items():
+        placed = layouts.get(number)
+        if placed is None:
+            layout, is_moved = Layout((1,) * value.ndim, _HOST), False
+        else:
+            layout, is_moved, record = placed
+            draft.records[number] = msgspec.structs.replace(draft.records[number], layout=record)
+        draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, layout, is_moved))
+
+
+def _shardings(
+    leaves: Sequence[Leaf],
+    groups: Collection[Sequence[int]],
+    mesh: Mesh | None,
+    given: Mapping[str, Spec],
+    options: Options,
+) -> tuple[list[NamedSharding | None], list[Problem]]:
+    """The sharding of each group of leaves on the mesh to store them for, if there is one, and what does not fit."""
+    if mesh is None:
+        return [None] * len(groups), []
+    alike: list[Alike] = []
+    for group in groups:
+        first, paths = leaves[group[0]], [leaves[number].path for number in group]
+        spec = given.get(first.path)
+        try:
+            own = _own_spec(first.value.sharding) if spec is None else ()
+        except SpecError as error:
+            return [], [_misfit(path, error) for path in paths]
+        alike.append(Alike(paths, first.value.shape, own, spec))
+    specs, problems = lay_out(mesh_axes(mesh), alike, options)
+    shardings: list[NamedSharding | None] = []
+    for group, spec in zip(groups, specs, strict=True):
+        try:
+            memory = memory_kind(leaves[group[0]].value.sharding)
+            shardings.append(None if problems else on_mesh(mesh, spec, memory))
         except LayoutError as error:
-            raise SpecError(str(error)) from error
-        committed = True
-    layout, moved = Layout((1,) * value.ndim, _HOST), False
+            problems.extend(_misfit(leaves[number].path, error) for number in group)
+    return shardings, problems
+
+
+def _misfit(path: str, error: Exception) -> Problem:
+    return Problem(path, f"cannot be laid out: {error}")
+
+
+def _layout(
+    leaf: Leaf, value: jax.Array, on_mesh: NamedSharding | None, table: LayoutTable
+) -> tuple[Layout, bool, int]:
+    """Cells and holders of a leaf, whether it must be exchanged first, and the number of its layout record."""
+    own = value.sharding if value.committed else None
+    stored = own if on_mesh is None else on_mesh
+    layout, is_moved = Layout((1,) * value.ndim, _HOST), False
     if stored is not None:  # else each process has put its own on its own default device
-        layout, moved = _storage_layout(own, stored, value.shape, path)
-    return _Place(layout, moved, table.number(recorded, committed=committed))
+        layout, is_moved = _storage_layout(own, stored, value.shape, leaf.path)
+    recorded = leaf.value.sharding if on_mesh is None else on_mesh
+    return layout, is_moved, table.number(recorded, committed=on_mesh is not None or leaf.value.committed)
 
 
 def _on_devices(record: LeafRecord) -> bool:
-    return record.kind in ("jax", "key")
+    return KINDS[record.kind].on_devices
 
 
 def _own_spec(sharding: Sharding) -> Spec:

@@ -18,11 +18,11 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 from processes import environment
 from reliability import Fault
 
 import jaxckpt
+from jaxckpt._format.dtypes import DTYPES
 
 Box = tuple[tuple[int, int], ...]
 Bits = tuple[str, tuple[int, ...], bytes]

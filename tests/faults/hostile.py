@@ -22,9 +22,9 @@ from typing import Any
 import crc32c
 import jax
 import numpy as np
-from jaxckpt._format.dtypes import DTYPES
 
 import jaxckpt
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import metadata as zarr_json
 

@@ -17,11 +17,11 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
 from jaxckpt._foreign.convert import convert
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._runtime.errors import CheckpointExistsError, TreeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")

@@ -16,12 +16,12 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 
 import jaxckpt
 from jaxckpt import DataError, InputError, JaxckptError, SpecError
 from jaxckpt._foreign import npz
 from jaxckpt._foreign.npz import read_npz
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore.source import ForeignArray
 
 W = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxckpt._format.dtypes import DTYPES
 
 from jaxckpt._foreign.safetensors import read_header
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore.source import ForeignArray
 from jaxckpt._runtime.errors import DataError, JaxckptError
 

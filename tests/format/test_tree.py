@@ -28,7 +28,11 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import TreeError
+from jaxckpt._format import dtypes as _dtypes
+from jaxckpt._format import paths as _paths
+from jaxckpt._format import select as _select
 from jaxckpt._format import tree as _tree
+from jaxckpt._format import values as _values
 
 to_json = msgspec.json.encode
 
@@ -66,9 +70,9 @@ awkward = st.text(st.sampled_from("~/012a"), max_size=4)
 
 @given(st.one_of(st.text(), awkward), st.one_of(st.text(), awkward))
 def test_no_two_keys_are_written_alike_and_none_holds_a_slash(one: str, other: str) -> None:
-    assert (_tree.component(one) == _tree.component(other)) == (one == other)
-    assert "/" not in _tree.component(one)
-    assert _tree.component(one), "'' is the path of the tree itself"
+    assert (_paths.component(one) == _paths.component(other)) == (one == other)
+    assert "/" not in _paths.component(one)
+    assert _paths.component(one), "'' is the path of the tree itself"
 
 
 @given(st.dictionaries(awkward, st.dictionaries(awkward, st.builds(Mark), min_size=1), min_size=1))
@@ -527,20 +531,20 @@ values = st.one_of(
 
 @given(values)
 def test_every_python_value_comes_back_from_json_bit_for_bit(value: Any) -> None:
-    encoded = _tree.encode_value(value)
+    encoded = _values.encode_value(value)
     assert encoded is not None
     kind, text = json.loads(json.dumps(encoded))
-    back = _tree.decode_value(kind, text)
+    back = _values.decode_value(kind, text)
     assert strategies.raw(back) == strategies.raw(value)
-    assert _tree.encode_value(back) == encoded, "there is one way to write a value"
+    assert _values.encode_value(back) == encoded, "there is one way to write a value"
 
 
 @pytest.mark.parametrize(
     "value",
     [
         "\ud800",
-        "a" * (_tree.INLINE_BYTES + 1),
-        b"a" * (_tree.INLINE_BYTES + 1),
+        "a" * (_values.INLINE_BYTES + 1),
+        b"a" * (_values.INLINE_BYTES + 1),
         np.float64(1),
         np.bool_(True),
         np.str_("x"),
@@ -551,7 +555,7 @@ def test_every_python_value_comes_back_from_json_bit_for_bit(value: Any) -> None
     ids=lambda value: repr(value)[:20],
 )
 def test_other_values_are_not_written_into_the_manifest(value: Any) -> None:
-    assert _tree.encode_value(value) is None
+    assert _values.encode_value(value) is None
 
 
 @pytest.mark.parametrize(
@@ -564,16 +568,16 @@ def test_other_values_are_not_written_into_the_manifest(value: Any) -> None:
 )  # fmt: skip
 def test_a_malformed_value_is_a_value_error(kind: str, text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - whichever parser refuses it
-        _tree.decode_value(kind, text)
+        _values.decode_value(kind, text)
 
 
 # Dtypes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", _tree.DTYPES)
+@pytest.mark.parametrize("name", _dtypes.DTYPES)
 def test_a_dtype_is_stored_in_one_of_its_own_width(name: str) -> None:
-    assert _tree.DTYPES[name].name == name
-    assert np.dtype(_tree.stored_dtype(name)).itemsize == _tree.DTYPES[name].itemsize
+    assert _dtypes.DTYPES[name].name == name
+    assert np.dtype(_dtypes.stored_dtype(name)).itemsize == _dtypes.DTYPES[name].itemsize
 
 
 def test_every_dtype_that_jax_computes_with_can_be_stored() -> None:
@@ -581,23 +585,23 @@ def test_every_dtype_that_jax_computes_with_can_be_stored() -> None:
     narrowest = re.compile("u?int1|float6_.*")  # what JAX 0.10 names and hardly computes with; refused, not changed
     found = {value.dtype.name for value in scalar_types}
     assert {"float32", "bfloat16", "int4", "complex128", "bool"} <= found
-    assert {name for name in found if not narrowest.fullmatch(name)} <= set(_tree.DTYPES)
+    assert {name for name in found if not narrowest.fullmatch(name)} <= set(_dtypes.DTYPES)
 
 
-WIDE = [name for name, dtype in _tree.DTYPES.items() if dtype.itemsize > 2]
+WIDE = [name for name, dtype in _dtypes.DTYPES.items() if dtype.itemsize > 2]
 
 
-@given(st.sampled_from(WIDE), st.sampled_from(list(_tree.DTYPES)), st.integers(0, 99))
+@given(st.sampled_from(WIDE), st.sampled_from(list(_dtypes.DTYPES)), st.integers(0, 99))
 def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: str, target: str, seed: int) -> None:
-    dtype = _tree.DTYPES[source]
-    if not _tree.lossless(dtype, _tree.DTYPES[target]):
+    dtype = _dtypes.DTYPES[source]
+    if not _dtypes.lossless(dtype, _dtypes.DTYPES[target]):
         assert source != target
         return
     values = strategies.bits(dtype, (64,), seed)
     if dtype.kind in "iu":
         values[:2] = np.iinfo(dtype).max, np.iinfo(dtype).max - 1
     with np.errstate(all="ignore"):  # signalling NaNs
-        there = values.astype(_tree.DTYPES[target])
+        there = values.astype(_dtypes.DTYPES[target])
     back = there.real if there.dtype.kind == "c" and dtype.kind != "c" else there
     with np.errstate(all="ignore"):
         assert np.array_equal(back.astype(dtype), values, equal_nan=dtype.kind in "fc")
@@ -616,7 +620,7 @@ def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: s
     ],
 )  # fmt: skip
 def test_casts_that_lose_nothing_are_known_as_such(source: str, target: str) -> None:
-    assert _tree.lossless(_tree.DTYPES[source], _tree.DTYPES[target])
+    assert _dtypes.lossless(_dtypes.DTYPES[source], _dtypes.DTYPES[target])
 
 
 # Choosing and renaming ------------------------------------------------------------------------------------
@@ -624,11 +628,11 @@ def test_casts_that_lose_nothing_are_known_as_such(source: str, target: str) -> 
 
 @given(st.lists(st.text(st.characters(exclude_characters="*?["), max_size=5), min_size=1, max_size=4))
 def test_a_plain_path_selects_its_leaf_and_what_is_below_it_alone(parts: list[str]) -> None:
-    path = "/".join(map(_tree.component, parts))
+    path = "/".join(map(_paths.component, parts))
     for head in strategies.neighbours(path):
-        assert _tree.selector(head)(path)
-    assert not _tree.selector(path)(f"{path}x")
-    assert not _tree.selector(f"{path}/x")(path)
+        assert _select.selector(head)(path)
+    assert not _select.selector(path)(f"{path}x")
+    assert not _select.selector(f"{path}/x")(path)
 
 
 @pytest.mark.parametrize(
@@ -652,7 +656,7 @@ def test_a_plain_path_selects_its_leaf_and_what_is_below_it_alone(parts: list[st
     ],
 )
 def test_globs_expressions_and_functions_select(pattern: Any, chosen: set[str]) -> None:
-    selected = _tree.selector(pattern)
+    selected = _select.selector(pattern)
     assert {path for path in ["params/a.b/w", "params/a.b/b", "params/axb/w", "step"] if selected(path)} == chosen
 
 
@@ -670,7 +674,7 @@ def test_globs_expressions_and_functions_select(pattern: Any, chosen: set[str]) 
 )
 def test_renames_move_leaves_and_containers(rename: Any, path: str, expected: str) -> None:
     others = {"a/0", "a/b/0"} - {path}  # each name of the mapping must be there
-    assert _tree.renamed(rename, [path, *others])[0] == expected
+    assert _select.renamed(rename, [path, *others])[0] == expected
 
 
 PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
@@ -678,9 +682,9 @@ PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
 
 @given(st.dictionaries(st.one_of(st.just(""), PATHS), st.one_of(st.just(""), PATHS), max_size=4), PATHS)
 def test_origins_are_what_a_rename_takes_to_a_path(rename: dict[str, str], path: str) -> None:
-    assert path in (_tree.origins(rename, _tree._moved(rename, path)) or [])
-    assert all(_tree._moved(rename, old) == path for old in _tree.origins(rename, path) or [])
-    assert _tree.origins(str.upper, path) is None
+    assert path in (_select.origins(rename, _select._moved(rename, path)) or [])
+    assert all(_select._moved(rename, old) == path for old in _select.origins(rename, path) or [])
+    assert _select.origins(str.upper, path) is None
 
 
 @given(
@@ -688,13 +692,13 @@ def test_origins_are_what_a_rename_takes_to_a_path(rename: dict[str, str], path:
     st.lists(st.one_of(PATHS, st.sampled_from(["**", "*", "*/b", "a/?"])), min_size=1, max_size=3),
 )
 def test_each_entry_of_a_select_must_match(paths: list[str], select: list[str]) -> None:
-    tests = [_tree.selector(entry) for entry in select]
+    tests = [_select.selector(entry) for entry in select]
     unused = [entry for entry, test in zip(select, tests, strict=True) if not any(map(test, paths))]
     if unused:
         with pytest.raises(TreeError, match=re.escape(f"{unused[0]!r} matches none of the {len(paths)} lea")):
-            _tree.selector(select).choose(paths)
+            _select.selector(select).choose(paths)
     else:
-        assert _tree.selector(select).choose(paths) == [any(test(path) for test in tests) for path in paths]
+        assert _select.selector(select).choose(paths) == [any(test(path) for test in tests) for path in paths]
 
 
 def test_renamed_leaves_make_nested_dicts_unless_one_lies_below_another() -> None:
@@ -706,5 +710,5 @@ def test_renamed_leaves_make_nested_dicts_unless_one_lies_below_another() -> Non
 
 
 def test_a_path_that_was_mistyped_is_answered_with_near_ones() -> None:
-    assert _tree.closest("params/kernal", ["params/kernel", "step"]) == "; did you mean 'params/kernel'?"
-    assert _tree.closest("zzz", ["params/kernel"]) == ""
+    assert _paths.closest("params/kernal", ["params/kernel", "step"]) == "; did you mean 'params/kernel'?"
+    assert _paths.closest("zzz", ["params/kernel"]) == ""

@@ -9,8 +9,8 @@ import joined  # noqa: F401
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._save.exchange import box_everywhere
 
 SPECS = [P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")]

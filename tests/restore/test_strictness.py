@@ -23,11 +23,11 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 from processes import RunPython
 
 import jaxckpt
 import jaxckpt.orbax
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.names import SEAL
 
 
@@ -372,8 +372,13 @@ def test_an_empty_key_at_the_root_survives_a_rename(tmp_path: Path) -> None:
 
 def test_an_indivisible_dimension_names_leaf_dimension_and_way_out(path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
-    with pytest.raises(jaxckpt.SpecError, match=r"'params/w': dimension 0 of \(8, 8\) does not divide by 3"):
+    with pytest.raises(
+        jaxckpt.SpecError, match=r"'params/w' cannot .*: dimension 0 of \(8, 8\) does not divide by 3"
+    ) as caught:
         jaxckpt.restore(path, mesh=mesh)
+    assert "params/w" in caught.value.paths
+    assert all("indivisible" in problem.remedy for problem in caught.value.problems)
+    assert str(caught.value).count("indivisible") == 1, "one remedy for all leaves"
     restored = jaxckpt.restore(path, mesh=mesh, options=jaxckpt.Options(indivisible="replicate"))
     assert restored["params"]["w"].sharding.is_fully_replicated
     with pytest.raises(jaxckpt.SpecError, match="'params/w'"):
@@ -696,17 +701,17 @@ def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: 
     devices = np.array(jax.devices()).reshape(2, 4)
     for axes in [(0, 1), (("a", "b"), "c")]:
         tree = {"a": {"w": jax.device_put(jnp.ones(8), NamedSharding(Mesh(devices, axes), P()))}}
-        with pytest.raises(jaxckpt.SpecError, match=r"'a/w': its mesh has axes .*: only names that are str"):
+        with pytest.raises(jaxckpt.SpecError, match=r"'a/w' cannot .*: its mesh has axes .*: only names that are str"):
             jaxckpt.save(tmp_path / "c", tree)
     mesh = Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         unsummed = jax.reshard(jnp.arange(8.0), P("y", unreduced={"x"}))
         whole = jax.reshard(jnp.arange(8.0), P("y", reduced={"x"}))
-    with pytest.raises(jaxckpt.SpecError, match=r"'w': PartitionSpec has unreduced mesh axes \['x'\]"):
+    with pytest.raises(jaxckpt.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced mesh axes \['x'\]"):
         jaxckpt.save(tmp_path / "c", {"w": unsummed})
     jaxckpt.save(tmp_path / "c", {"w": whole})
     assert jaxckpt.restore(tmp_path / "c")["w"].sharding.spec == P("y")
-    with pytest.raises(jaxckpt.SpecError, match="'w': PartitionSpec has unreduced"):
+    with pytest.raises(jaxckpt.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced"):
         jaxckpt.restore(tmp_path / "c", {"w": unsummed.sharding})
 
 
@@ -898,11 +903,13 @@ def test_an_array_where_none_was_saved_is_missing(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"a": None, "b": 1, "c": {"d": 2}})
     with pytest.raises(jaxckpt.MismatchError) as caught:
         jaxckpt.restore(tmp_path / "c", {"a": jnp.ones(3), "b": 0, "c": 0})
-    assert caught.value.problems == (
+    assert [*map(str, caught.value.problems)] == [
         "'a' is not in the checkpoint; None was saved there",
         "'c' is not in the checkpoint; a container was saved there",
         "'c/d' is in the checkpoint but not in the target",
-    )
+    ]
+    assert caught.value.paths == ("a", "c", "c/d")
+    assert all("strict=False" in problem.remedy for problem in caught.value.problems)
 
 
 def test_an_abstract_leaf_has_no_value_to_keep(path: Path) -> None:
@@ -1157,7 +1164,9 @@ def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
         assert params["w"].sharding == NamedSharding(other, P("model", "data"))
         assert params["b"].sharding == NamedSharding(other, P(None))
         np.testing.assert_array_equal(params["w"], np.arange(64.0).reshape(8, 8))
-    with pytest.raises(jaxckpt.SpecError, match=r"'params/w': its sharding is on the AbstractMesh .* \(found none\)"):
+    with pytest.raises(
+        jaxckpt.SpecError, match=r"'params/w' cannot .*: its sharding is on the AbstractMesh .* \(found none\)"
+    ):
         jaxckpt.restore(path, target, select="params")
     two = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
     with pytest.raises(jaxckpt.SpecError, match=r"found \{'data': 2, 'model': 1\}"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jaxckpt._format.dtypes import DTYPES
 from processes import PROGRAMS, RunProcesses
+
+from jaxckpt._format.dtypes import DTYPES
 
 
 def test_every_dtype_keeps_its_bits(run_processes: RunProcesses) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 from strategies import bits
 
 import jaxckpt
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._save import staging as _staging
 
 LEAVES = 64

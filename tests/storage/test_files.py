@@ -21,11 +21,11 @@ import tensorstore as ts
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxckpt._format.dtypes import DTYPES
 from processes import RunPython
 
 import jaxckpt
 from jaxckpt._format import zarr as _zarr
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, intersection, whole
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack

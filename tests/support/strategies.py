@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jaxckpt._format.dtypes import DTYPES
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Layout, Spec, divisors
 from jaxckpt._save.plan import ArrayLeaf
 

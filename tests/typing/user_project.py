@@ -44,6 +44,7 @@ with jaxckpt.Checkpointer("run", every=10, keep_last=2) as steps:
 try:
     jaxckpt.restore("a")
 except jaxckpt.MismatchError as error:
-    assert_type(error.problems, tuple[str, ...])
+    assert_type(error.problems, tuple[jaxckpt.Problem, ...])
+    assert_type(error.paths, tuple[str, ...])
 except (jaxckpt.CorruptError, jaxckpt.StorageError):
     raise

@@ -1,0 +1,123 @@
+"""The dtypes that can be stored, how Zarr holds them, and which casts lose nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+# What Zarr v3's core specification defines is stored as itself; any other dtype as unsigned integers of its width,
+# which every Zarr reader opens and which keeps every bit.
+_CORE = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+
+_EXTENDED = [
+    "bfloat16",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+    "int2",
+    "int4",
+    "uint2",
+    "uint4",
+]
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    **{name: np.dtype(name) for name in _CORE},
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED if hasattr(ml_dtypes, name)},
+}
+"""Every dtype that can be stored, by name."""
+
+
+@functools.lru_cache(maxsize=1024)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """A dtype's name, remembered: NumPy spells it anew each time, which takes 3 µs."""
+    return dtype.name
+
+
+@functools.cache
+def key_dtype(impl: str) -> Any:
+    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has none of that name."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+def stored_dtype(name: str) -> str:
+    """The Zarr data type that holds dtype `name` on disk."""
+    return name if name in _CORE else f"uint{8 * DTYPES[name].itemsize}"
+
+
+MAX_RANK = 30
+"""Most dimensions of a leaf: tensorstore's 32, less one for rows and one of the index of an object."""
+
+
+@functools.cache
+def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether every value of `source` is a value of `target`.
+
+    NumPy's "safe" is another thing: it takes int64 to float64, and ml_dtypes' own rules take int8 to float8. Here the
+    types of one and two bytes are simply tried out, value by value; the wider ones are compared by range and digits.
+    """
+    if source == target:
+        return True
+    if source.itemsize <= 2 and source.kind != "c":
+        return _survives(source, target)
+    if target.kind == "c":
+        return (
+            lossless(source, np.dtype("f4" if target.itemsize == 8 else "f8"))
+            if source.kind != "c"
+            else (target.itemsize >= source.itemsize)
+        )
+    if source.kind == "c" or target.itemsize < source.itemsize:
+        return False
+    if source.kind in "iu" and target.kind in "iu":
+        low, high = np.iinfo(source), np.iinfo(target)
+        return high.min <= low.min and low.max <= high.max
+    if source.kind in "iu" and target.kind == "f":
+        return np.iinfo(source).bits - (source.kind == "i") <= np.finfo(target).nmant + 1
+    return source.kind == "f" and target.kind == "f"
+
+
+def _survives(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether each value of a narrow type comes back from `target`, signs of zero included."""
+    if source.name.removeprefix("u") in ("int2", "int4"):
+        info = ml_dtypes.iinfo(source)
+        values = np.arange(info.min, info.max + 1).astype(source)
+    elif source.kind == "b":
+        values = np.array([False, True])
+    else:
+        values = np.arange(1 << 8 * source.itemsize, dtype=f"u{source.itemsize}").view(source)
+    if source.name == "float4_e2m1fn":
+        values = values[:16]
+    try:
+        with np.errstate(all="ignore"):
+            there = values.astype(target)
+            # Through float64, which holds each of them: a type that has no NaN or no sign must not hide it.
+            before, after = values.astype(np.float64), there.astype(np.complex128).real
+    except (TypeError, ValueError):
+        return False
+    same_sign = np.isnan(before) | (np.signbit(before) == np.signbit(after))
+    return bool(np.array_equal(before, after, equal_nan=True) and same_sign.all())

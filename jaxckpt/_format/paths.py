@@ -1,0 +1,71 @@
+"""Paths of leaves and containers: how keys are written in them, and what lies above and below a path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+
+def component(key: object) -> str:
+    """A key as one component of a path."""
+    return str(key).replace("~", "~0").replace("/", "~1") or "~2"
+
+
+def key_of(part: str) -> str:
+    """The str key that a component of a path stands for."""
+    return "" if part == "~2" else part.replace("~1", "/").replace("~0", "~")
+
+
+def components(keys: Sequence[Any]) -> Iterable[str]:
+    """Each key as `component` writes it: as it is where there is nothing to escape."""
+    if isinstance(keys, range):
+        return map(str, keys)
+    if are_texts(keys):
+        texts = cast("Sequence[str]", keys)
+        together = "".join(texts)
+        if "~" not in together and "/" not in together and "" not in texts:
+            return texts
+    return list(map(component, keys))
+
+
+def are_texts(keys: Iterable[Any]) -> bool:
+    """Whether all keys are str."""
+    try:
+        "".join(keys)  # the quickest way to ask
+    except TypeError:
+        return False
+    return True
+
+
+def closest(path: str, known: Iterable[str]) -> str:
+    """A hint for a path that was not found."""
+    near = difflib.get_close_matches(path, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def heads(path: str) -> Iterator[str]:
+    """A path and those of the containers above it, from the longest to the tree itself."""
+    yield path
+    while path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def below(head: str, path: str) -> str | None:
+    """What follows a head in a path; None if the path is neither the head nor below it."""
+    if path == head:
+        return ""
+    if not head:
+        return path
+    return path[len(head) + 1 :] if path.startswith(f"{head}/") else None
+
+
+def joined(head: str, tail: str) -> str:
+    """The path of what lies at `tail` below `head`; each may be empty."""
+    return f"{head}/{tail}" if head and tail else head or tail
+
+
+def longest_head(path: str, prefixes: Mapping[str, Any]) -> str | None:
+    """The longest of `prefixes` that is `path` or a container above it."""
+    return next((head for head in heads(path) if head in prefixes), None)

@@ -1,0 +1,210 @@
+"""Choosing leaves by path, `select`, and giving them other paths, `rename`."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from jaxckpt._format.paths import below, closest, heads, joined
+from jaxckpt._runtime.errors import InputError, TreeError, counted, listing, show
+
+Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
+
+Rename = Callable[[str], str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """What a `select` selects: a test of leaf paths."""
+
+    tests: tuple[tuple[str, Callable[[str], bool]], ...]
+    """Each entry of `select` as the user wrote it, and its test."""
+
+    def __call__(self, path: str) -> bool:
+        return any(test(path) for _, test in self.tests)
+
+    def choose(self, paths: Collection[str], where: str = "the checkpoint") -> list[bool]:
+        """Whether each path is selected. Raises TreeError if an entry selects none of them."""
+        unused = list(self.tests)
+        chosen: list[bool] = []
+        for path in paths:
+            hits = [entry for entry in unused if entry[1](path)] if unused else []
+            for entry in hits:
+                unused.remove(entry)
+            chosen.append(bool(hits) or self(path))
+        if unused and paths:
+            raise TreeError(_unmatched("select", [text for text, _ in unused], paths, where))
+        if not self.tests:
+            raise TreeError("select has no entries, and so selects nothing; leave it out to select everything")
+        return chosen
+
+
+def selector(select: Select | None) -> Selector:
+    """A test of leaf paths.
+
+    A glob (`*` within one component, `**` across components) or a compiled regular expression (`fullmatch`) selects
+    the leaves whose path, or the path of a container above them, it matches. Several select what any of them does.
+
+    Raises InputError if `select` is something else. A generator can be read only once, so call this only once for it.
+    """
+    if select is None:
+        return Selector((("**", lambda path: True),))
+    if callable(select):
+        return Selector(((_in_short(select), functools.partial(_asked, select)),))
+    if isinstance(select, (str, re.Pattern)):
+        return Selector((_entry(select),))
+    if isinstance(select, Iterable) and not isinstance(select, (bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Selector(tuple(map(_entry, select)))
+    raise _not_select(select)
+
+
+def _not_select(found: object) -> InputError:
+    return InputError(
+        "select must be a glob, a compiled regular expression of str, a list of them, or a function of the path that"
+        f" returns a bool, found {_in_short(found)}"
+    )
+
+
+def _in_short(value: object) -> str:
+    return f"re.compile({value.pattern!r})" if isinstance(value, re.Pattern) else reprlib.repr(value)
+
+
+def _asked(select: Callable[[str], bool], path: str) -> bool:
+    """What a `select` function says about a path."""
+    answer = select(path)
+    if not isinstance(answer, (bool, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"select returned {reprlib.repr(answer)} for leaf {show(path)}; expected True or False")
+    return bool(answer)
+
+
+def _entry(pattern: object) -> tuple[str, Callable[[str], bool]]:
+    """A pattern as the user wrote it, and its test of a path."""
+    if isinstance(pattern, str):
+        expression = _glob(pattern)
+        return repr(pattern), lambda path: expression.fullmatch(path) is not None
+    if not isinstance(pattern, re.Pattern) or not isinstance(pattern.pattern, str):
+        raise _not_select(pattern)
+    expression = cast("re.Pattern[str]", pattern)
+
+    def matches(path: str) -> bool:
+        parts = path.split("/")
+        return any(expression.fullmatch("/".join(parts[:end])) for end in range(1, len(parts) + 1))
+
+    return _in_short(pattern), matches
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """The paths that a glob matches, and all below them."""
+    out: list[str] = []
+    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
+        match token:
+            case "**/":  # no component, or several
+                out.append("(?:.*/)?")
+            case "**":
+                out.append(".*")
+            case "*":
+                out.append("[^/]*")
+            case "?":
+                out.append("[^/]")
+            case _ if token.startswith("[") and token.endswith("]"):
+                out.append(fnmatch.translate(token)[4:-3])
+            case _:
+                out.append(re.escape(token))
+    body = "".join(out)
+    if "[" in pattern:  # a path whose keys have brackets can be written as it is
+        body += f"|{re.escape(pattern)}"
+    return re.compile(f"(?s:(?:{body})(?:/.*)?)")
+
+
+def renamed(rename: Rename | None, paths: Collection[str]) -> list[str]:
+    """Saved paths → wanted paths. A mapping names leaves or containers; the longest name that fits is used.
+
+    Raises InputError if `rename` is something else, and TreeError if a name fits no path, or two leaves get one path.
+    """
+    if rename is None:
+        return list(paths)
+    if callable(rename):
+        new = [_new_path(rename, path) for path in paths]
+    else:
+        mapping = _checked_mapping(rename)
+        new = [_moved(mapping, path) for path in paths]
+        unused = mapping.keys() - {head for path in paths for head in heads(path)}
+        if unused and paths:
+            raise TreeError(_unmatched("rename", map(repr, sorted(unused)), paths, "the checkpoint"))
+    if len(set(new)) != len(new):
+        olds: dict[str, str] = {}
+        for old, path in zip(paths, new, strict=True):
+            if path in olds:
+                raise TreeError(f"rename= gives {show(olds[path])} and {show(old)} the same path {path!r}")
+            olds[path] = old
+    return new
+
+
+def origins(rename: Rename | None, path: str) -> list[str] | None:
+    """The saved paths that `rename` would turn into `path`; None if nobody can know, because it is a function."""
+    if rename is None:
+        return [path]
+    if callable(rename):
+        return None
+    tails = [(old, below(new, path)) for old, new in rename.items()]
+    candidates = [path, *(joined(old, tail) for old, tail in tails if tail is not None)]
+    return [old for old in dict.fromkeys(candidates) if _moved(rename, old) == path]
+
+
+def _new_path(rename: Callable[[str], str], path: str) -> str:
+    """What a `rename` function says about a path."""
+    new = rename(path)
+    if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show(path)}; expected a path, a str")
+    _require_components(path, new)
+    return str.__str__(new)
+
+
+def _require_components(old: str, new: str) -> None:
+    """Raise TreeError if a new path has an empty component: no key is written so."""
+    if new and "" in new.split("/"):
+        raise TreeError(
+            f"rename gives {show(old)} the path {new!r}, which has an empty component; the empty key is written '~2'"
+        )
+
+
+def _checked_mapping(rename: object) -> Mapping[str, str]:
+    if not isinstance(rename, Mapping):
+        raise InputError(
+            "rename must be a mapping of saved paths to wanted paths, or a function of the saved path, found"
+            f" {_in_short(rename)}"
+        )
+    mapping = cast("Mapping[object, object]", rename)
+    for old, new in mapping.items():
+        if not isinstance(old, str) or not isinstance(new, str):
+            raise InputError(f"rename maps {_in_short(old)} to {_in_short(new)}; both must be paths, str")
+        _require_components(old, new)
+    return cast("Mapping[str, str]", mapping)
+
+
+def _moved(mapping: Mapping[str, str], path: str) -> str:
+    """A path with the longest head that the mapping has replaced by what it is mapped to."""
+    for head in heads(path):
+        if head in mapping:
+            return joined(mapping[head], below(head, path) or "")
+    return path
+
+
+def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
+    """That entries of an argument match nothing, with hints."""
+    texts = list(entries)
+    known = dict.fromkeys(head for path in paths for head in heads(path) if head)
+    # Finding a hint takes a look at every path.
+    hints = [closest(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
+    lines = [
+        f"{text} matches none of the {counted(len(paths), 'leaf')} of {where}{hint}"
+        for text, hint in zip(texts, hints, strict=True)
+    ]
+    return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what} has entries that match nothing:\n{listing(lines)}"

@@ -1,0 +1,160 @@
+"""Which spec each leaf gets on a mesh: what `specs` says for it, or its own carried over by axis name."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxckpt._format.grid import Spec, indivisible_dim, replicate_indivisible, show_spec, spec_of, spec_problem
+from jaxckpt._format.paths import closest, longest_head
+from jaxckpt._format.tree import flatten
+from jaxckpt._runtime.errors import InputError, Problem, SpecError, show
+from jaxckpt._runtime.options import Options
+
+Specs = Any
+"""A PartitionSpec, a pytree prefix of them, or a function of (path, leaf)."""
+
+
+class ShapedLeaf(Protocol):
+    """What a `specs` function is given as its leaf: anything with a shape and a dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Leaves that are laid out alike."""
+
+    paths: Sequence[str]
+    shape: tuple[int, ...]
+
+    own: Spec = ()
+    """The spec that they have, or were saved with."""
+
+    given: Spec | None = None
+    """The spec that the caller gives for them, if any."""
+
+
+def lay_out(axes: Mapping[str, int], groups: Sequence[Alike], options: Options) -> tuple[list[Spec], list[Problem]]:
+    """The spec of each group of leaves on a mesh with these axes, and a problem for each leaf that it does not fit.
+
+    Without a given spec, a leaf stays split by those axes of its own spec that the mesh has too. Raises SpecError if
+    the mesh has none of the axes of any leaf: everything would silently be replicated.
+    """
+    if all(group.given is None for group in groups):
+        _require_common_axis(axes, groups)
+    specs: list[Spec] = []
+    problems: list[Problem] = []
+    for group in groups:
+        spec = by_axis_name(group.own, axes) if group.given is None else group.given
+        reason, remedy = spec_problem(axes, spec, group.shape), ""
+        if reason and _lacks_only_divisibility(axes, spec, group.shape):
+            if options.indivisible == "replicate":
+                spec, reason = replicate_indivisible(axes, spec, group.shape), None
+            else:
+                remedy = 'give the leaf another spec, or pass Options(indivisible="replicate") to keep it whole'
+        specs.append(spec)
+        if reason:
+            problems.extend(Problem(path, f"cannot be laid out: {reason}", remedy) for path in group.paths)
+    return specs, problems
+
+
+def _lacks_only_divisibility(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> bool:
+    names = [axis for entry in spec for axis in entry]
+    fits = len(spec) <= len(shape) and len(set(names)) == len(names) and all(axis in axes for axis in names)
+    return fits and indivisible_dim(axes, spec, shape) is not None
+
+
+def _require_common_axis(axes: Mapping[str, int], groups: Iterable[Alike]) -> None:
+    split = [group for group in groups if any(group.own)]
+    names = {axis for group in split for entry in group.own for axis in entry}
+    if names and not names & axes.keys() and math.prod(axes.values()) > 1:
+        raise SpecError.of(
+            f"the mesh {dict(axes)} has none of the axes that the leaves' own specs name ({', '.join(sorted(names))}),"
+            " so every leaf would be replicated",
+            [Problem(path, f"has the spec {show_spec(group.own)}") for group in split for path in group.paths],
+            "pass specs=, or specs=PartitionSpec() to replicate every leaf",
+        )
+
+
+def require_fit(problems: Sequence[Problem]) -> None:
+    """Raise SpecError for the leaves that cannot be laid out, if any."""
+    if problems:
+        raise SpecError.of(f"{len(problems)} leaves do not fit their specs", problems)
+
+
+def by_axis_name(spec: Spec, axes: Mapping[str, int]) -> Spec:
+    """A spec on another mesh: split by the axes that this mesh has too, replicated over its other axes."""
+    return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec))
+
+
+# What the caller gives ------------------------------------------------------------------------------------
+
+
+def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dict[str, Spec]:
+    """The spec of each leaf that `specs` says one for. Raises SpecError, naming leaves or misplaced prefixes."""
+    if specs is None:
+        return {}
+    if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
+        return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}
+    by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in flatten(specs)[0]}
+    chosen = {path: head for path, _ in leaves if (head := longest_head(path, by_prefix)) is not None}
+    used = set(chosen.values())
+    # One spec for all leaves is fine if there are none.
+    unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
+    if unused:
+        hint = closest(unused[0], (path for path, _ in leaves))
+        raise SpecError(f"specs has {show(unused[0])}, but no array leaf is there or below{hint}")
+    return {path: by_prefix[head] for path, head in chosen.items()}
+
+
+def _is_leaf(value: object) -> bool:
+    """Whether JAX takes it for a leaf; an Equinox module, which can be called too, is a pytree."""
+    return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
+
+
+def _checked(spec: Any, path: str) -> Spec:
+    if not isinstance(spec, PartitionSpec):
+        raise SpecError(
+            f"specs gives {reprlib.repr(spec)} for leaf {show(path)}; expected a jax.sharding.PartitionSpec"
+        )
+    try:
+        return spec_of(spec)
+    except SpecError as error:
+        raise SpecError(f"leaf {show(path)}: {error}") from None
+
+
+def require_mesh(mesh: object) -> None:
+    """Raise InputError unless arrays can be put on it, or it is None."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise InputError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found {reprlib.repr(mesh)}")
+
+
+def mesh_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> dict[str, int]:
+    """Axis sizes of a mesh, or of a mesh that is given by them alone. Raises InputError if it is neither."""
+    if not isinstance(mesh, (Mesh, AbstractMesh, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            f'a mesh must be a jax.sharding.Mesh, an AbstractMesh, or axis sizes such as {{"data": 8}}, found'
+            f" {reprlib.repr(mesh)}"
+        )
+    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    if not all(isinstance(name, str) and _is_size(size) for name, size in axes.items()):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"a mesh needs axis names with sizes above zero, found {axes}")
+    return axes
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0

@@ -1,0 +1,138 @@
+"""The kinds of leaves, how each is made of what is stored, and small values as text in the manifest."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+INLINE_BYTES = 4096
+"""A str or bytes leaf up to this size is stored in the manifest itself; a larger one as an array of bytes."""
+
+
+# Numbers as text ------------------------------------------------------------------------------------------
+
+
+def encode_float(value: float) -> str:
+    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr cannot tell apart."""
+    return repr(value) if math.isfinite(value) else f"0x{struct.pack('>d', value).hex()}"
+
+
+def decode_float(text: str) -> float:
+    """The float that `encode_float` wrote. Raises ValueError."""
+    if not text.startswith("0x"):
+        return float(text)
+    if len(text) != 18:
+        raise ValueError(f"{text[:40]!r} is no float of 64 bits")
+    return struct.unpack(">d", bytes.fromhex(text[2:]))[0]
+
+
+def decode_int(text: str) -> int:
+    """An int of any size. Raises ValueError."""
+    # Hexadecimal beyond 64 bits: decimal takes quadratic time.
+    if len(text) > 20 and not text.startswith(("0x", "-0x")):
+        raise ValueError(f"{text[:40]!r}… is no integer: those beyond 64 bits are hexadecimal")
+    return int(text, 0)
+
+
+def _decode_bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{text[:40]!r} is neither true nor false")
+    return text == "true"
+
+
+def _decode_complex(text: str) -> complex:
+    real, imag = text.split(" ")
+    return complex(decode_float(real), decode_float(imag))
+
+
+def is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate: JSON could not carry it
+        return False
+    return True
+
+
+# Kinds ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a saved leaf was."""
+
+    type: type
+
+    on_devices: bool = False
+    """Whether it is restored onto devices; without devices it comes back as kind "numpy"."""
+
+    encode: Callable[[Any], str] | None = None
+    """A value as text, for a kind whose small values are stored in the manifest."""
+
+    decode: Callable[[str], Any] | None = None
+    """The value back from its text. Raises ValueError."""
+
+    from_array: Callable[[np.ndarray[Any, Any]], Any] = lambda array: array
+    """The value from the array that is stored for it, without devices. Raises UnicodeDecodeError."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "jax": Kind(jax.Array, on_devices=True),
+    "key": Kind(jax.Array, on_devices=True),
+    "numpy": Kind(np.ndarray),
+    "numpy_scalar": Kind(np.generic, from_array=lambda array: array[()]),
+    "bool": Kind(bool, False, lambda value: str(value).lower(), _decode_bool, lambda array: bool(array.item())),
+    "int": Kind(
+        int,
+        False,
+        lambda value: str(value) if abs(value) < 1 << 63 else hex(value),
+        decode_int,
+        lambda array: int(array.item()),
+    ),
+    "float": Kind(float, False, encode_float, decode_float, lambda array: float(array.item())),
+    "complex": Kind(
+        complex,
+        False,
+        lambda value: f"{encode_float(value.real)} {encode_float(value.imag)}",
+        _decode_complex,
+        lambda array: complex(array.item()),
+    ),
+    "str": Kind(str, False, str, str, lambda array: array.tobytes().decode("utf-8", "surrogatepass")),
+    "bytes": Kind(
+        bytes,
+        False,
+        lambda value: base64.b64encode(value).decode(),
+        lambda text: base64.b64decode(text, validate=True),
+        lambda array: array.tobytes(),
+    ),
+}
+"""Every kind of leaf; "key" is a typed PRNG key, which is stored as its raw data."""
+
+PYTHON: Mapping[type, str] = {kind.type: name for name, kind in KINDS.items() if kind.encode}
+"""The kind of each type of Python value."""
+
+NUMBERS = ("bool", "int", "float", "complex")
+"""Kinds of Python numbers: each can hold values of those before it."""
+
+
+def encode_value(value: object) -> tuple[str, str] | None:
+    """(kind, text) of a leaf small enough to be stored in the manifest; None for one that is stored as an array."""
+    name = PYTHON.get(type(value))
+    if name is None or (isinstance(value, (str, bytes)) and len(value) > INLINE_BYTES):
+        return None
+    encode = KINDS[name].encode
+    return None if encode is None or (isinstance(value, str) and not is_utf8(value)) else (name, encode(value))
+
+
+def decode_value(kind: str, text: str) -> Any:
+    """The leaf back from its text. Raises ValueError if the text is malformed."""
+    decode = KINDS[kind].decode if kind in KINDS else None
+    if decode is None:
+        raise ValueError(f"{text[:40]!r} is no value of kind {kind!r}")
+    return decode(text)

@@ -1,0 +1,174 @@
+"""A leaf of an opened checkpoint, of which an index reads what it touches."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._format.grid import Box, show_axes
+from jaxckpt._format.leaves import SavedLeaf
+from jaxckpt._format.pieces import Array
+from jaxckpt._format.specs import partition_spec
+from jaxckpt._inspect.drawing import clipped, definitions, layout_drawing, notebook
+from jaxckpt._restore.placing import on_host
+from jaxckpt._restore.reading import read_box
+from jaxckpt._restore.source import Source
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import show_bytes
+
+
+class LazyLeaf:
+    """A leaf of a checkpoint. Indexing it as a NumPy array reads the chunks that are touched, and no others."""
+
+    __slots__ = ("_leaf", "_number", "_options", "_source")
+
+    def __init__(self, source: Source, number: int, options: Options) -> None:
+        self._source = source
+        self._number = number
+        self._options = options
+        self._leaf = SavedLeaf(source.manifest, source.manifest.leaves[number])
+
+    @property
+    def path(self) -> str:
+        """Its path in the tree, for example "params/layers/3/kernel"."""
+        return self._leaf.path
+
+    @property
+    def kind(self) -> str:
+        """What it was: "jax", "numpy", "numpy_scalar", "key", "str", "bytes", "int", "float", "bool", "complex"."""
+        return self._leaf.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; () for a Python value; of the raw data for a PRNG key."""
+        return self._leaf.stored_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its NumPy dtype (of ml_dtypes for bfloat16, float8 and int4)."""
+        return self._leaf.stored_dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data; 0 for a value that lies in the manifest."""
+        return self._leaf.nbytes
+
+    @property
+    def spec(self) -> Any:
+        """The jax.sharding.PartitionSpec it was saved with; an empty one if it had none."""
+        return partition_spec(self._leaf.spec)
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Axis sizes of the mesh it was saved on; empty if it was on none."""
+        mesh = self._leaf.mesh
+        return types.MappingProxyType(mesh.axes if mesh else {})
+
+    @property
+    def layout(self) -> str:
+        """Mesh and spec it was saved with, in words."""
+        return self._leaf.layout
+
+    @property
+    def value(self) -> Any:
+        """The whole leaf, without devices: a NumPy array or scalar, or the Python value."""
+        if not self._leaf.is_array:
+            return self._leaf.value
+        return on_host(self[...], self.kind, self.path) if self.kind in ("str", "bytes") else self[...]
+
+    def __getitem__(self, index: Any) -> Any:
+        """NumPy indexing: integers, slices, Ellipsis and None read their own chunks; index arrays read their hull."""
+        if not self._leaf.is_array:
+            return np.asarray(self._leaf.value)[index]
+        box, rest = _hull(index, self.shape)
+        return read_box(self._source, self._number, box, self._options)[rest]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        array = np.asarray(self[...])
+        return array if dtype is None else array.astype(dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d leaf")
+        return self.shape[0]
+
+    @property
+    def _contents(self) -> str:
+        """Dtype and shape of an array, or the value."""
+        return f"{self.dtype}{list(self.shape)}" if self._leaf.is_array else repr(self.value)
+
+    def __repr__(self) -> str:
+        return f"<leaf {self.path!r}: {self._contents}, {self.layout}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and its boxes on the mesh that it was saved on."""
+        what = clipped(self._contents, 200)
+        facts = {"leaf": self.path, "is": what, "saved as": self.layout, "bytes": show_bytes(self.nbytes)}
+        mesh, spec = self._leaf.mesh, self._leaf.spec
+        drawn = [] if mesh is None else [layout_drawing(mesh, spec, len(self.shape), show_axes(mesh.axes))]
+        return notebook(definitions(facts), *drawn)
+
+
+def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The box that an index touches, and the index that remains to be applied to it. Raises IndexError."""
+    parts = [_index_part(part) for part in (index if isinstance(index, tuple) else (index,))]
+    used = sum(map(_dims, parts))
+    if sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError("an index can have only one Ellipsis ('...')")
+    if used > len(shape):
+        raise IndexError(f"too many indices: {used} for an array of shape {shape}")
+    box: list[tuple[int, int]] = []
+    rest: list[Any] = []
+    for part in parts:
+        if part is Ellipsis:
+            box.extend((0, length) for length in shape[len(box) : len(box) + len(shape) - used])
+            rest.append(Ellipsis)  # also for no dimension: index arrays on its two sides are not adjacent
+        elif part is None:
+            rest.append(None)
+        elif isinstance(part, np.ndarray) and part.dtype == bool:  # a mask of as many dimensions as it has
+            for _ in range(part.ndim):
+                box.append((0, shape[len(box)]))
+            rest.append(part)
+        else:
+            bounds, remaining = _axis_hull(part, shape[len(box)])
+            box.append(bounds)
+            rest.append(remaining)
+    box.extend((0, length) for length in shape[len(box) :])
+    return tuple(box), tuple(rest)
+
+
+def _index_part(part: Any) -> Any:
+    """Part of an index as None, Ellipsis, a slice, an int, or an array of ints or bools. Raises IndexError."""
+    if part is None or part is Ellipsis or isinstance(part, slice):
+        return part
+    array = np.asarray(part)
+    if array.size == 0 and not hasattr(part, "dtype"):
+        array = array.astype(np.intp)
+    if array.dtype.kind not in "iub":
+        raise IndexError(f"only integers, slices, Ellipsis, None and integer or boolean arrays index, found {part!r}")
+    return int(array) if array.ndim == 0 and array.dtype != bool and not isinstance(part, np.ndarray) else array
+
+
+def _dims(part: Any) -> int:
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1
+
+
+def _axis_hull(part: Any, length: int) -> tuple[tuple[int, int], Any]:
+    """(start, stop) of what an index of one dimension touches, and the index within that."""
+    if isinstance(part, slice):
+        numbers = range(*part.indices(length))
+        if not numbers:
+            return (0, 0), slice(0, 0)
+        low, high = min(numbers[0], numbers[-1]), max(numbers[0], numbers[-1])
+        return (low, high + 1), slice(None, None, numbers.step)
+    array = np.asarray(part).astype(np.intp)
+    if array.size and (array.min() < -length or array.max() >= length):
+        raise IndexError(f"index {part} is out of bounds for a dimension of length {length}")
+    numbers = np.where(array < 0, array + length, array)
+    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, -1)
+    return (low, high + 1), int(numbers - low) if isinstance(part, int) else numbers - low

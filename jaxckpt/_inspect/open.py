@@ -1,0 +1,248 @@
+"""Opening a checkpoint to look into it: its leaves, its tree, what was saved with it, and plans of restores."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxckpt._format.paths import closest
+from jaxckpt._format.records import Manifest
+from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.specs import Specs
+from jaxckpt._format.tree import Tree, unflatten
+from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
+from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._inspect.restore_plan import RestorePlan, plan_restore
+from jaxckpt._restore.goals import resolve
+from jaxckpt._restore.source import Location, Native, Source, source_at
+from jaxckpt._restore.target import Request, require_request
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, counted, show
+from jaxckpt._runtime.options import Options, given, whole_number
+from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._storage.leases import TERM_SECONDS, hold
+from jaxckpt._storage.manifests import load_states
+from jaxckpt._storage.steps import is_step
+
+
+def open(path: Location, *, options: Options | None = None) -> Checkpoint:
+    """Open a checkpoint to look into it; only its manifest is read.
+
+    Args:
+        path: Where `save` wrote, or another checkpoint that `restore` takes.
+        options: See `Options`.
+
+    Returns:
+        A `Checkpoint`. Any process may call this alone; no JAX backend is started.
+
+    Raises:
+        NotACheckpointError: No manifest at `path`.
+        ManifestError: The manifest is damaged or of a newer format.
+
+    Examples:
+        >>> import numpy as np, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/open", {"w": np.arange(100)}, overwrite=True)
+        >>> jaxckpt.open("/tmp/jaxckpt-doc/open")["w"][8:12]
+        array([ 8,  9, 10, 11])
+    """
+    options = given(options)
+    source, _ = source_at(path, options)
+    return Checkpoint(source, options)
+
+
+class Checkpoint:
+    """An opened checkpoint: a mapping of leaf paths to lazy leaves."""
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self._source = source
+        self._manifest: Manifest = source.manifest
+        self._options = options
+        self._numbers = source.manifest.numbers
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self._source.url
+
+    @property
+    def format(self) -> str:
+        """ "jaxckpt", or what other format it is in."""
+        return self._manifest.format
+
+    @property
+    def save_id(self) -> str:
+        """Unique id of the save that made it; empty in other formats, as are date and libraries."""
+        return self._manifest.save_id
+
+    @property
+    def created(self) -> str:
+        """When it was saved, UTC, ISO 8601."""
+        return self._manifest.created
+
+    @property
+    def metadata(self) -> Any:
+        """The JSON value that was given to `save`."""
+        return self._manifest.metadata
+
+    @property
+    def step(self) -> int | None:
+        """The training step that a Checkpointer saved in it; None where none did."""
+        return None if self._manifest.step is None else self._manifest.step.number
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """The metrics given to `Checkpointer.save`; None for those that were not finite."""
+        return types.MappingProxyType({} if self._manifest.step is None else self._manifest.step.metrics)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Subtrees that a Checkpointer's `components=` has dropped since it was saved."""
+        return () if self._manifest.step is None else tuple(self._manifest.step.dropped)
+
+    @property
+    def process_states(self) -> list[dict[str, Any]]:
+        """What each process gave to `save` as its own state, in order of the processes; empty where none did.
+
+        Read and checked when request for. Raises DataError.
+        """
+        if not isinstance(self._source, Native):
+            return []
+        return load_states(self._source.store, self._manifest)
+
+    @property
+    def libraries(self) -> Mapping[str, str]:
+        """Versions of the libraries that saved it."""
+        return types.MappingProxyType(self._manifest.libraries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of array data, replicas once."""
+        return sum(math.prod(stack.array_shape) * stack.itemsize for stack in self._manifest.arrays)
+
+    @property
+    def leaves(self) -> dict[str, LazyLeaf]:
+        """Every leaf by path, in the tree's order."""
+        return {path: self._leaf(number) for path, number in self._numbers.items()}
+
+    @contextlib.contextmanager
+    def hold(self, *, term_seconds: float = TERM_SECONDS) -> Generator[Checkpoint]:
+        """Keep this step of a run from being deleted while a `with` block reads it; nothing is copied.
+
+        A lease, which is a small file in `_run` of the run's directory, is written and renewed by a thread. The `keep_`
+        rules of a `Checkpointer` leave the step alone until the block ends, or if this process dies, until the lease
+        expires. `Checkpointer.delete` and a save that replaces the step do not look at leases.
+
+        Args:
+            term_seconds: How long a lease may last without its holder, 60 by default: it is renewed every eighth of
+                the term, and the process that deletes steps takes it for expired when it has seen no renewal for half
+                of the term. A process that is stopped for longer loses the lease.
+
+        Returns:
+            A context manager, whose value is this checkpoint.
+
+        Raises:
+            InputError: It is not a step in a run's directory; only those are deleted by rules.
+            NotACheckpointError: The step was deleted or replaced since it was opened.
+            StorageError: No lease can be written, without the right to write to the run's directory for example.
+
+        Examples:
+            >>> import jaxckpt
+            >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/held", keep_last=1) as run:
+            ...     saved = run.save(10, {"w": 1}, overwrite=True)
+            >>> with jaxckpt.open("/tmp/jaxckpt-doc/held").hold() as checkpoint:
+            ...     checkpoint["w"].value
+            1
+        """
+        above = self._source.store.above() if isinstance(self._source, Native) else None
+        if above is None or not is_step(above[1]):
+            raise InputError(f"{self.path} is not a step in a run's directory: a Checkpointer deletes only those")
+        run, name = above
+        with hold(run, int(name), term_seconds):
+            fate = self._source.fate()
+            if fate is not None:
+                raise NotACheckpointError(f"{self.path} was {fate} since it was opened: open it again")
+            yield self
+
+    def tree(self) -> Tree:
+        """The saved tree with lazy leaves."""
+        return unflatten(self._manifest.tree, [self._leaf(number) for number in range(len(self._manifest.leaves))])
+
+    def __getitem__(self, path: str) -> LazyLeaf:
+        if path not in self._numbers:
+            below = [leaf for leaf in self._numbers if leaf.startswith(f"{path}/")]
+            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(path, self._numbers)
+            raise KeyError(f"no leaf {show(path)} in {self.path}{hint}")
+        return self._leaf(self._numbers[path])
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __repr__(self) -> str:
+        made = f"saved {self.created}" if self.created else self.format
+        return f"<Checkpoint {self.path!r}: {counted(len(self), 'leaf')}, {show_bytes(self.nbytes)}, {made}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and the bytes of each subtree."""
+        facts = {"checkpoint": self.path, "format": self.format, "leaves": f"{len(self):,}"}
+        facts |= {"bytes": show_bytes(self.nbytes)} | ({"saved": self.created} if self.created else {})
+        sizes = {leaf.path: self._manifest.leaf_bytes(leaf) for leaf in self._manifest.leaves}
+        return notebook(definitions(facts), byte_bars(sizes))
+
+    def _leaf(self, number: int) -> LazyLeaf:
+        return LazyLeaf(self._source, number, self._options)
+
+    def plan(
+        self,
+        target: Tree = None,
+        *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
+        devices_per_process: int = 8,
+        options: Options | None = None,
+    ) -> RestorePlan:
+        """What `restore` with these arguments would read, for every process, without reading it.
+
+        Args:
+            target: As for `restore`.
+            mesh: As for `restore`, or a mesh that this machine does not have: a jax.sharding.AbstractMesh, or axis
+                sizes such as {"data": 64, "model": 8}.
+            specs: As for `restore`.
+            select: As for `restore`.
+            rename: As for `restore`.
+            strict: As for `restore`.
+            devices_per_process: For a mesh that is not here, how many of its devices, in row-major order, each
+                process would have.
+            options: See `Options`.
+
+        Returns:
+            A `RestorePlan`; `print` shows it as a table.
+
+        Raises:
+            MismatchError, SpecError, LayoutError: As `restore` would.
+        """
+        devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1)
+        options = self._options if options is None else given(options)
+        request = Request(
+            target,
+            mesh,
+            specs,
+            select,
+            rename,
+            strict,
+            None if isinstance(mesh, Mesh) else devices_per_process,
+        )
+        require_request(request)
+        return plan_restore(self._manifest, resolve(self._manifest, request, options).goals, options)

@@ -1,0 +1,259 @@
+"""The plan of a restore as a person reads it: what each process would read, and which leaves move."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, Sharding
+
+from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
+from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
+from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
+from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
+from jaxckpt._restore.goals import Goal
+from jaxckpt._restore.placing import kept
+from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
+from jaxckpt._runtime.errors import counted
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import show_bytes
+
+_MOST_BARS = 24
+"""Processes that have a bar of their own in a notebook."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """What one process would read."""
+
+    process: int
+    cost: ReadCost
+
+    device_bytes: Mapping[Any, int]
+    """Bytes of arrays on each of its devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """One leaf before and after."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    saved: Where
+    wanted: Where
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A layout in words."""
+
+    spec: str
+    """The PartitionSpec, such as "P('data')"; empty where there is none."""
+
+    on: str
+    """The mesh, such as "data=2×model=4"; else "device 3", "default device", "host"."""
+
+    mesh: MeshRecord | None = field(default=None, repr=False)
+    """The mesh itself, where there is one."""
+
+    split: Spec = field(default=(), repr=False)
+    """The spec itself: the mesh axes that split each leading dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a restore would read, process by process."""
+
+    processes: tuple[ProcessPlan, ...]
+    leaves: tuple[LeafPlan, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes wanted, summed over processes; each box once in a process."""
+        return sum(part.cost.needed_bytes for part in self.processes)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the chunks and indexes that would be read for them (uncompressed), summed over processes."""
+        return sum(part.cost.read_bytes for part in self.processes)
+
+    @property
+    def requests(self) -> int:
+        """Reads of storage, summed over processes, before tensorstore merges neighbours."""
+        return sum(part.cost.requests for part in self.processes)
+
+    @property
+    def over_read(self) -> float:
+        """read_bytes / needed_bytes; 1.0 where nothing is needed."""
+        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most that any process holds in host memory beside the arrays. For a mesh that is not here, whose devices
+        may have memory of their own, what is on its way to them counts too."""
+        return max((part.cost.peak_host_bytes for part in self.processes), default=0)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the figures, a bar for each process, and which leaves move."""
+        return notebook(draw_plan(self, _MOST_BARS))
+
+    def __str__(self) -> str:
+        busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
+        devices = [size for part in self.processes for size in part.device_bytes.values()]
+        lines = [
+            f"{counted(len(self.leaves), 'leaf')} onto {counted(len(devices), 'device')} of"
+            f" {counted(len(self.processes), 'process')}",
+            f"  needed     {show_bytes(self.needed_bytes)}",
+            f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed),"
+            f" {counted(self.requests, 'request')}",
+            f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
+            f" {counted(busiest.cost.requests, 'request')}",
+            f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
+            f"  host       {show_bytes(self.peak_host_bytes)} at most beside the arrays",
+        ]
+        moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in self.leaves)
+        lines.extend(f"  {before} → {after}: leaves: {count}" for (before, after), count in moves.most_common())
+        changed = [leaf for leaf in self.leaves if leaf.saved.spec != leaf.wanted.spec]
+        width = max((len(leaf.path) for leaf in changed[:20]), default=0)
+        lines.extend(
+            f"  {leaf.path:{width}}  {leaf.dtype}{list(leaf.shape)}"
+            f"  {leaf.saved.spec or '-'} → {leaf.wanted.spec or '-'}"
+            for leaf in changed[:20]
+        )
+        if len(changed) > 20:
+            lines.append(f"  … and {len(changed) - 20} more leaves with another spec")
+        return "\n".join(lines)
+
+
+def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
+    """What a restore would read as HTML without styles: its figures, a bar for each process, which leaves move."""
+    sizes = [size for part in plan.processes for size in part.device_bytes.values()]
+    figures = {
+        "needed": show_bytes(plan.needed_bytes),
+        "read": show_bytes(plan.read_bytes),
+        "read / needed": f"{plan.over_read:.3f}",
+        "requests": f"{plan.requests:,}",
+        "per device": f"{show_bytes(min(sizes, default=0))} to {show_bytes(max(sizes, default=0))}",
+        "host memory beside the arrays": show_bytes(plan.peak_host_bytes),
+    }
+    busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:most_bars]
+    widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
+    lines = [
+        Bar(
+            f"process {part.process}",
+            f"{show_bytes(part.cost.read_bytes)}, {counted(part.cost.requests, 'request')}",
+            (
+                (
+                    0,
+                    min(part.cost.needed_bytes, part.cost.read_bytes) / widest,
+                    f"needed: {show_bytes(part.cost.needed_bytes)}",
+                ),
+                (
+                    1,
+                    max(0, part.cost.read_bytes - part.cost.needed_bytes) / widest,
+                    f"read besides: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
+                ),
+            ),
+        )
+        for part in sorted(busiest, key=lambda part: part.process)
+    ]
+    rest = len(plan.processes) - len(busiest)
+    moves = collections.Counter((_in_words(leaf.saved), _in_words(leaf.wanted)) for leaf in plan.leaves)
+    rows = [[before, after, f"{count:,}"] for (before, after), count in moves.most_common(12)]
+    if len(moves) > 12:
+        rows.append([f"… {len(moves) - 12} more", "", f"{sum(count for _, count in moves.most_common()[12:]):,}"])
+    return joined(
+        [
+            definitions(figures),
+            bars("Bytes read by each process", lines, ["needed", "read besides"]),
+            *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
+            table(["saved as", "restored as", "leaves"], rows, words=2),
+        ]
+    )
+
+
+def _in_words(where: Where) -> str:
+    return " on ".join(filter(None, [where.spec, where.on]))
+
+
+def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
+    """Count what every process reads to reach the goals, by leaf number."""
+    stacks = manifest.arrays
+    wants: dict[int, list[Want]] = {}
+    everywhere: list[Want] = []
+    device_bytes: dict[int, dict[Any, int]] = {}
+    leaves: list[LeafPlan] = []
+    placed = functools.cache(_placed)
+    for number, goal in sorted(goals.items()):
+        record = manifest.leaves[number]
+        if record.stack is None or record.row is None:
+            continue
+        stack, rows = stacks[record.stack], (record.row, record.row + 1)
+        before = saved_where(manifest, record)
+        leaves.append(LeafPlan(record.path, stack.dtype, stack.shape, before, _where(goal.sharding, goal.on_devices)))
+        if goal.sharding is None:
+            everywhere.append(Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal)))
+            continue
+        boxes_of, bytes_of = placed(goal.sharding, stack.shape, stack.itemsize)
+        for process, boxes in boxes_of.items():
+            wants.setdefault(process, []).append(Want(record.stack, rows, boxes, goal.cast, kept(goal)))
+        for process, device, n_bytes in bytes_of:
+            sizes = device_bytes.setdefault(process, {})
+            sizes[device] = sizes.get(device, 0) + n_bytes
+    plans: list[ProcessPlan] = []
+    for process in sorted(wants) or [0]:
+        steps = plan_read(stacks, [*wants.get(process, ()), *everywhere], options.host_bytes)
+        cost = read_cost(stacks, steps, options.host_bytes)
+        plans.append(ProcessPlan(process, cost, device_bytes.get(process, {})))
+    return RestorePlan(tuple(plans), tuple(leaves))
+
+
+def _placed(
+    sharding: Sharding | PlannedSharding, shape: tuple[int, ...], itemsize: int
+) -> tuple[dict[int, tuple[Box, ...]], list[tuple[int, Any, int]]]:
+    """The distinct boxes that each process wants, and (process, device, bytes) of every device."""
+    planned = isinstance(sharding, PlannedSharding)
+    places = sharding.placement(shape) if planned else placement(sharding, shape)
+    boxes: dict[int, dict[Box, None]] = {}
+    for _, process, box in places:
+        boxes.setdefault(process, {})[box] = None
+    n_bytes = [(process, device, volume(box) * itemsize) for device, process, box in places]
+    return {process: tuple(distinct) for process, distinct in boxes.items()}, n_bytes
+
+
+def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
+    """The layout a leaf was saved in."""
+    if record.layout is None:
+        return Where("", "host")
+    mesh, spec, layout = manifest.leaf_layout(record)
+    if mesh is None:
+        return Where("", show_layout(mesh, spec, layout))
+    return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _where(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> Where:
+    """A layout that is wanted."""
+    if sharding is None:
+        return Where("", "default device" if on_devices else "host")
+    if isinstance(sharding, PlannedSharding):
+        mesh, spec = MeshRecord.numbered(sharding.axes), sharding.spec
+        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, Mesh):
+        mesh, spec = _real_mesh(sharding.mesh), spec_of(sharding.spec)
+        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+    if len(sharding.device_set) == 1:
+        return Where("", f"device {next(iter(sharding.device_set)).id}")
+    return Where("", str(sharding))
+
+
+# Thousands of leaves share a mesh of thousands of devices.
+@functools.lru_cache(maxsize=16)
+def _real_mesh(mesh: Mesh) -> MeshRecord:
+    return MeshRecord(dict(mesh.shape), [device.id for device in mesh.devices.flat], ["Auto"] * len(mesh.shape))

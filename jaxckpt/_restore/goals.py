@@ -1,0 +1,483 @@
+"""What each wanted leaf becomes, in three steps: match paths, check kind, shape and dtype, lay out; then one error."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from jaxckpt._format.dtypes import key_dtype, lossless
+from jaxckpt._format.grid import Spec, spec_of
+from jaxckpt._format.layouts import PlannedSharding, on_mesh, saved_sharding
+from jaxckpt._format.leaves import SavedLeaf
+from jaxckpt._format.records import Manifest
+from jaxckpt._format.select import Select, selector
+from jaxckpt._format.specs import Alike, lay_out, mesh_axes, partition_spec, require_fit, resolve_specs
+from jaxckpt._format.values import KINDS, NUMBERS, PYTHON
+from jaxckpt._restore.target import (
+    Asks,
+    Build,
+    Match,
+    Request,
+    Uncommitted,
+    build_selected,
+    is_array_like,
+    match_paths,
+    not_a_leaf,
+    selected,
+)
+from jaxckpt._runtime.errors import LayoutError, MismatchError, Problem, SpecError, counted
+from jaxckpt._runtime.options import Options
+
+_Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What saved leaves are to become; `resolve` makes one for all that are to become the same."""
+
+    kind: str
+    """One of `KINDS`."""
+
+    cast: _Dtype | None = None
+    """The dtype that the stored one is cast to, if any."""
+
+    sharding: Sharding | PlannedSharding | None = None
+    """For kinds "jax" and "key"; None puts it, uncommitted, on JAX's default device."""
+
+    weak: bool = False
+    """Whether the array's type is to be weak, as that of jnp.asarray(0.5) is."""
+
+    @property
+    def on_devices(self) -> bool:
+        return KINDS[self.kind].on_devices
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What becomes of each leaf of a checkpoint, and how the tree is built of them."""
+
+    goals: Mapping[int, Goal]
+    """By the number of the leaf in the checkpoint."""
+
+    build: Build
+
+    lacking: Sequence[int] = ()
+    """Numbers of the target's leaves that `Request.initial` is to make."""
+
+
+@functools.cache
+def host_goal(kind: str) -> Goal:
+    """What a leaf of a kind is without devices."""
+    return Goal("numpy" if KINDS[kind].on_devices else kind)
+
+
+def host_goals(manifest: Manifest, select: Select | None) -> Resolved:
+    """The saved tree without devices, or what is selected of it."""
+    numbers = selected(manifest, None if select is None else selector(select))
+    goals = {number: host_goal(manifest.leaves[number].kind) for number in numbers}
+    return Resolved(goals, build_selected(manifest.tree, manifest, numbers))
+
+
+def resolve(manifest: Manifest, request: Request, options: Options) -> Resolved:
+    """Match the target with the checkpoint: what becomes of each leaf, and how the tree is built of them.
+
+    Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault. A leaf that fails the check is not
+    laid out: its shape says nothing about the shape that is wanted.
+    """
+    match, differences = match_paths(manifest, request)
+    specs = _given_specs(manifest, match.asks, request)
+    groups = _group(manifest, match.asks, specs)
+    checked, mismatches = _check(groups, options)
+    placed, misfits, unavailable = _place(request, groups, checked, options)
+    _raise_problems(manifest, request, match, [*differences, *mismatches], misfits, unavailable)
+    numbers = match.asks.numbers
+    goals = {numbers[place]: goal for group, goal in zip(groups, placed, strict=True) if goal for place in group.places}
+    return Resolved(goals, match.build, match.lacking)
+
+
+def _raise_problems(
+    manifest: Manifest,
+    request: Request,
+    match: Match,
+    mismatches: Sequence[Problem],
+    misfits: Sequence[Problem],
+    unavailable: Sequence[Problem],
+) -> None:
+    """Raise one error, if there are problems; for what keeps leaves from any place first."""
+    if unavailable:
+        raise LayoutError.of(
+            f"{len(unavailable)} leaves were saved on devices that are not here",
+            unavailable,
+            "Pass mesh= to carry their specs over to another mesh by axis name, or target= with the shardings wanted,"
+            " or use jaxckpt.load_numpy for host arrays",
+        )
+    require_fit(misfits)
+    if not mismatches:
+        return
+    n_leaves, n_saved = counted(len(mismatches), "leaf"), len(manifest.leaves)
+    if not match.is_met:
+        head = f"none of the target's {n_leaves} would come from the checkpoint, which has {n_saved}"
+    elif request.target is None:
+        head = f"{n_leaves} cannot be restored as saved"
+    else:
+        head = f"target and checkpoint differ in {n_leaves}; the checkpoint has {n_saved}"
+    raise MismatchError.of(head, mismatches, *match.remedies)
+
+
+# Grouping -------------------------------------------------------------------------------------------------
+
+
+class _Reason(NamedTuple):
+    """A `Problem`, before it is said of which leaf."""
+
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Saved leaves of which the same is wanted: 20,000 leaves are checked and laid out as a few groups."""
+
+    asks: Asks
+    places: list[int]
+    """Of the leaves in `asks`."""
+
+    leaf: SavedLeaf
+    """The first of them."""
+
+    spec: Spec | None
+    """The spec that `specs=` gives them, if any."""
+
+    @property
+    def wanted(self) -> Any:
+        """The leaf of the target; None if the leaves are wanted as they were saved."""
+        return self.asks.values[self.places[0]]
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.asks.paths[place] for place in self.places]
+
+    def problems(self, reason: _Reason) -> Iterator[Problem]:
+        """The same problem of each leaf."""
+        return (Problem(path, *reason) for path in self.paths)
+
+
+def _given_specs(manifest: Manifest, asks: Asks, request: Request) -> dict[str, Spec]:
+    """The spec of each wanted path that `specs=` gives one for. Raises SpecError."""
+    if request.specs is None:
+        return {}
+    pairs = zip(asks.paths, asks.numbers, strict=True)
+    leaves = [(path, SavedLeaf(manifest, manifest.leaves[number])) for path, number in pairs]
+    return resolve_specs(request.specs, [(path, leaf) for path, leaf in leaves if leaf.on_devices])
+
+
+def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec]) -> list[_Group]:
+    """The asks in groups, by all of a saved leaf and of the target's leaf that the goal depends on."""
+    leaves = manifest.leaves
+    groups: dict[Hashable, list[int]] = {}
+    for place, (path, number, wanted) in enumerate(zip(asks.paths, asks.numbers, asks.values, strict=True)):
+        record = leaves[number]
+        spec = specs.get(path) if specs else None
+        form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec)
+        if wanted is not None:
+            tell = _attributes(type(wanted))
+            form = path if tell is None or record.value is not None else (form, type(wanted), tell(wanted))
+        group = groups.get(form)
+        if group is None:
+            groups[form] = [place]
+        else:
+            group.append(place)
+    return [
+        _Group(asks, places, SavedLeaf(manifest, leaves[asks.numbers[places[0]]]), specs.get(asks.paths[places[0]]))
+        for places in groups.values()
+    ]
+
+
+@functools.cache
+def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
+    """What the goal of a saved array depends on in a leaf of a target, by the leaf's type; None for a value."""
+    if not is_array_like(kind):
+        return None
+    if issubclass(kind, (Sharding, Format)):
+        return lambda wanted: wanted
+    names = ["shape", "dtype"]
+    if issubclass(kind, jax.ShapeDtypeStruct):
+        names += ["sharding", "weak_type", *(["_dll"] if hasattr(kind, "_dll") else [])]
+    elif issubclass(kind, jax.Array):
+        names += ["sharding", "committed", *(["weak_type"] if hasattr(kind, "weak_type") else [])]  # PRNG keys lack it
+    return operator.attrgetter(*names)
+
+
+# Checking kind, shape and dtype ---------------------------------------------------------------------------
+
+
+def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None], list[Problem]]:
+    """The goal of each group, still without a sharding; None if its leaves cannot be what is wanted, with problems."""
+    goals = [_goal(group.leaf, group.wanted, options) for group in groups]
+    problems = [
+        problem
+        for group, goal in zip(groups, goals, strict=True)
+        if isinstance(goal, _Reason)
+        for problem in group.problems(goal)
+    ]
+    return [None if isinstance(goal, _Reason) else goal for goal in goals], problems
+
+
+def _goal(leaf: SavedLeaf, wanted: Any, options: Options) -> Goal | _Reason:
+    """What a saved leaf becomes for a leaf of a target; None wants it as it was saved."""
+    if isinstance(wanted, Tracer):
+        return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
+    if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
+        return _Reason(
+            f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which this JAX does not know;"
+            " leave it out with select=, or read its raw data with load_numpy"
+        )
+    if wanted is None or isinstance(wanted, (Sharding, Format)):
+        if isinstance(wanted, Format) and wanted.sharding is None:
+            return _Reason("is a Format without a sharding in the target")
+        is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
+        if is_value or (wanted is None and not leaf.on_devices):
+            return host_goal(leaf.kind)
+        return _odd_order(leaf, wanted) or _device_goal(leaf, None, leaf.record.weak, options)
+    if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        cast = _cast(leaf, wanted, options)
+        if isinstance(cast, _Reason):
+            return cast
+        if isinstance(wanted, (np.ndarray, np.generic)):
+            return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
+        # PRNG keys have no weak type.
+        weak = getattr(wanted, "weak_type", False)
+        return _odd_order(leaf, wanted) or _device_goal(leaf, cast, weak, options)
+    if type(wanted) in PYTHON:
+        return _python_goal(leaf, PYTHON[type(wanted)])
+    return _Reason(not_a_leaf(wanted, is_container=False))
+
+
+def _is_known(impl: str) -> bool:
+    try:
+        return key_dtype(impl) is not None
+    except ValueError:
+        return False
+
+
+def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Options) -> Goal | _Reason:
+    """An array on devices, of a dtype that JAX makes as it is set."""
+    if leaf.kind == "key":
+        return Goal("key")
+    wanted = leaf.dtype if cast is None else cast
+    made = np.dtype(jax.dtypes.canonicalize_dtype(wanted))  # pyright: ignore[reportUnknownMemberType]
+    if made == wanted:
+        return Goal("jax", cast, weak=weak)
+    if options.cast == "safe":
+        return _Reason(
+            f"would be {wanted}, which JAX makes {made} while jax_enable_x64 is off: a lossy cast",
+            'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and load_numpy;'
+            ' Options(cast="unsafe") restores 32 bits',
+        )
+    return Goal("jax", made, weak=weak)
+
+
+_ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts'
+
+
+def _cast(leaf: SavedLeaf, wanted: Any, options: Options) -> _Dtype | _Reason | None:
+    """The dtype to convert to for an array in a target; None if it is the stored one."""
+    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    if leaf.kind in ("str", "bytes") or (is_key and not leaf.is_array):
+        return _Reason(f"is {leaf.kind} in the checkpoint, {'PRNG keys' if is_key else 'an array'} in the target")
+    differs = f"has dtype {leaf.dtype} in the checkpoint, {wanted.dtype} in the target"
+    if is_key != (leaf.kind == "key"):
+        way = "a key and use jax.random.key_data" if leaf.kind == "key" else "it is, and use wrap_key_data"
+        return _Reason(f"{differs}; PRNG keys do not cast: restore it as {way}")
+    if leaf.shape != tuple(wanted.shape):
+        return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target")
+    if not leaf.is_array:
+        return _cast_number(leaf, np.dtype(wanted.dtype), options)
+    if leaf.dtype == wanted.dtype:
+        return None
+    if is_key:
+        return _Reason(f"{differs}; PRNG keys do not cast")
+    if options.cast == "safe" and not lossless(leaf.dtype, np.dtype(wanted.dtype)):
+        return _Reason(f"{differs}: a lossy cast", _ALLOW_LOSS)
+    return np.dtype(wanted.dtype)
+
+
+def _cast_number(leaf: SavedLeaf, dtype: _Dtype, options: Options) -> _Dtype | _Reason:
+    """A Python number becomes any dtype that has its value; a float any float, as JAX's weak types do."""
+    value, made, fits = leaf.value, None, False
+    with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what NumPy would warn of is a problem below
+        made = np.asarray(value).astype(dtype).item()
+        weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
+        fits = made == value or (weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value))
+    if made is not None and (fits or options.cast == "unsafe"):
+        return dtype
+    shown = (leaf.record.value or "")[:40]
+    differs = f"is {leaf.kind} {shown} in the checkpoint, {dtype} in the target"
+    if made is None:
+        return _Reason(f"{differs}: no cast can make it")
+    return _Reason(f"{differs}: a lossy cast", _ALLOW_LOSS)
+
+
+def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
+    """A Python value of a kind, from one that was saved or from an array of one number."""
+    saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
+    if saved == wanted:
+        return Goal(wanted)
+    if wanted in NUMBERS:
+        convert = KINDS[wanted].type
+        if saved in NUMBERS and NUMBERS.index(saved) < NUMBERS.index(wanted):
+            value = leaf.value
+            with contextlib.suppress(OverflowError):
+                if convert(value) == value or value != value:
+                    return Goal(wanted)
+        if saved is None and leaf.kind != "key" and leaf.shape == () and lossless(leaf.dtype, np.dtype(convert)):
+            return Goal(wanted)
+    found = f"{leaf.dtype}{list(leaf.shape)}" if saved is None else saved
+    return _Reason(f"is {found} in the checkpoint, {wanted} in the target")
+
+
+def _odd_order(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
+    """A problem if a layout in device memory is wanted that is not the default one: restore makes no other."""
+    if not isinstance(wanted, (Format, jax.ShapeDtypeStruct)):
+        return None
+    # Format.layout was Format.device_local_layout before jax 0.7; that of a ShapeDtypeStruct has no public name.
+    names = ("layout", "device_local_layout") if isinstance(wanted, Format) else ("_dll",)
+    layout = next((layout for name in names if (layout := getattr(wanted, name, None)) is not None), None)
+    order = getattr(layout, "major_to_minor", None)  # None of Layout.AUTO
+    tiling = getattr(layout, "tiling", None) or getattr(layout, "_tiling", None)
+    if order is None or (tuple(order) == tuple(range(len(leaf.shape))) and not tiling):
+        return None
+    return _Reason(
+        f"asks for {layout} in the target; restore makes arrays in the default layout: give the sharding alone, and"
+        " pass what is restored to jax.device_put with the Format",
+    )
+
+
+# Laying out -----------------------------------------------------------------------------------------------
+
+
+def _place(
+    request: Request, groups: Sequence[_Group], goals: Sequence[Goal | None], options: Options
+) -> tuple[list[Goal | None], list[Problem], list[Problem]]:
+    """The goals with their shardings: as the target gives them, else by mesh= and specs=, else as saved.
+
+    The problems are of leaves that do not fit their specs, and of leaves whose saved devices are not here.
+    """
+    shardings: dict[int, Sharding | PlannedSharding | None] = {}
+    misfits: list[Problem] = []
+    unavailable: list[Problem] = []
+    by_mesh: dict[int, _Group] = {}
+    saved: dict[int, Sharding | LayoutError | None] = {}
+    for index, (group, goal) in enumerate(zip(groups, goals, strict=True)):
+        if goal is None or not goal.on_devices:
+            continue
+        leaf, sharding = group.leaf, _given_sharding(group.wanted)
+        if sharding is not None:
+            sharding = _fitted(sharding, leaf.shape, request, options)
+        elif request.mesh is not None:
+            by_mesh[index] = group
+        elif not _is_uncommitted(group.wanted) and leaf.record.layout is not None:
+            layout = leaf.record.layout
+            if layout not in saved:
+                saved[layout] = _saved_sharding(leaf.manifest, layout)
+            sharding = saved[layout]
+        if isinstance(sharding, LayoutError):
+            unavailable.extend(group.problems(_Reason(f"was saved as {leaf.layout}, i.e. {sharding}")))
+        elif isinstance(sharding, _Reason):
+            misfits.extend(group.problems(sharding))
+        else:
+            shardings[index] = sharding
+    if request.mesh is not None and by_mesh:
+        axes = mesh_axes(request.mesh)
+        alike = [Alike(group.paths, group.leaf.shape, group.leaf.spec, group.spec) for group in by_mesh.values()]
+        specs, problems = lay_out(axes, alike, options)
+        misfits.extend(problems)
+        for (index, group), spec in zip(by_mesh.items(), [] if problems else specs, strict=not problems):
+            sharding = _on_mesh(request, axes, spec, group.leaf.memory)
+            if isinstance(sharding, _Reason):
+                misfits.extend(group.problems(sharding))
+            else:
+                shardings[index] = sharding
+    placed = [goal and replace(goal, sharding=shardings.get(index)) for index, goal in enumerate(goals)]
+    return placed, misfits, unavailable
+
+
+def _saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutError | None:
+    try:
+        return saved_sharding(manifest, layout)
+    except LayoutError as error:
+        return error
+
+
+def _is_uncommitted(wanted: Any) -> bool:
+    """Whether a leaf of a target asks for no device of its own."""
+    return isinstance(wanted, Uncommitted) or (isinstance(wanted, jax.Array) and not wanted.committed)
+
+
+def _given_sharding(wanted: Any) -> Sharding | None:
+    """The sharding that a leaf of a target asks for."""
+    if wanted is None or isinstance(wanted, Sharding):
+        return wanted
+    return None if _is_uncommitted(wanted) else wanted.sharding
+
+
+def _on_mesh(
+    request: Request, axes: Mapping[str, int], spec: Spec, memory: str | None
+) -> NamedSharding | PlannedSharding | _Reason:
+    if not isinstance(request.mesh, Mesh) or request.devices_per_process is not None:
+        return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
+    try:
+        return on_mesh(request.mesh, spec, memory)
+    except LayoutError as error:
+        return _Reason(f"cannot be laid out: {error}")
+
+
+def _fitted(
+    sharding: Sharding, shape: tuple[int, ...], request: Request, options: Options
+) -> Sharding | PlannedSharding | _Reason:
+    """A sharding that the target gives, if the leaf's shape allows it."""
+    if not isinstance(sharding, NamedSharding):
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            return _Reason(f"cannot be laid out: {error}")
+        return sharding
+    axes = dict(sharding.mesh.shape)
+    if not isinstance(sharding.mesh, Mesh) and request.devices_per_process is None:
+        mesh = next((mesh for mesh in (request.mesh, _mesh_in_context()) if isinstance(mesh, Mesh)), None)
+        if mesh is None or dict(mesh.shape) != axes:
+            return _Reason(
+                f"cannot be laid out: its sharding is on the AbstractMesh {axes}, which has no devices (found"
+                f" {'none' if mesh is None else dict(mesh.shape)})",
+                "pass a mesh with these axes as mesh=, or set it with jax.set_mesh",
+            )
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    try:
+        given = spec_of(sharding.spec)
+    except SpecError as error:
+        return _Reason(f"cannot be laid out: {error}")
+    (spec,), problems = lay_out(axes, [Alike([""], shape, given=given)], options)
+    if problems:
+        return _Reason(problems[0].reason, problems[0].remedy)
+    if not isinstance(sharding.mesh, Mesh):
+        return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
+    return sharding if spec == given else sharding.update(spec=partition_spec(spec))
+
+
+def _mesh_in_context() -> Mesh | None:
+    """The mesh of jax.set_mesh, if there is one; jax 0.6 has no way to ask."""
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    return mesh if mesh is not None and mesh.shape else None
