@@ -40,6 +40,7 @@ from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.save import save, save_async
 from jaxckpt._steps.checkpointer import Checkpointer
 from jaxckpt._steps.follow import Step, follow, latest_step, steps
+from jaxckpt._steps.pins import pin, unpin
 
 __version__ = "0.1.0"
 
@@ -83,12 +84,14 @@ __all__ = [
     "mindspore_ranks",
     "oneflow_ranks",
     "open",
+    "pin",
     "rank_files",
     "report",
     "restore",
     "save",
     "save_async",
     "steps",
+    "unpin",
     "verify",
 ]
 

@@ -47,6 +47,8 @@ from jaxckpt._inspect.report import report as report_on
 from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
 from jaxckpt._runtime.options import Options
+from jaxckpt._steps.pins import pin as pin_step
+from jaxckpt._steps.pins import unpin as unpin_step
 from jaxckpt._storage.place import local_path, store_at
 from jaxckpt._storage.steps import steps_of
 
@@ -399,6 +401,28 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
     """
     integrate_ranks(old, new, strategy, n, overwrite=overwrite)
     _print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
+
+
+@main.command()
+@location("path")
+@click.option("--name", required=True, help="Letters, digits, '_', '-' and '.'; the step is PATH's run@NAME then.")
+@json_option
+@debug_option
+def pin(path: str, name: str, as_json: bool) -> None:
+    """Give a step of a run a name; no rule of a Checkpointer deletes a step that has one."""
+    step = pin_step(path, name)
+    run = open_checkpoint(path).path.rpartition("/")[0]
+    _print_done(f"{run}@{name} is step {step}", {"path": path, "name": name, "step": step}, as_json)
+
+
+@main.command()
+@location("path")
+@json_option
+@debug_option
+def unpin(path: str, as_json: bool) -> None:
+    """Take the name of a pinned step, such as run@paper, back."""
+    unpin_step(path)
+    _print_done(f"{path} is no longer pinned", {"path": path}, as_json)
 
 
 @main.command()
