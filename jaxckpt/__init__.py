@@ -51,12 +51,14 @@ __all__ = [
     "mindspore_ranks",
     "oneflow_ranks",
     "open",
+    "pin",
     "rank_files",
     "report",
     "restore",
     "save",
     "save_async",
     "steps",
+    "unpin",
     "verify",
 ]
 
@@ -110,6 +112,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._save.save import save, save_async
     from jaxckpt._steps.checkpointer import Checkpointer
     from jaxckpt._steps.follow import Step, follow, latest_step, steps
+    from jaxckpt._steps.pins import pin, unpin
 
     for _name in __all__:  # errors and tracebacks show the public names
         globals()[_name].__module__ = __name__

@@ -287,6 +287,29 @@ def integrate(**arguments: Any) -> None:
 
 @main.command()
 @location("path")
+@click.option("--name", required=True, help="Letters, digits, '_', '-' and '.'; the step is PATH's run@NAME then.")
+@json_option
+@debug_option
+def pin(**arguments: Any) -> None:
+    """Give a step of a run a name; no rule of a Checkpointer deletes a step that has one."""
+    from jaxckpt._cli import writing
+
+    writing.pin(**arguments)
+
+
+@main.command()
+@location("path")
+@json_option
+@debug_option
+def unpin(**arguments: Any) -> None:
+    """Take the name of a pinned step, such as run@paper, back."""
+    from jaxckpt._cli import writing
+
+    writing.unpin(**arguments)
+
+
+@main.command()
+@location("path")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 @debug_option

@@ -19,6 +19,8 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options
+from jaxckpt._steps.pins import pin as pin_step
+from jaxckpt._steps.pins import unpin as unpin_step
 from jaxckpt._storage.place import local_path, store_at
 from jaxckpt._storage.steps import steps_of
 
@@ -83,6 +85,17 @@ def _require_outside(output: str, path: str) -> None:
 def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_json: bool) -> None:
     integrate_ranks(old, new, strategy, n, overwrite=overwrite)
     _print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
+
+
+def pin(path: str, name: str, as_json: bool) -> None:
+    step = pin_step(path, name)
+    run = open_checkpoint(path).path.rpartition("/")[0]
+    _print_done(f"{run}@{name} is step {step}", {"path": path, "name": name, "step": step}, as_json)
+
+
+def unpin(path: str, as_json: bool) -> None:
+    unpin_step(path)
+    _print_done(f"{path} is no longer pinned", {"path": path}, as_json)
 
 
 def rm(path: str, yes: bool, as_json: bool) -> None:

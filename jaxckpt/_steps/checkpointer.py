@@ -50,7 +50,8 @@ class Checkpointer:
 
     A step is kept if any of the keep_ rules says so, or if it is the newest; without rules all are. A rule deletes a
     step only after a newer one is published. Deleting takes the manifest away first: a reader finds a step whole, or
-    finds that it is not there.
+    finds that it is not there. Pinned steps (`jaxckpt.pin`), and steps that a reader holds (`Checkpoint.hold`,
+    `follow`), are kept whatever the rules say.
 
     Args:
         directory: A local path or a URL, as for `save`.

@@ -26,7 +26,7 @@ from jaxckpt._steps.retention import Rules, SavedStep
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.steps import BEST, ENDED, RUN, is_step, require_step, step_folders, step_name
+from jaxckpt._storage.steps import BEST, ENDED, RUN, is_step, pins, require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 
 _log = logging.getLogger("jaxckpt")
@@ -209,15 +209,18 @@ class Directory:
                 self._known[saved.number] = SavedStep(saved.number, now, saved)
             published, others = step_folders(self.store)
             found = self.look_at(published)
-            kept = self.rules.kept(found, now)
-            outdated = {step.number for step in found} - kept
-            dropped = self.rules.dropped([step for step in found if step.number in kept])
-            with self._leases.condemned(outdated | dropped.keys()) as held:
+            outdated = self.rules.outdated(found, now)
+            dropped = self.rules.dropped([step for step in found if step.number not in outdated])
+            doomed = outdated | dropped.keys()
+            if doomed:
+                doomed -= {*pins(self.store).values()}
+            with self._leases.condemned(doomed) as held:
                 self._spared = bool(held)
-                for number in sorted(outdated - held):
-                    self._delete(number)
-                for number in dropped.keys() - held:
-                    self._drop(number, dropped[number])
+                for number in sorted(doomed - held):
+                    if number in outdated:
+                        self._delete(number)
+                    else:
+                        self._drop(number, dropped[number])
             if saved is not None:
                 # Steps come in order, one at a time: an older one that is not published yet never will be.
                 for number in others:

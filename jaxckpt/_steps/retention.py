@@ -62,8 +62,11 @@ class Rules:
             counts[path] = whole_number(count, f"components[{path!r}]", least=1)
         return cls(last, every, None if best is None else (best[0], best[1]), younger, counts)
 
-    def kept(self, steps: Sequence[SavedStep], now: datetime.datetime) -> set[int]:
-        """Numbers of the steps to keep, of all published ones, oldest first."""
+    def outdated(self, steps: Sequence[SavedStep], now: datetime.datetime) -> set[int]:
+        """Numbers of the steps that no rule keeps, of all published ones, oldest first."""
+        return {step.number for step in steps} - self._kept(steps, now)
+
+    def _kept(self, steps: Sequence[SavedStep], now: datetime.datetime) -> set[int]:
         if (self.last, self.every, self.best, self.younger) == (None,) * 4 or not self.measured(steps):
             return {step.number for step in steps}
         kept = {step.number for step in steps[-(self.last or 1) :]}

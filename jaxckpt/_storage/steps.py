@@ -16,10 +16,11 @@ from jaxckpt._runtime.options import whole_number
 from jaxckpt._storage.store import Store
 
 RUN = "_run"
-"""The folder in a run's directory that holds what concerns the run and no step: leases, its end, what "best" means."""
+"""The folder in a run's directory that holds notes on the run: leases, pins, its end, what "best" means."""
 
 BEST = "best.json"
 ENDED = "ended.json"
+PIN = "pin-"
 
 Mode = Literal["min", "max"]
 
@@ -55,6 +56,12 @@ def best_of(metrics: Iterable[tuple[int, Mapping[str, float | None]]], metric: s
     sign = -1.0 if mode == "min" else 1.0
     ranked = [(sign * value, step) for step, values in metrics if (value := values.get(metric)) is not None]
     return max(ranked)[1] if ranked else None
+
+
+def pins(run: Store) -> dict[str, int]:
+    """The pinned steps of a run by the names that they were given."""
+    found = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
+    return {name: int(step) for step, _, name in found if is_step(step)}
 
 
 # Paths ----------------------------------------------------------------------------------------------------
@@ -100,9 +107,12 @@ def _named(run: Store, name: str, published: list[int]) -> int:
         return published[-1]
     if name == "best":
         return _best(run, published)
+    known = pins(run)
+    if known.get(name) in published:
+        return known[name]
     raise InputError(
-        f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or latest or best"
-        f"{closest(name, ('latest', 'best'))}"
+        f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
+        f" {', '.join(('latest', 'best', *known))}{closest(name, ('latest', 'best', *known))}"
     )
 
 

@@ -426,3 +426,22 @@ def test_a_report_is_never_written_into_the_checkpoint(tmp_path: Path) -> None:
         assert "is in the checkpoint" in shown.stderr
     assert jaxckpt.load_numpy(tmp_path / "ours")["w"].tolist() == [1, 1]
     assert os.listdir(tmp_path / "ours").count("r.html") == 0
+
+
+def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    with jaxckpt.Checkpointer(path, keep_last=1) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"w": np.full(3, step)})
+            checkpoints.wait()
+            if step == 10:
+                assert run("pin", f"{path}@10", "--name", "paper").stdout == f"{path}@paper is step 10\n"
+    assert [entry["step"] for entry in run_json("ls", path)["checkpoints"]] == [10, 20]
+    assert "step 20" in run("show", path).stdout
+    assert "step 10" in run("show", f"{path}@paper").stdout
+    assert run("verify", path).stdout.startswith(f"{path}: 2 leaves in 2 objects")
+    assert "is the directory of a run: name the step to delete" in run("rm", path, "--yes", code=2).stderr
+    assert run("unpin", f"{path}@paper").stdout == f"{path}@paper is no longer pinned\n"
+    assert "pinned are none" in run("unpin", f"{path}@paper", code=4).stderr
+    run("rm", f"{path}@10", "--yes")
+    assert jaxckpt.steps(path) == [20]

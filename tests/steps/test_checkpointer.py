@@ -15,18 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import RunProcesses
 
 import jaxckpt
-from jaxckpt._format.records import StepRecord
 from jaxckpt._restore import restore as _restore
 from jaxckpt._runtime import processes as _coord
 from jaxckpt._save import background as _background
-from jaxckpt._steps.retention import Rules, SavedStep
 from jaxckpt._storage.bucket import Bucket
 from jaxckpt._storage.files import FileWriter
 from jaxckpt._storage.folder import Folder
@@ -54,39 +50,6 @@ def names_in(directory: Path) -> list[str]:
 
 
 # What is kept ----------------------------------------------------------------------------------------------
-
-METRICS = st.one_of(st.none(), st.sampled_from([-1.5, 0.0, 2.0]), st.floats(-100, 100))
-
-
-@given(
-    steps=st.dictionaries(st.integers(0, 60), st.tuples(METRICS, st.integers(0, 5)), min_size=1, max_size=20),
-    last=st.one_of(st.none(), st.integers(1, 5)),
-    every=st.one_of(st.none(), st.integers(1, 10)),
-    mode=st.sampled_from([None, "min", "max"]),
-    days=st.one_of(st.none(), st.integers(1, 4)),
-)
-def test_the_rules(
-    steps: dict[int, tuple[float | None, int]], last: int | None, every: int | None, mode: Any, days: int | None
-) -> None:
-    found = [
-        SavedStep(step, NOW - datetime.timedelta(days=age), StepRecord(step, {} if loss is None else {"loss": loss}))
-        for step, (loss, age) in sorted(steps.items())
-    ]
-    rules = Rules(last, every, None if mode is None else ("loss", mode), days and datetime.timedelta(days=days))
-    kept = rules.kept(found, NOW)
-    known = {step: loss for step, (loss, _) in steps.items() if loss is not None}
-    best = (min if mode == "min" else max)(known.values()) if mode and known else None
-    for step, (_, age) in steps.items():
-        newer = sum(other > step for other in steps)
-        wanted = (
-            (last, every, mode, days) == (None,) * 4
-            or (mode and not known)
-            or newer < (last or 1)
-            or (every is not None and step % every == 0)
-            or (best is not None and known.get(step) == best and not any(known[n] == best for n in known if n > step))
-            or (days is not None and age < days)
-        )
-        assert (step in kept) == wanted, (step, kept)
 
 
 def test_steps_are_kept_by_last_interval_and_best(tmp_path: Path) -> None:

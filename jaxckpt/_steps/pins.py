@@ -1,0 +1,78 @@
+"""Pins: names that people give to steps of a run, which no rule deletes then."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from jaxckpt._restore.source import Native, source_at
+from jaxckpt._runtime.errors import InputError, NotACheckpointError
+from jaxckpt._runtime.options import Options, given
+from jaxckpt._storage.leases import hold
+from jaxckpt._storage.place import store_at
+from jaxckpt._storage.steps import PIN, RUN, is_step, pins, step_name
+
+
+def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = None) -> int:
+    """Give a step of a run a name, and keep the step until `unpin`, whatever the rules of a Checkpointer are.
+
+    The step is `run@name` from then on. Any process may call it alone; nothing is copied.
+
+    Args:
+        path: A step: "run@40", "run/00000040", or "run" for the newest.
+        name: Letters, digits, "_", "-" and ".", beginning with a letter; not "latest" or "best". A step may have
+            several names.
+        options: `storage` and `retry_seconds`; see `Options`.
+
+    Returns:
+        The number of the step.
+
+    Raises:
+        InputError: `path` is no step of a run; `name` is not a name, or that of another step.
+        NotACheckpointError: The step does not exist, or is being deleted.
+        StorageError: The run's directory cannot be written to.
+
+    Examples:
+        >>> import jaxckpt
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/pinned", keep_last=1) as run:
+        ...     saved = run.save(40, {"w": 1}, overwrite=True)
+        >>> jaxckpt.pin("/tmp/jaxckpt-doc/pinned@40", "paper")
+        40
+        >>> jaxckpt.open("/tmp/jaxckpt-doc/pinned@paper").step
+        40
+        >>> jaxckpt.unpin("/tmp/jaxckpt-doc/pinned@paper")
+    """
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", name) or name in ("latest", "best"):
+        raise InputError(
+            f"name must be of letters, digits, '_', '-' and '.', begin with a letter, and be neither 'latest' nor"
+            f" 'best', found {name!r}"
+        )
+    source, _ = source_at(path, given(options))
+    folder = source.url.rpartition("/")[2]
+    if not isinstance(source, Native) or not is_step(folder):
+        raise InputError(f"{source.url} is not a step in a run's directory: a Checkpointer deletes only those")
+    run, step = source.store.cut(f"/{folder}"), int(folder)
+    if (other := pins(run).get(name, step)) != step:
+        raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
+    with hold(run, step):
+        run.made(RUN).put(f"{PIN}{step_name(step)}-{name}", b"{}")
+    return step
+
+
+def unpin(path: str | os.PathLike[str], *, options: Options | None = None) -> None:
+    """Take the name of a pinned step back: rules may delete the step again.
+
+    Args:
+        path: The run's directory and the name, as in "run@paper".
+        options: `storage` and `retry_seconds`; see `Options`.
+
+    Raises:
+        NotACheckpointError: No step has that name.
+        StorageError: The run's directory cannot be written to.
+    """
+    store = store_at(path, given(options))
+    name = store.url.rpartition("/")[2].rpartition("@")[2]
+    run = store.cut(f"@{name}")
+    if name not in (known := pins(run)):
+        raise NotACheckpointError(f"no step is pinned as {store.url}; pinned are {', '.join(known) or 'none'}")
+    run.child(RUN).remove(f"{PIN}{step_name(known[name])}-{name}")
