@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxckpt._foreign.safetensors import DTYPE_OF, INDEX
 from jaxckpt._format import zarr
-from jaxckpt._format.grid import chunk_shape, object_shape
+from jaxckpt._format.chunking import chunk_shape, object_shape
 from jaxckpt._format.pieces import Array, Pieces, as_bits
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.tree import decode_value, show
@@ -134,9 +134,8 @@ def _write_zarr_array(folder: str, data: Data, options: Options) -> None:
         _write_zarr_scalar(folder, data)
         return
     shape, itemsize = data.shape, data.dtype.itemsize
-    free = [True] * len(shape)
-    chunk = chunk_shape(shape, itemsize, options.chunk_bytes, free)
-    sides = object_shape(shape, chunk, itemsize, options.object_bytes, free)
+    chunk = chunk_shape(shape, itemsize, options.chunk_bytes, shape)
+    sides = object_shape(shape, chunk, itemsize, options.object_bytes, shape)
     stack = Stack("", data.dtype.name, shape[1:], shape[0], chunk, sides)
     os.mkdir(folder)
     with open(os.path.join(folder, "zarr.json"), "wb") as file:

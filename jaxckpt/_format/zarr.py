@@ -115,36 +115,61 @@ def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Chunks that follow each other in an object, and in C order make up one box."""
+    """Chunks that in C order, one after the other, make up one box."""
 
-    first: int
-    """Number of the first of them in the object."""
-
-    chunks: int
+    numbers: range
+    """Their numbers in the object."""
 
     box: Box
     """What they hold of the stack, were it not to end before."""
+
+    @property
+    def chunks(self) -> int:
+        return len(self.numbers)
 
 
 def blocks(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Block]:
     """The chunks of an object that `part`, a box of the stack in it, touches, in order; no block is much larger than
     `BLOCK_BYTES` unless a chunk is."""
-    counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
-    first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
-    ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
+    counts, first_chunks, ranges = _chunks(stack, index, part)
     # Chunks are neighbours along one dimension: those after it have one chunk, in those before it a chunk is 1 long.
-    along = max((dim for dim, count in enumerate(counts) if count > 1), default=0)
+    along = max((dim for dim, (first, last) in enumerate(ranges) if last - first > 1), default=0)
     most = max(1, BLOCK_BYTES // stack.chunk_stored_bytes) if all(c == 1 for c in stack.chunk[:along]) else 1
     strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
     for lead in itertools.product(*(range(*bounds) for bounds in ranges[:along])):
         begun, end = ranges[along]
         for at in range(begun, end, most):
-            places = (*((i, i + 1) for i in lead), (at, min(at + most, end)), *((0, 1) for _ in counts[along + 1 :]))
+            places = (*((i, i + 1) for i in lead), (at, min(at + most, end)), *ranges[along + 1 :])
             box = tuple(
                 ((f + a) * c, (f + b) * c) for (a, b), f, c in zip(places, first_chunks, stack.chunk, strict=True)
             )
             first = sum(a * stride for (a, _), stride in zip(places, strides, strict=True))
-            yield Block(first, min(at + most, end) - at, box)
+            stop = first + (min(at + most, end) - at) * strides[along]
+            yield Block(range(first, stop, strides[along]), box)
+
+
+def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
+    """The numbers of the chunks of `part`, a box of the stack in one object; None if the part is not, in C order, those
+    chunks one after the other."""
+    begun = False  # whether a dimension came before along which a chunk is longer than 1
+    for (start, stop), side in zip(part, stack.chunk, strict=True):
+        if start % side or stop % side or (begun and stop - start > side):
+            return None
+        begun = begun or side > 1
+    counts, _, ranges = _chunks(stack, index, part)
+    numbers = [0]
+    for count, (first, last) in zip(counts, ranges, strict=True):
+        numbers = [number * count + place for number in numbers for place in range(first, last)]
+    return numbers
+
+
+def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """Of each dimension of an object: how many chunks it has, which of the stack's is its first, and the range of its
+    own that `part` touches."""
+    counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
+    return counts, first_chunks, ranges
 
 
 def problems(
