@@ -6,6 +6,8 @@
     load_numpy()            the tree, as NumPy arrays
     one_leaf()              one leaf of many, as a NumPy array
     one_leaf_by_read()      the same, every byte by a read call, for the kernel counts only these
+    layers(first, last)     some layers of every scanned parameter, as NumPy arrays by path
+    parameters(wanted)      one subtree of the tree, the parameters, in the wanted shardings
     open()                  what is known before any values are read: at least names, shapes and dtypes
 
 Durability: jaxckpt fsyncs its files and every folder above, Orbax 0.12.8 its data files and their folders (not its JSON
@@ -18,7 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,6 +82,13 @@ class Jaxckpt(Contender):
 
     one_leaf_by_read = one_leaf
 
+    def layers(self, first: int, last: int) -> dict[str, Array]:
+        opened = jaxckpt.open(self.path)
+        return {path: opened[path][first:last] for path in self.workload.scanned}
+
+    def parameters(self, wanted: Tree) -> Tree:
+        return jaxckpt.restore(self.path, wanted, select=self.workload.parameters)
+
     def open(self) -> object:
         return jaxckpt.open(self.path)
 
@@ -133,6 +142,15 @@ class Safetensors(Contender):
     def one_leaf(self) -> Array:
         with safe_open(self.path, "numpy") as file:
             return file.get_tensor(self.workload.one)
+
+    def layers(self, first: int, last: int) -> dict[str, Array]:
+        with safe_open(self.path, "numpy") as file:
+            return {path: file.get_slice(path)[first:last] for path in self.workload.scanned}
+
+    def parameters(self, wanted: Tree) -> Tree:
+        leaves = flat(wanted)
+        with safe_open(self.path, "numpy") as file:
+            return nested({path: jax.device_put(file.get_tensor(path), leaf.sharding) for path, leaf in leaves.items()})
 
     def open(self) -> object:
         with safe_open(self.path, "numpy") as file:
@@ -278,11 +296,15 @@ class Orbax(Contender):
         self.as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), nested(workload.leaves))
 
     def save(self, tree: Tree) -> None:
-        self.checkpointer.save(self.path, tree)
+        self.checkpointer.save(self.path, tree, save_args=self.save_args(tree))
 
     def save_async(self, tree: Tree) -> Wait:
-        self.background.save(self.path, args=ocp.args.PyTreeSave(tree))
+        self.background.save(self.path, args=ocp.args.PyTreeSave(tree, save_args=self.save_args(tree)))
         return self.background.wait_until_finished
+
+    def save_args(self, tree: Tree) -> Tree:
+        """Options of each leaf."""
+        return None
 
     def restore(self, wanted: Tree) -> Tree:
         arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
@@ -293,12 +315,27 @@ class Orbax(Contender):
 
     def one_leaf(self) -> Array:
         one = self.workload.one
-        arguments = ocp.args.PyTreeRestore(
-            item=nested({one: 0}), restore_args=nested({one: flat(self.as_numpy)[one]}), partial_restore=True
-        )
-        return flat(self.checkpointer.restore(self.path, args=arguments))[one]
+        return self.some([one])[one]
 
     one_leaf_by_read = one_leaf
+
+    def some(self, paths: Sequence[str]) -> dict[str, Array]:
+        arguments = ocp.args.PyTreeRestore(
+            item=nested(dict.fromkeys(paths, 0)),
+            restore_args=nested({path: flat(self.as_numpy)[path] for path in paths}),
+            partial_restore=True,
+        )
+        return flat(self.checkpointer.restore(self.path, args=arguments))
+
+    def layers(self, first: int, last: int) -> dict[str, Array]:
+        """Orbax reads whole leaves."""
+        return {path: leaf[first:last] for path, leaf in self.some(self.workload.scanned).items()}
+
+    def parameters(self, wanted: Tree) -> Tree:
+        arguments = ocp.args.PyTreeRestore(
+            item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+        )
+        return self.checkpointer.restore(self.path, args=arguments)
 
     def open(self) -> object:
         return self.checkpointer.metadata(self.path)
@@ -316,6 +353,15 @@ class OrbaxRaw(Orbax):
 
     name = "Orbax raw"
     settings: ClassVar = {"use_compression": False}
+
+
+class OrbaxChunks(OrbaxRaw):
+    """OCDBT, not compressed, in chunks of about 1 MiB."""
+
+    name = "Orbax chunks"
+
+    def save_args(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=1 << 20), tree)
 
 
 class OrbaxV1(Contender):
@@ -355,4 +401,5 @@ CONTENDERS: tuple[type[Contender], ...] = (
     OrbaxV1,
     OrbaxFiles,
     OrbaxRaw,
+    OrbaxChunks,
 )

@@ -6,7 +6,9 @@
 
 Workloads: a  1 GiB in 16 leaves       b  2,000 leaves of 64 KiB       d  20,000 leaves of 4 KiB
            c  a transformer of 24 layers, parameters in bfloat16 and Adam's moments in float32, 2 GiB
-each on a 2×4 mesh of simulated CPU devices, in one process, and b and c also in four (jax.distributed, gloo).
+           e  a scanned transformer of 12 layers, FSDP × TP, leaves of [layers, in, out], 1.3 GiB
+           f  the same, FSDP alone; e-small, e-wide, f-small and f-wide: other widths
+each on a mesh of eight simulated CPU devices, in one process, and b, c, e and f also in four (jax.distributed, gloo).
 
 How a round goes is at the top of turns.py, what each contender does and how durable it is at the top of contenders.py.
 jaxckpt takes turns with each of the others, a process for each two: so none is measured in memory that a third has left
@@ -34,7 +36,7 @@ import workloads
 ALL = list(dict.fromkeys(kind.name for kind in contenders.CONTENDERS if kind.name != report.OURS))
 # Orbax takes minutes for each operation on 20,000 leaves: one of its ways is enough.
 CONTENDERS = {"d": [name for name in ALL if not name.startswith("Orbax") or name == "Orbax OCDBT"]}
-ROUNDS = {"a": 5, "b": 5, "c": 3, "d": 3}
+ROUNDS = {"a": 5, "b": 5, "c": 3, "d": 3}  # 3 of the others
 LIMIT_SECONDS = 3600
 
 
@@ -87,7 +89,7 @@ def main() -> None:
     parser = report.parser(__doc__ or "")
     parser.set_defaults(dir=None)
     parser.add_argument("--workload", choices=workloads.KEYS, help="by default all")
-    parser.add_argument("--processes", type=int, choices=(1, 4), help="by default 1, and for b and c also 4")
+    parser.add_argument("--processes", type=int, choices=(1, 4), help="by default 1, and for b, c, e and f also 4")
     parser.add_argument(
         "--rounds",
         type=int,
@@ -102,13 +104,17 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for folder in [arguments.dir] if arguments.dir else [Path(tempfile.gettempdir()), Path("/dev/shm")]:
         for key in [arguments.workload] if arguments.workload else workloads.KEYS:
-            for processes in [arguments.processes] if arguments.processes else [1, 4] if key in "bc" else [1]:
+            for processes in (
+                [arguments.processes] if arguments.processes else [1, 4] if key in ("b", "c", "e", "f") else [1]
+            ):
                 able = {kind.name for kind in contenders.CONTENDERS if processes in kind.processes}
                 names = [name for name in arguments.contender or CONTENDERS.get(key, ALL) if name in able]
                 case = {
                     "workload": key,
                     "processes": processes,
-                    "rounds": (1 if arguments.quick else ROUNDS[key]) if arguments.rounds is None else arguments.rounds,
+                    "rounds": (1 if arguments.quick else ROUNDS.get(key, 3))
+                    if arguments.rounds is None
+                    else arguments.rounds,
                     "quick": arguments.quick,
                     "no_async": arguments.no_async,
                     "contenders": names,

@@ -69,7 +69,7 @@ def restore_phases(path: Path, wanted: Any) -> dict[str, float]:
 
 def measure(key: str, rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
     workload = workloads.workload(key)
-    tree, wanted = workload.place(), workload.wanted(workloads.AS_SAVED)
+    tree, wanted = workload.place(), workload.wanted(workload.layouts[0])
     found: dict[str, dict[str, list[float]]] = {"save": {}, "restore": {}}
     for number in range(rounds + 1):
         shutil.rmtree(folder / "ckpt", ignore_errors=True)

@@ -179,6 +179,9 @@ def show(run: dict[str, Any]) -> None:
         counts = {name: of(found) for name, found in run[key].items()}
         table.add_row(label, *(_short(counts[one]) if one in counts else "" for one in took_part))
     console.print(table)
+    over_read = next((pair["over_read"] for pair in run["pairs"].values() if pair.get("over_read")), {})
+    for layout, by_process in over_read.items():
+        console.print(f"{OURS} reads onto {layout}: {', '.join(map(_short, by_process))} × what each process wants")
 
 
 def _short(number: float) -> str:

@@ -39,7 +39,9 @@ import numpy as np
 import workloads
 from contenders import Contender
 from jax.experimental import multihost_utils
-from workloads import AS_SAVED, FOUR, ONE, Tree
+from workloads import Tree
+
+import jaxckpt
 
 SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
@@ -61,7 +63,7 @@ class Turns:
             for kind in contenders.CONTENDERS
             if kind.name in case["contenders"] and case["processes"] in kind.processes
         ]
-        self.wanted = {layout: self.workload.wanted(layout) for layout in (AS_SAVED, FOUR, ONE)}
+        self.wanted = {layout: self.workload.wanted(layout) for layout in self.workload.layouts}
         self.seconds: dict[str, dict[str, list[float]]] = {}
         self.cpu_seconds: dict[str, dict[str, list[float]]] = {}
         self.files: dict[str, dict[str, int]] = {}
@@ -69,10 +71,19 @@ class Turns:
         self.round = 0
 
     def run(self, result: Path) -> None:
-        layouts = [AS_SAVED, FOUR, *([ONE] if jax.process_count() == 1 else [])]
+        # Of a mesh with too few devices some processes would have none.
+        layouts = [
+            layout
+            for layout, wanted in self.wanted.items()
+            if jax.tree.leaves(wanted)[0].sharding.num_devices % jax.process_count() == 0
+        ]
         operations = [self.save_async, self.save, *(functools.partial(self.restore, layout) for layout in layouts)]
         if jax.process_count() == 1:
             operations += [self.load_numpy, self.one_leaf, self.open]
+            if self.workload.scanned:
+                operations += [functools.partial(self.layers, 3, 4), functools.partial(self.layers, 0, 6)]
+        if self.workload.parameters:
+            operations.append(self.parameters)
         if case["no_async"]:
             operations.remove(self.save_async)
         for self.round in range(case["rounds"] + 1):
@@ -80,10 +91,10 @@ class Turns:
             order = self.contenders[:: 1 if self.round % 2 else -1]
             for operation, contender in itertools.product(operations, order):
                 operation(contender)
-            for contender in order:
-                self.remove(contender)
             if jax.process_index() == 0:  # all rounds so far: where memory ends, they are not lost
                 result.write_text(json.dumps(self.found()))
+            for contender in order:
+                self.remove(contender)
             # As process 0 finds: all must go on with the same.
             slow = multihost_utils.broadcast_one_to_all(np.array(time.monotonic() - begun > SLOW_SECONDS))
             if slow and self.round >= 2:
@@ -98,7 +109,22 @@ class Turns:
             "cpu_seconds": self.cpu_seconds,
             "files": self.files,
             "one_leaf_bytes_read": self.one_leaf_bytes,
+            "over_read": self.over_read(),
         }
+
+    def over_read(self) -> dict[str, list[float]]:
+        """For each layout that jaxckpt restores to, bytes read for each byte wanted, by each of the processes."""
+        found: dict[str, list[float]] = {}
+        for contender in self.contenders:
+            if isinstance(contender, contenders.Jaxckpt) and contender.path.exists():
+                for layout, wanted in self.wanted.items():
+                    plan = jaxckpt.open(contender.path).plan(wanted)
+                    found[layout] = [
+                        part.cost.read_bytes / part.cost.needed_bytes
+                        for part in plan.processes
+                        if part.cost.needed_bytes
+                    ]
+        return found
 
     # Operations ---------------------------------------------------------------------------------------------
 
@@ -116,7 +142,9 @@ class Turns:
         if steps:
             self.tree = self.clock(STEP_ALONE, contender, lambda: step(self.tree))
         if self.round == 0:  # what was stored is what the arrays held when the call was made
-            self.require_saved(contender, contender.restore(self.wanted[AS_SAVED]), AS_SAVED)
+            self.require_saved(
+                contender, contender.restore(self.wanted[self.workload.layouts[0]]), self.workload.layouts[0]
+            )
 
     def save(self, contender: Contender) -> None:
         self.remove(contender)
@@ -151,6 +179,26 @@ class Turns:
                 before = bytes_read()
                 contender.one_leaf_by_read()
                 self.one_leaf_bytes[contender.name] = bytes_read() - before
+
+    def layers(self, first: int, last: int, contender: Contender) -> None:
+        if not hasattr(contender, "layers"):
+            return
+        self.prepare(contender, memory=False)
+        operation = f"layers {first} to {last - 1}" if last - first > 1 else "one layer"
+        found = self.clock(operation, contender, lambda: contender.layers(first, last))
+        if self.round == 0:
+            for path in self.workload.scanned:
+                require(same(found[path], self.workload.value(path)[first:last]), contender, path)
+
+    def parameters(self, contender: Contender) -> None:
+        if not hasattr(contender, "parameters"):
+            return
+        self.prepare(contender)
+        layout, subtree = self.workload.layouts[0], self.workload.parameters
+        wanted = {subtree: self.wanted[layout][subtree]}
+        found = self.clock("parameters alone", contender, lambda: contender.parameters(wanted))
+        if self.round == 0:
+            self.require_leaves(contender, workloads.flat(found), layout)
 
     def open(self, contender: Contender) -> None:
         if not hasattr(contender, "open"):
@@ -203,6 +251,9 @@ class Turns:
             return
         found = workloads.flat(restored)
         require(found.keys() == self.workload.leaves.keys(), contender, "tree")
+        self.require_leaves(contender, found, layout)
+
+    def require_leaves(self, contender: Contender, found: dict[str, Any], layout: str | None) -> None:
         shardings = self.workload.shardings(layout) if layout else {}
         for path, leaf in found.items():
             wanted = self.workload.value(path)

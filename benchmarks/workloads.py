@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 Tree = Any
 
-AS_SAVED, FOUR, ONE = "2×4", "4×1", "one device"
-_SIDES = {AS_SAVED: (2, 4), FOUR: (4, 1), ONE: (1, 1)}
+ONE = "one device"
+COLUMNS = "columns over 8"
+_SIDES = {ONE: (1, 1), COLUMNS: (8, 1)} | {f"{a}×{b}": (a, b) for a, b in ((2, 4), (4, 2), (3, 2), (4, 1), (8, 1))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,23 @@ class Workload:
     one: str
     """The leaf that is read alone."""
 
+    layouts: tuple[str, ...] = ("2×4", "4×1", ONE)
+    """Those that it is restored to; it is saved in the first."""
+
+    parameters: str = ""
+    """The subtree that is read without the others, such as the parameters without the moments."""
+
+    scanned: tuple[str, ...] = ()
+    """Leaves of which single layers are read: their first dimension."""
+
     @property
     def nbytes(self) -> int:
         return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in self.leaves.values())
 
     def shardings(self, layout: str) -> dict[str, NamedSharding]:
         mesh = _mesh(*_SIDES[layout])
+        if layout == COLUMNS:
+            return {path: NamedSharding(mesh, _by_columns(leaf)) for path, leaf in self.leaves.items()}
         return {path: NamedSharding(mesh, leaf.spec) for path, leaf in self.leaves.items()}
 
     def wanted(self, layout: str) -> Tree:
@@ -61,8 +73,8 @@ class Workload:
         return (numbers * np.float32(1 + seed / 2**32)).astype(leaf.dtype).reshape(leaf.shape)
 
     def place(self) -> Tree:
-        """The tree of JAX arrays, on the 2×4 mesh."""
-        shardings = self.shardings(AS_SAVED)
+        """The tree of JAX arrays, in the layout that it is saved in."""
+        shardings = self.shardings(self.layouts[0])
         if jax.process_count() == 1:
             values = {path: self.value(path) for path in self.leaves}
             return jax.block_until_ready(jax.device_put(nested(values), nested(shardings)))
@@ -82,6 +94,9 @@ def workload(key: str, *, quick: bool = False) -> Workload:
     """One of KEYS; `quick` makes a small one of the same kind."""
     if key == "c":
         return _transformer(layers=2, width=64, words=256) if quick else _transformer(layers=24, width=768, words=32768)
+    if key in _SCANNED:
+        layers, width, fsdp_alone = _SCANNED[key]
+        return _scanned(layers=layers, width=96 if quick else width, words=768 if quick else 32768, alone=fsdp_alone)
     count, side = {"a": (16, 4096), "b": (2_000, 128), "d": (20_000, 32)}[key]
     if quick:
         count, side = min(count, 100), min(side, 256)
@@ -91,7 +106,17 @@ def workload(key: str, *, quick: bool = False) -> Workload:
     return Workload(title, leaves, f"leaf_{count // 2:05d}")
 
 
-KEYS = ("a", "b", "c", "d")
+_SCANNED = {
+    "e": (12, 768, False),
+    "e-small": (12, 384, False),
+    "e-wide": (4, 1536, False),
+    "f": (12, 768, True),
+    "f-small": (12, 384, True),
+    "f-wide": (4, 1536, True),
+}
+"""Layers, width, and whether the mesh is FSDP alone."""
+
+KEYS = ("a", "b", "c", "d", *_SCANNED)
 
 
 def _transformer(*, layers: int, width: int, words: int) -> Workload:
@@ -110,10 +135,48 @@ def _transformer(*, layers: int, width: int, words: int) -> Workload:
         "unembed": ((width, words), P("a", "b")),
         "norm": ((width,), P()),
     }
+    one = f"params/layer_{layers // 2:02d}/up"
+    title = f"transformer, {layers} layers, with Adam"
+    return Workload(title, _with_adam(parameters), one, parameters="params")
+
+
+def _scanned(*, layers: int, width: int, words: int, alone: bool) -> Workload:
+    """The state of a model whose layers are stacked for `scan`, as MaxText keeps it: FSDP × TP on the last two
+    dimensions, or FSDP alone."""
+    into, out_of = (P(None, "a"), P(None, None, "a")) if alone else (P(None, "a", "b"), P(None, "b", "a"))
+    layer = {
+        **dict.fromkeys(("query", "key", "value", "gate"), ((layers, width, width), into)),
+        "up": ((layers, width, 4 * width), into),
+        "out": ((layers, width, width), out_of),
+        "down": ((layers, 4 * width, width), out_of),
+        "attention_norm": ((layers, width), P(None, "a")),
+        "mlp_norm": ((layers, width), P(None, "a")),
+    }
+    parameters = {f"layers/{name}": leaf for name, leaf in layer.items()} | {
+        "embed": ((words, width), P("a") if alone else P("b", "a")),
+        "norm": ((width,), P()),
+    }
+    return Workload(
+        f"scanned transformer, {layers} layers of {width}, with Adam, {'FSDP' if alone else 'FSDP × TP'}",
+        _with_adam(parameters),
+        "params/layers/up",
+        ("8×1", "4×1", ONE, COLUMNS) if alone else ("4×2", "2×4", "3×2", "4×1", ONE),
+        "params",
+        tuple(f"params/layers/{name}" for name, (shape, _) in layer.items() if len(shape) == 3),
+    )
+
+
+def _with_adam(parameters: Mapping[str, tuple[tuple[int, ...], P]]) -> dict[str, Leaf]:
+    """bfloat16 parameters, and Adam's two moments in float32."""
     leaves = {"count": Leaf((), np.int32, P())}
     for group, dtype in (("params", jnp.bfloat16), ("adam/mu", np.float32), ("adam/nu", np.float32)):
         leaves |= {f"{group}/{path}": Leaf(shape, dtype, spec) for path, (shape, spec) in parameters.items()}
-    return Workload(f"transformer, {layers} layers, with Adam", leaves, f"params/layer_{layers // 2:02d}/up")
+    return leaves
+
+
+def _by_columns(leaf: Leaf) -> P:
+    """Split along the last dimension, whatever it was split along."""
+    return P(*(None for _ in leaf.shape[1:]), "a") if len(leaf.spec) else P()
 
 
 def nested(flat: Mapping[str, Any]) -> Tree:
@@ -138,5 +201,5 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
 
 def _mesh(rows: int, columns: int) -> Mesh:
     # Over all processes: four devices of eight are one or more of each.
-    devices = np.array(jax.devices())[:: len(jax.devices()) // (rows * columns)]
+    devices = np.array(jax.devices())[:: len(jax.devices()) // (rows * columns)][: rows * columns]
     return Mesh(devices.reshape(rows, columns), ("a", "b"))

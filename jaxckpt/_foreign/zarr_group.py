@@ -14,7 +14,7 @@ import numpy as np
 from jaxckpt._foreign.export import Data, arrays_of, slabs, write_json
 from jaxckpt._foreign.local_files import read_json
 from jaxckpt._format import zarr
-from jaxckpt._format.grid import chunk_shape, object_shape
+from jaxckpt._format.chunking import chunk_shape, object_shape
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.source import Source
@@ -53,9 +53,8 @@ def _write_array(folder: str, data: Data, options: Options) -> None:
         _write_scalar(folder, data)
         return
     shape, itemsize = data.shape, data.dtype.itemsize
-    free = [True] * len(shape)
-    chunk = chunk_shape(shape, itemsize, options.chunk_bytes, free)
-    sides = object_shape(shape, chunk, itemsize, options.object_bytes, free)
+    chunk = chunk_shape(shape, itemsize, options.chunk_bytes, shape)
+    sides = object_shape(shape, chunk, itemsize, options.object_bytes, shape)
     stack = Stack("", data.dtype.name, shape[1:], shape[0], chunk, sides)
     write_json(os.path.join(folder, _METADATA), json.loads(zarr.metadata(stack)))
     writer = FileWriter(folder, stack, sync=False)  # all is synced at the end

@@ -1,4 +1,4 @@
-"""Boxes, the grids that shardings cut arrays into, and the shapes of chunks and objects.
+"""Boxes, and the grids that shardings cut arrays into.
 
 Pure arithmetic on integers: nothing here knows of devices in use, of files, or of leaves.
 """
@@ -310,7 +310,7 @@ def _common(layout: Layout, groups: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(common))
 
 
-# Shapes of chunks and objects -----------------------------------------------------------------------------
+# Regular grids --------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -318,55 +318,6 @@ def divisors(n: int) -> tuple[int, ...]:
     """Divisors of n, ascending; (1,) for 0."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return tuple(sorted({*small, *(n // d for d in small)})) or (1,)
-
-
-def _halved(length: int, current: int, free: bool) -> int:
-    """The next smaller side after `current`: about half, and a divisor of `length` unless the last may stick out."""
-    if free:
-        return math.ceil(length / (2 * math.ceil(length / current)))
-    return max(d for d in divisors(length) if d == 1 or d <= current / 2)
-
-
-ROW_BYTES = 4 << 10
-"""Rows of a cell that are no longer stay whole in a chunk, where they are part of a longer row of the array. Measured
-on 1 GiB in pieces with rows of 4 KiB (tmpfs, 2 cores): saved in 274 ms and restored in 231, against 376 and 327 with
-rows cut in two. Who wants the columns cut finer than they were saved reads whole rows of those pieces for it."""
-
-
-def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, free: Sequence[bool]) -> tuple[int, ...]:
-    """Sides of a chunk of about `chunk_bytes` within a cell, cut along the longest side first.
-
-    Near-cubic chunks make a cut along any dimension cheap to read. But rows of a cell that are short already, because
-    the array is split across them, are not cut: then a chunk lies in a cell as it lies in the file. A cell's side is a
-    multiple of the chunk's, but along `free` dimensions (where the array is not split) the last chunk may stick out of
-    the array. A prime side that is not free is cut last, and only if the chunk would be over 16 × `chunk_bytes`.
-    """
-    sides = [max(1, n) for n in cell]
-    last = len(sides) - 1
-    short = bool(sides) and not free[last] and sides[last] * itemsize <= ROW_BYTES
-    while math.prod(sides) * itemsize > chunk_bytes:
-        smaller = {dim: _halved(cell[dim], side, free[dim]) for dim, side in enumerate(sides) if side > 1}
-        if short and len(smaller) > 1:
-            smaller.pop(last, None)
-        gentle = {dim: side for dim, side in smaller.items() if sides[dim] <= 4 * side}
-        if not gentle and math.prod(sides) * itemsize <= 16 * chunk_bytes:
-            break
-        dim = max(gentle or smaller, key=lambda dim: (sides[dim], -dim))
-        sides[dim] = smaller[dim]
-    return tuple(sides)
-
-
-def object_shape(
-    cell: Sequence[int], chunk: Sequence[int], itemsize: int, object_bytes: int, free: Sequence[bool]
-) -> tuple[int, ...]:
-    """Sides of an object of at most `object_bytes` but at least one chunk, leading dimensions cut first."""
-    counts = [math.ceil(max(1, n) / side) for n, side in zip(cell, chunk, strict=True)]
-    whole_counts = tuple(counts)
-    chunk_volume = math.prod(chunk) * itemsize
-    while math.prod(counts) * chunk_volume > object_bytes and math.prod(counts) > 1:
-        dim = next(dim for dim, count in enumerate(counts) if count > 1)
-        counts[dim] = _halved(whole_counts[dim], counts[dim], free[dim])
-    return tuple(count * side for count, side in zip(counts, chunk, strict=True))
 
 
 def grid_cells(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, contains, extent, intersection, within
+from jaxckpt._format.grid import Box, contains, extent, intersection, volume, within
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -39,27 +40,33 @@ class Pieces:
 
     def array(self) -> Array:
         """All of it as one array: in place where it is one piece, else copied together."""
-        pieces = [piece for group in self.groups for piece in group]
-        if len(pieces) == 1:
-            return pieces[0][1][within(self.box, pieces[0][0])]
+        if (alone := self.alone) is not None:
+            return alone
         out = np.empty(extent(self.box), self.dtype)
-        for held, array in pieces:
+        for held, array in itertools.chain.from_iterable(self.groups):
             common = intersection(held, self.box)
             if common is not None:
                 np.copyto(as_bits(out)[within(common, self.box)], as_bits(array)[within(common, held)])
         return out
 
-    def in_place(self, box: Box) -> Bytes | None:
-        """The bytes of one box in C order, if they lie so in one piece."""
-        if not contains(self.box, box):
-            return None
-        found = self._touching(box)
-        if len(found) > 1:
-            found = [piece for piece in found if contains(piece[0], box)]
-        if len(found) != 1 or not contains(found[0][0], box):
-            return None
-        part = found[0][1][within(box, found[0][0])]
-        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+    @property
+    def alone(self) -> Array | None:
+        """The array that holds all of it, if there is one."""
+        pieces = [piece for group in self.groups for piece in group]
+        return pieces[0][1][within(self.box, pieces[0][0])] if len(pieces) == 1 else None
+
+    def apart(self, chunk: Sequence[int]) -> list[Pieces]:
+        """Each piece alone, if no two overlap and no chunk with these sides lies in two of them; else all together."""
+        found: list[Pieces] = []
+        for piece in itertools.chain.from_iterable(self.groups):
+            common = intersection(piece[0], self.box)
+            if common is None:
+                continue
+            for (start, stop), side, (_, end) in zip(common, chunk, self.box, strict=True):
+                if start % side or (stop % side and stop != end):
+                    return [self]
+            found.append(Pieces(common, self.dtype, common[0][1] - common[0][0], [[piece]]))
+        return found if sum(volume(one.box) for one in found) == volume(self.box) else [self]
 
     def gathered(self, box: Box, scratch: Bytes) -> Bytes:
         """The bytes of one box in C order, copied into `scratch`; what lies outside of these pieces becomes zero."""

@@ -6,18 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxckpt._format.chunking import chunk_shape, object_shape
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import (
-    Box,
-    Layout,
-    cell_shape,
-    chunk_shape,
-    extent,
-    grid_cells,
-    intersection,
-    object_shape,
-    touched,
-)
+from jaxckpt._format.grid import Box, Layout, cell_shape, extent, grid_cells, intersection, touched
 from jaxckpt._runtime.options import Options
 
 PACK_BYTES = 4 << 20
@@ -102,12 +93,11 @@ def shape_stack(
     memory as `pieces`, which is as fine or finer."""
     itemsize = DTYPES[dtype].itemsize
     cell = cell_shape(layout, shape)
-    free = [parts == 1 for parts in layout.grid]
     cell_bytes = max(1, math.prod(cell) * itemsize)
-    finest, finest_free = cell_shape(pieces, shape), [parts == 1 for parts in pieces.grid]
+    finest = cell_shape(pieces, shape)
     if math.prod(finest) * itemsize < PIECE_BYTES:
-        finest, finest_free = cell, free
-    chunk = chunk_shape(finest, itemsize, min(options.chunk_bytes, object_bytes), finest_free)
+        finest = cell
+    chunk = chunk_shape(finest, itemsize, min(options.chunk_bytes, object_bytes), shape)
     if cell_bytes > object_bytes or cell_bytes >= PACK_BYTES:
         return Stack(
             name,
@@ -115,7 +105,7 @@ def shape_stack(
             shape,
             rows,
             (1, *chunk),
-            (1, *object_shape(cell, chunk, itemsize, object_bytes, free)),
+            (1, *object_shape(cell, chunk, itemsize, object_bytes, shape)),
             options.compression,
         )
     # Whole cells, so that rows can be packed; a free side sticks out to the chunk's next multiple.

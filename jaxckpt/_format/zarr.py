@@ -115,36 +115,67 @@ def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Chunks that follow each other in an object, and in C order make up one box."""
+    """Chunks that in C order, one after the other, make up one box."""
 
-    first: int
-    """Number of the first of them in the object."""
-
-    chunks: int
+    numbers: range
+    """Their numbers in the object."""
 
     box: Box
     """What they hold of the stack, were it not to end before."""
 
+    @property
+    def chunks(self) -> int:
+        return len(self.numbers)
 
-def chunk_runs(stack: Stack, index: tuple[int, ...], wanted: Box) -> Iterator[ChunkRun]:
-    """The chunks of an object that a box within it touches, in order; no run is much larger than `RUN_BYTES` unless a
-    chunk is."""
+
+def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[ChunkRun]:
+    """The chunks of an object that `part`, a box of the stack in it, touches; no block is much larger than
+    `RUN_BYTES` unless a chunk is."""
+    counts, first_chunks, ranges = _chunks(stack, index, part)
+    # Along one dimension, so that all chunks of a block are 1 long in those before it.
+    row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
+    along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
+    most = max(1, RUN_BYTES // stack.chunk_stored_bytes)
+    stride = math.prod(counts[along + 1 :])
+    begun, end = ranges[along]
+    for at in range(begun, end, most):
+        stop = min(at + most, end)
+        for place in itertools.product(
+            *(range(*bounds) for bounds in (*ranges[:along], (at, at + 1), *ranges[along + 1 :]))
+        ):
+            box = tuple(
+                ((f + p) * c, (f + p + 1) * c) for p, f, c in zip(place, first_chunks, stack.chunk, strict=True)
+            )
+            side = stack.chunk[along]
+            box = (*box[:along], (box[along][0], box[along][0] + (stop - at) * side), *box[along + 1 :])
+            first = 0
+            for count, p in zip(counts, place, strict=True):
+                first = first * count + p
+            yield ChunkRun(range(first, first + (stop - at) * stride, stride), box)
+
+
+def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
+    """The numbers of the chunks of `part`, a box of the stack in one object; None if the part is not, in C order, those
+    chunks one after the other."""
+    begun = False  # whether a dimension came before along which a chunk is longer than 1
+    for (start, stop), side in zip(part, stack.chunk, strict=True):
+        if start % side or stop % side or (begun and stop - start > side):
+            return None
+        begun = begun or side > 1
+    counts, _, ranges = _chunks(stack, index, part)
+    numbers = [0]
+    for count, (first, last) in zip(counts, ranges, strict=True):
+        numbers = [number * count + place for number in numbers for place in range(first, last)]
+    return numbers
+
+
+def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """Of each dimension of an object: how many chunks it has, which of the stack's is its first, and the range of its
+    own that `part` touches."""
     counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
     first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
-    ranges = [(a - f, b - f) for (a, b), f in zip(touched(wanted, stack.chunk), first_chunks, strict=True)]
-    # Chunks are neighbours along one dimension: those after it have one chunk, in those before it a chunk is 1 long.
-    along = max((dim for dim, count in enumerate(counts) if count > 1), default=0)
-    most = max(1, RUN_BYTES // stack.chunk_stored_bytes) if all(c == 1 for c in stack.chunk[:along]) else 1
-    strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
-    for lead in itertools.product(*(range(*bounds) for bounds in ranges[:along])):
-        begun, end = ranges[along]
-        for at in range(begun, end, most):
-            places = (*((i, i + 1) for i in lead), (at, min(at + most, end)), *((0, 1) for _ in counts[along + 1 :]))
-            box = tuple(
-                ((f + a) * c, (f + b) * c) for (a, b), f, c in zip(places, first_chunks, stack.chunk, strict=True)
-            )
-            first = sum(a * stride for (a, _), stride in zip(places, strides, strict=True))
-            yield ChunkRun(first, min(at + most, end) - at, box)
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
+    return counts, first_chunks, ranges
 
 
 def problems(

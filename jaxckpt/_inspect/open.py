@@ -26,7 +26,7 @@ from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_states
-from jaxckpt._storage.steps import is_step
+from jaxckpt._storage.steps import run_and_step
 
 
 def open(path: Location, *, options: Options | None = None) -> Checkpoint:
@@ -157,11 +157,11 @@ class Checkpoint:
             ...     checkpoint["w"].value
             1
         """
-        above = self._source.store.above() if isinstance(self._source, Native) else None
-        if above is None or not is_step(above[1]):
+        found = run_and_step(self._source.store) if isinstance(self._source, Native) else None
+        if found is None:
             raise InputError(f"{self.path} is not a step in a run's directory: a Checkpointer deletes only those")
-        run, name = above
-        with hold(run, int(name), term_seconds):
+        run, step = found
+        with hold(run, step, term_seconds):
             fate = self._source.fate()
             if fate is not None:
                 raise NotACheckpointError(f"{self.path} was {fate} since it was opened: open it again")

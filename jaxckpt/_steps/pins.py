@@ -10,7 +10,7 @@ from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._storage.leases import hold
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.steps import PIN, RUN, is_step, pins, step_name
+from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, run_and_step, step_name
 
 
 def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = None) -> int:
@@ -48,10 +48,10 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
             f" 'best', found {name!r}"
         )
     source, _ = source_at(path, given(options))
-    folder = source.url.rpartition("/")[2]
-    if not isinstance(source, Native) or not is_step(folder):
+    found = run_and_step(source.store) if isinstance(source, Native) else None
+    if found is None:
         raise InputError(f"{source.url} is not a step in a run's directory: a Checkpointer deletes only those")
-    run, step = source.store.cut(f"/{folder}"), int(folder)
+    run, step = found
     if (other := pins(run).get(name, step)) != step:
         raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
     with hold(run, step):
@@ -71,8 +71,7 @@ def unpin(path: str | os.PathLike[str], *, options: Options | None = None) -> No
         StorageError: The run's directory cannot be written to.
     """
     store = store_at(path, given(options))
-    name = store.url.rpartition("/")[2].rpartition("@")[2]
-    run = store.cut(f"@{name}")
+    run, name = run_and_name(store) or (store, "")
     if name not in (known := pins(run)):
         raise NotACheckpointError(f"no step is pinned as {store.url}; pinned are {', '.join(known) or 'none'}")
     run.child(RUN).remove(f"{PIN}{step_name(known[name])}-{name}")

@@ -72,29 +72,35 @@ class FileWriter:
         """Write an object; returns its length and digest."""
         stack = self.stack
         size = stack.chunk_stored_bytes
+        out = _Output(handle, size)
+        scratch, used = np.empty(0, np.uint8), 0
+        for part in pieces.apart(stack.chunk):
+            array = part.alone
+            in_place = array is not None and array.flags.c_contiguous
+            run = zarr.numbers_in_one_run(stack, index, part.box) if in_place else None
+            if array is not None and run is not None:
+                out.add(run, array.reshape(-1).view(np.uint8))
+                continue
+            for block in zarr.chunk_runs(stack, index, part.box):
+                data = None if array is None else _in_place(block, part.box, array)
+                if data is None:
+                    needed = block.chunks * (size - 4)
+                    if used + needed > len(scratch):
+                        out.write()  # what is in the scratch
+                        used = 0
+                        if needed > len(scratch):
+                            scratch = np.empty(max(needed, zarr.RUN_BYTES), np.uint8)
+                    data = part.gathered(block.box, scratch[used:])
+                    used += needed
+                out.add(block.numbers, data)
         entries = np.full((stack.chunks_per_object, 2), zarr.ABSENT, "<u8")
-        sums = np.zeros(stack.chunks_per_object, "<u4")
-        scratch = np.empty(0, np.uint8)
-        length = 0
-        waiting = _Waiting(handle)
-        for run in zarr.chunk_runs(stack, index, pieces.box):
-            data = pieces.in_place(run.box)
-            if data is None:
-                waiting.write()  # what is in the scratch
-                if not len(scratch):
-                    scratch = np.empty(run.chunks * (size - 4), np.uint8)
-                data = pieces.gathered(run.box, scratch)
-            chunks = _rows(data, run.chunks)
-            numbers = slice(run.first, run.first + run.chunks)
-            sums[numbers] = _checksums(chunks)
-            entries[numbers, 0] = np.arange(length, length + run.chunks * size, size)
-            entries[numbers, 1] = size
-            waiting.add(_interleaved(chunks, sums[numbers]), run.chunks * size)
-            length += run.chunks * size
+        entries[out.numbers, 0] = np.arange(len(out.numbers)) * size
+        entries[out.numbers, 1] = size
         tail = entries.tobytes()
-        waiting.add([tail, crc32c.crc32c(tail).to_bytes(4, "little")], stack.index_bytes)
-        waiting.write()
-        return length + stack.index_bytes, zarr.digest_of(sums[entries[:, 0] != zarr.ABSENT])
+        out.buffers += [tail, crc32c.crc32c(tail).to_bytes(4, "little")]
+        out.write()
+        in_order = np.array(out.sums, "<u4")[np.argsort(out.numbers)]
+        return len(out.numbers) * size + stack.index_bytes, zarr.digest_of(in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,43 +158,69 @@ class FileReader(ArrayReader):
         stack = self.stack
         size = stack.chunk_stored_bytes
         found = self._index(path, handle, index)
-        wanted = [(run, box, target) for box, target in boxes for run in zarr.chunk_runs(stack, index, box)]
-        wanted.sort(key=lambda one: one[0].first)
-        scratch = np.empty(0, np.uint8)
-        first, chunks = 0, list[Any]()  # that wait to be read in place
-        for run, box, target in wanted:
-            place = _in_place(run, box, target)
-            if chunks and (place is None or first + len(chunks) != run.first or len(chunks) * size >= BATCH_BYTES):
-                self._fill(path, handle, index, found, first, chunks)
-                chunks = []
-            if place is not None:
-                first = first if chunks else run.first
-                chunks += _rows(place, run.chunks)
-                continue
-            if not len(scratch):
-                scratch = np.empty(max(run.chunks for run, _, _ in wanted) * (size - 4), np.uint8)
-            data = scratch[: run.chunks * (size - 4)]
-            self._fill(path, handle, index, found, run.first, _rows(data, run.chunks))
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(run.box, box, strict=True))
-            held = as_bits(data.view(target.dtype)).reshape(extent(run.box))
-            np.copyto(as_bits(target)[within(common, box)], held[within(common, run.box)])
-        if chunks:
-            self._fill(path, handle, index, found, first, chunks)
+        wanted: list[tuple[Sequence[int], Bytes | None, zarr.ChunkRun | None, Box, Array]] = []
+        for part, target in boxes:
+            run = zarr.numbers_in_one_run(stack, index, part) if target.flags.c_contiguous else None
+            if run is not None:
+                wanted.append((run, target.reshape(-1).view(np.uint8), None, part, target))
+            else:
+                blocks = zarr.chunk_runs(stack, index, part)
+                wanted += ((block.numbers, _in_place(block, part, target), block, part, target) for block in blocks)
+        wanted.sort(key=lambda one: found.start(one[0][0]))
+        waiting, chunks, aside = list[int](), list[Any](), list[tuple[Bytes, Box, Box, Array]]()
+        scratch, used = np.empty(0, np.uint8), 0
+
+        def read() -> None:
+            most = max(1, BATCH_BYTES // size)
+            for first in range(0, len(chunks), most):
+                together = slice(first, first + most)
+                self._fill(path, handle, index, found, waiting[together], chunks[together])
+            for data, held, part, target in aside:
+                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, part, strict=True))
+                source = as_bits(data.view(target.dtype)).reshape(extent(held))
+                np.copyto(as_bits(target)[within(common, part)], source[within(common, held)])
+            for done in (waiting, chunks, aside):
+                done.clear()
+
+        for numbers, place, block, part, target in wanted:
+            if place is None:
+                assert block is not None
+                needed = block.chunks * (size - 4)
+                if used + needed > len(scratch):
+                    read()
+                    used = 0
+                    if needed > len(scratch):
+                        scratch = np.empty(max(needed, zarr.RUN_BYTES), np.uint8)
+                place = scratch[used : used + needed]
+                used += needed
+                aside.append((place, block.box, part, target))
+            waiting += numbers
+            chunks += _rows(place, len(numbers))
+            if len(chunks) * size >= BATCH_BYTES:
+                read()
+                used = 0
+        read()
 
     def _fill(
-        self, path: str, handle: int, index: tuple[int, ...], found: _Index, first: int, chunks: Sequence[Any]
+        self,
+        path: str,
+        handle: int,
+        index: tuple[int, ...],
+        found: _Index,
+        numbers: Sequence[int],
+        chunks: Sequence[Any],
     ) -> None:
-        """Read chunks, the first of which has this number, and check them."""
+        """Read chunks of these numbers, and check them."""
         sums = np.empty(len(chunks), "<u4")
-        for start, begun, end in found.runs(path, first, len(chunks)):
+        for start, begun, end in found.runs(path, numbers):
             read_into(path, handle, start, _interleaved(chunks[begun:end], sums[begun:end]))
         damaged = np.flatnonzero(np.array(_checksums(chunks), "<u4") != sums)
         if len(damaged):
-            box = zarr.chunk_box(self.stack, index, first + int(damaged[0]))
+            box = zarr.chunk_box(self.stack, index, numbers[int(damaged[0])])
             raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
         if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
             raise DataError(f"{path} has values that are neither true nor false")
-        found.note(path, first, sums)
+        found.note(path, numbers, sums)
 
     def _index(self, path: str, handle: int, index: tuple[int, ...]) -> _Index:
         """The index of an object; read once."""
@@ -223,27 +255,28 @@ class _Index:
             raise DataError(f"{path} has a chunk of another size than {size} bytes")
         self._size = size
         self._starts = entries[:, 0].astype(np.int64)  # those that point into the file
-        self._all_in_order = bool(self._present.all() and (np.diff(self._starts) == size).all())
         self._digest = digest
         self._sums = np.zeros(len(entries), "<u4")
         self._unread = self._present.copy()
         self._lock = threading.Lock()
 
-    def runs(self, path: str, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    def start(self, number: int) -> int:
+        """Where a chunk begins; anything if the object lacks it."""
+        return int(self._starts[number])
+
+    def runs(self, path: str, numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(offset, first, last) of those of some chunks that lie one after the other in the file."""
-        if self._all_in_order:
-            yield int(self._starts[first]), 0, count
-            return
-        if not self._present[first : first + count].all():
+        wanted = np.asarray(numbers)
+        if not self._present[wanted].all():
             raise DataError(f"{path} lacks a chunk")
-        starts = self._starts[first : first + count]
-        cuts = [0, *(np.flatnonzero(np.diff(starts) != self._size) + 1).tolist(), count]
+        starts = self._starts[wanted]
+        cuts = [0, *(np.flatnonzero(np.diff(starts) != self._size) + 1).tolist(), len(wanted)]
         for begun, end in itertools.pairwise(cuts):
             yield int(starts[begun]), begun, end
 
-    def note(self, path: str, first: int, sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+    def note(self, path: str, chunks: Sequence[int], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
         """Chunks were read. Once all are, the object's digest tells that they are those that were saved here."""
-        numbers = slice(first, first + len(sums))
+        numbers = np.asarray(chunks)
         with self._lock:
             self._sums[numbers] = sums
             self._unread[numbers] = False
@@ -301,23 +334,40 @@ def _interleaved(chunks: Sequence[Any], sums: np.ndarray[Any, np.dtype[np.uint32
     return buffers
 
 
-class _Waiting:
-    """Buffers that will be written together."""
+class _Output:
+    """Chunks that are written to a file, each with its checksum after it."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, stored_bytes: int) -> None:
+        self.numbers: list[int] = []
+        """Of the chunks, in the order of the file."""
+
+        self.sums: list[int] = []
+        """Their checksums."""
+
+        self.buffers: list[Any] = []
+        """What will be written together."""
+
         self._handle = handle
-        self._buffers: list[Any] = []
-        self._bytes = 0
+        self._stored_bytes = stored_bytes
+        self._waiting_bytes = 0
 
-    def add(self, buffers: list[Any], n_bytes: int) -> None:
-        self._buffers += buffers
-        self._bytes += n_bytes
-        if self._bytes >= BATCH_BYTES:
-            self.write()
+    def add(self, numbers: Sequence[int], data: Bytes) -> None:
+        """Chunks that lie one after the other in memory; it must stay as it is until the next `write`."""
+        chunks = _rows(data, len(numbers))
+        most = max(1, zarr.RUN_BYTES // self._stored_bytes)
+        for first in range(0, len(chunks), most):
+            found = chunks[first : first + most]
+            sums = _checksums(found)
+            self.sums += sums
+            self.buffers += _interleaved(found, np.array(sums, "<u4"))
+            self._waiting_bytes += len(found) * self._stored_bytes
+            if self._waiting_bytes >= BATCH_BYTES:
+                self.write()
+        self.numbers += numbers
 
     def write(self) -> None:
-        write_all(self._handle, self._buffers)
-        self._buffers, self._bytes = [], 0
+        write_all(self._handle, self.buffers)
+        self.buffers, self._waiting_bytes = [], 0
 
 
 def _checksums(chunks: Sequence[Any]) -> list[int]:

@@ -76,15 +76,26 @@ def step_meant(store: Store) -> Store | None:
         published, _ = step_folders(store)
         if published:
             return store.child(step_name(published[-1]))
-        above = store.above()
-        base, separator, name = above[1].rpartition("@") if above else ("", "", "")
-        if above is None or not base or not separator:
+        if (named := run_and_name(store)) is None:
             return None
-        run = above[0].child(base)
+        run, name = named
         published, _ = step_folders(run)
     except StorageError:  # it cannot be listed: over HTTP, or without the right to
         return None
     return run.child(step_name(_named(run, name, published))) if published else None
+
+
+def run_and_name(store: Store) -> tuple[Store, str] | None:
+    """The run and the name that a path such as "run@best" consists of; None if it is no such path."""
+    above = store.above()
+    base, separator, name = above[1].rpartition("@") if above else ("", "", "")
+    return (above[0].child(base), name) if above and base and separator else None
+
+
+def run_and_step(store: Store) -> tuple[Store, int] | None:
+    """The run and the number of a step's own folder; None if it is none."""
+    above = store.above()
+    return (above[0], int(above[1])) if above and is_step(above[1]) else None
 
 
 def steps_of(store: Store) -> list[Store] | None:

@@ -176,51 +176,7 @@ def test_what_one_process_holds_whole_becomes_one_cell(data: st.DataObject) -> N
     assert _grid.coarsen(held).grid == (1,) * len(shape)
 
 
-# Chunks and objects ---------------------------------------------------------------------------------------
-
-
-@given(st.data())
-def test_cells_are_made_of_objects_and_objects_of_chunks(data: st.DataObject) -> None:
-    cell = data.draw(st.lists(st.integers(0, 3000), max_size=3).map(tuple))
-    free = [data.draw(st.booleans()) for _ in cell]
-    itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
-    chunk_bytes = data.draw(st.integers(1, 1 << 16))
-    object_bytes = data.draw(st.integers(chunk_bytes, 1 << 20))
-    chunk = _grid.chunk_shape(cell, itemsize, chunk_bytes, free)
-    sides = _grid.object_shape(cell, chunk, itemsize, object_bytes, free)
-    for length, c, o, sticks_out in zip(cell, chunk, sides, free, strict=True):
-        assert c >= 1
-        assert o % c == 0
-        assert c <= max(1, length)
-        assert o < length + c or length == 0
-        if not sticks_out:
-            assert length % c == 0
-            assert length % o == 0
-    assert math.prod(chunk) * itemsize <= 16 * chunk_bytes or math.prod(chunk) == 1
-    assert math.prod(sides) * itemsize <= object_bytes or sides == chunk
-
-
-@given(st.lists(st.integers(0, 10), min_size=1, max_size=3), st.integers(4, 16), st.data())
-def test_chunks_of_even_sides_are_as_large_as_asked(exponents: list[int], power: int, data: st.DataObject) -> None:
-    cell = [1 << exponent for exponent in exponents]
-    free = [data.draw(st.booleans()) for _ in cell]
-    chunk = _grid.chunk_shape(cell, 4, 1 << power, free)
-    assert math.prod(chunk) * 4 == min(1 << power, 4 * math.prod(cell))
-
-
-@given(st.integers(4, 200), st.integers(4, 200))
-def test_free_sides_are_cut_to_about_the_size_asked_whatever_their_factors(rows: int, columns: int) -> None:
-    """97 columns that no mesh axis splits do not make a chunk 16 times too large."""
-    chunk = _grid.chunk_shape((rows, columns), 1, 64, (True, True))
-    assert min(rows * columns, 64) / 4 <= math.prod(chunk) <= 64
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple), st.integers(1, 1 << 12), st.data())
-def test_a_cell_that_fits_is_one_object(cell: tuple[int, ...], chunk_bytes: int, data: st.DataObject) -> None:
-    free = [data.draw(st.booleans()) for _ in cell]
-    chunk = _grid.chunk_shape(cell, 1, chunk_bytes, free)
-    stored = [math.ceil(n / c) * c for n, c in zip(cell, chunk, strict=True)]
-    assert _grid.object_shape(cell, chunk, 1, math.prod(stored), free) == tuple(stored)
+# Regular grids --------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 5000))
@@ -277,12 +233,3 @@ def test_a_box_that_is_cut_down_is_its_parts(data: st.DataObject) -> None:
         assert one_chunk or _grid.volume(part) <= most
     chunks = [set(itertools.product(*(range(*side) for side in _grid.touched(part, chunk)))) for part in parts]
     assert sum(map(len, chunks)) == len(set().union(*chunks)), "no chunk is in two parts"
-
-
-def test_short_rows_that_the_mesh_has_split_stay_whole() -> None:
-    """Such a chunk lies in its piece as in the file; where nobody split the columns, a cut along them stays cheap."""
-    bytes_ = 512 << 10
-    assert _grid.chunk_shape((2048, 1024), 4, bytes_, (False, False)) == (128, 1024)
-    assert _grid.chunk_shape((2048, 1024), 4, bytes_, (False, True)) == (256, 512)
-    assert _grid.chunk_shape((2048, 2048), 4, bytes_, (False, False)) == (256, 512), "rows of 8 KiB are cut"
-    assert _grid.chunk_shape((1, 1, 1024), 4, 1 << 10, (False, False, False)) == (1, 1, 256), "the rest is used up"

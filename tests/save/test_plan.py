@@ -238,7 +238,7 @@ def test_how_devices_of_one_process_split_small_leaves_does_not_show_on_disk() -
 def test_chunks_lie_within_pieces_that_are_not_small() -> None:
     """Eight devices of one process share an object, but no chunk: each is written from where it lies."""
     layout = PlannedSharding((("x", 2), ("y", 4)), (("x",), ("y",)), 8)
-    for side, chunk in ((1024, (1, 512, 256)), (128, (1, 128, 128))):
+    for side, chunk in ((1024, (1, 128, 256)), (128, (1, 128, 128))):
         held = [(box, process) for _, process, box in layout.placement((side, side))]
         leaves = [ArrayLeaf(number, "bfloat16", (side, side), _grid.layout_of(held, (side, side))) for number in (0, 1)]
         (stack,) = plan_save(leaves, Options(), 0, 1).stacks

@@ -106,7 +106,7 @@ def test_a_block_is_what_numpy_would_cut(made: tuple[Stack, Array], data: st.Dat
 
 
 @given(stacks(), st.data())
-def test_blocks_are_the_chunks_that_a_box_touches_in_order(stack: Stack, data: st.DataObject) -> None:
+def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObject) -> None:
     index, box = data.draw(st.sampled_from(list(stack.objects())))
     part = tuple(
         (a + start, a + stop)
@@ -119,19 +119,19 @@ def test_blocks_are_the_chunks_that_a_box_touches_in_order(stack: Stack, data: s
     touched: list[int] = []
     for block in found:
         assert block.chunks == 1 or block.chunks * stack.chunk_stored_bytes <= most
-        numbers = range(block.first, block.first + block.chunks)
+        numbers = block.numbers
         boxes = [_zarr.chunk_box(stack, index, number) for number in numbers]
         order = np.arange(np.prod(extent(block.box))).reshape(extent(block.box))
-        for number, chunk in enumerate(boxes):  # one after the other, each in C order
+        for place, chunk in enumerate(boxes):  # one after the other, each in C order
             assert chunk is not None
             within = tuple(
                 slice(a - s, a - s + c) for (a, _), (s, _), c in zip(chunk, block.box, stack.chunk, strict=True)
             )
             size = int(np.prod(stack.chunk))
-            assert np.array_equal(order[within].ravel(), np.arange(number * size, (number + 1) * size))
+            assert np.array_equal(order[within].ravel(), np.arange(place * size, (place + 1) * size))
         touched += numbers
     expected = [n for n in range(stack.chunks_per_object) if intersects(_zarr.chunk_box(stack, index, n), part)]
-    assert touched == expected
+    assert sorted(touched) == expected
 
 
 def intersects(chunk: Box | None, part: Box) -> bool:

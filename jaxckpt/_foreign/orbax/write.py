@@ -27,7 +27,8 @@ from jaxckpt._foreign.orbax.records import (
     TREE_FILE,
     path_of,
 )
-from jaxckpt._format.grid import Box, Spec, chunk_shape, extent
+from jaxckpt._format.chunking import cut_to
+from jaxckpt._format.grid import Box, Spec, extent
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
 from jaxckpt._format.tree import Container, Structure, keys_of
@@ -239,8 +240,7 @@ def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) 
     if mesh is not None and np.prod(cell) * data.dtype.itemsize > options.object_bytes:
         for dim, axes in enumerate(spec):
             cell[dim] //= int(np.prod([mesh.axes[axis] for axis in axes]))
-    free = [side == whole for side, whole in zip(cell, data.shape, strict=True)]
-    return chunk_shape(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), free)
+    return cut_to(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), data.shape)
 
 
 def _padded(data: Data, box: Box, chunk: tuple[int, ...]) -> Array:
