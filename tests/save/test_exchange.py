@@ -22,7 +22,8 @@ for name, dtype in DTYPES.items():
     host = (raw % 2).astype(dtype) if small else (raw % 16).view(dtype) if "float4" in name else raw.view(dtype)
     for spec in (P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")):
         array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
-        for box in (((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))):
+        boxes = ((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))
+        for box in boxes if spec == P("a", "b") else boxes[:1]:
             with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # whatever the caller has set
                 got = box_everywhere(array, box)
             wanted = host[tuple(slice(*side) for side in box)]
