@@ -36,8 +36,8 @@ tpu: $(READY_FOR_TPU)
 
 # The machine has no network and brings its own JAX: what it lacks comes from a folder of wheels.
 gpu:
-	$(if $(GPU_WHEELS),python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/jaxckpt-gpu $(GPU_WHEELS)/*.whl)
-	PYTHONPATH=$(if $(GPU_WHEELS),/tmp/jaxckpt-gpu:)$(CURDIR) timeout 480 python3 benchmarks/gpu.py $(ARGS)
+	$(if $(GPU_WHEELS),$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/jaxckpt-gpu $(GPU_WHEELS)/*.whl)
+	PYTHONPATH=$(if $(GPU_WHEELS),/tmp/jaxckpt-gpu:)$(CURDIR) timeout 480 $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600

@@ -1,7 +1,7 @@
 """Compiles every program that the library starts on devices, for TPUs that are not here, with libtpu's compiler.
 
-    python tests/tpu_aot/programs.py v5e:2x4 v5e:16x16          a table in Markdown
-    python tests/tpu_aot/programs.py v5e:2x4 --json             one JSON object a line, as the tests read it
+python tests/tpu_aot/programs.py v5e:2x4 v5e:16x16          a table in Markdown
+python tests/tpu_aot/programs.py v5e:2x4 --json             one JSON object a line, as the tests read it
 """
 
 from __future__ import annotations
@@ -149,14 +149,25 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if not asked.json:
-        print("| Program | Dtype | Topology | Compiles | Collectives | Largest argument | Temporary | Aliased | Seconds |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        heads = (
+            "Program",
+            "Dtype",
+            "Topology",
+            "Compiles",
+            "Collectives",
+            "Largest argument",
+            "Temporary",
+            "Aliased",
+            "s",
+        )
+        print("|", " | ".join(heads), "|\n|", " | ".join(["---"] * len(heads)), "|")
     for topology in asked.topologies:
         for one in compiled(topology):
             if asked.json:
                 print(json.dumps(asdict(one)), flush=True)
                 continue
-            cells = [one.program, one.dtype, one.topology, one.problem[:60] or "yes", " ".join(one.collectives) or "none"]
+            cells = [one.program, one.dtype, one.topology, one.problem[:60] or "yes"]
+            cells.append(" ".join(one.collectives) or "none")
             sizes = [f"{n / 1024:,.0f} KiB" for n in (one.local_bytes, one.temporary_bytes, one.aliased_bytes)]
             print("|", " | ".join([*cells, *sizes, f"{one.seconds:.1f}"]), "|", flush=True)
 
