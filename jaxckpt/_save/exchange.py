@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt._format.grid import Box, extent, spec_of
+from jaxckpt._format.layouts import memory_kind
 
 try:
     from jax import enable_x64
@@ -75,6 +76,8 @@ def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
             found.append((begun, jnp.clip(begun, 0, max(0, x.shape[dim] - side))))
         # Cut before anything is computed: XLA would make a second array as large as the device's whole piece.
         part = lax.dynamic_slice(x, [first for _, first in found], list(map(min, x.shape, sides)))
+        if memory_kind(sharding) is not None and hasattr(jax, "memory"):  # before jax 0.7.1 no operation asks for it
+            part = jax.device_put(part, jax.memory.Space.Device)
         bits = _as_bits(part)
         for dim, (side, (begun, first)) in enumerate(zip(sides, found, strict=True)):
             wanted = begun - first + jnp.arange(side, dtype=starts.dtype)
