@@ -21,6 +21,7 @@ from jaxckpt._format.layouts import PlannedSharding, Specs, addressable_boxes, m
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, decode_value, show
+from jaxckpt._restore.blocks import carrier, come_as_blocks, place_rows
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
 from jaxckpt._restore.source import Location, Source, source_at
@@ -348,6 +349,7 @@ class _Leaves:
         hosts: list[Array] = []
         targets: list[Any] = []
         pieces: list[tuple[list[int], Goal, int]] = []
+        blocks: list[Any] = []
         for run, found in zip(step.runs, buffers, strict=True):
             for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
                 leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
@@ -356,12 +358,18 @@ class _Leaves:
                     for row, leaf in enumerate(leaves, begun):
                         self._finish_streamed(leaf, goal, step.stack, row, len(run.boxes))
                     continue
-                rows = [_rows(buffer[begun - run.rows[0] : ended - run.rows[0]]) for buffer in found]
+                parts = [buffer[begun - run.rows[0] : ended - run.rows[0]] for buffer in found]
+                rows = list(map(_rows, parts))
                 if goal.kind == "numpy":
                     self._values.update(zip(leaves, rows[0], strict=True))
                 elif goal.kind not in ("jax", "key"):
                     for leaf, view in zip(leaves, rows[0], strict=True):
                         self._values[leaf] = on_host(view, goal, self._manifest.leaves[leaf].path)
+                elif come_as_blocks(goal.sharding, parts):
+                    made = place_rows(parts, goal.sharding, None if home.whole else home.devices)
+                    for leaf, arrays in zip(leaves, made, strict=True):
+                        self._finish(leaf, goal, step.stack, arrays)
+                        blocks.extend(arrays)
                 elif home.whole:
                     hosts.extend(rows[0])
                     targets.extend([goal.sharding] * len(leaves))
@@ -381,7 +389,7 @@ class _Leaves:
             else:
                 for leaf in leaves:
                     self._finish(leaf, goal, step.stack, list(itertools.islice(rest, count)))
-        return placed
+        return [*placed, *blocks]
 
     def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: int) -> None:
         """A leaf whose boxes were gathered on the devices."""
@@ -402,7 +410,7 @@ class _Leaves:
             if part[1:] == box:
                 placed = jax.device_put([piece] * len(devices), list(devices))
             else:
-                piece = piece.view(_carrier(piece.dtype))
+                piece = piece.view(carrier(piece.dtype))
                 if key not in self._parts:
                     self._parts[key] = [jnp.zeros(extent(box), piece.dtype, device=device) for device in devices]
                 starts = tuple(start - origin for (start, _), (origin, _) in zip(part[1:], box, strict=True))
@@ -453,13 +461,6 @@ class _Leaves:
 def _rows(buffer: Array) -> Sequence[Array]:
     """Its rows, which are arrays even where they are scalars."""
     return list(buffer) if buffer.ndim > 1 else [buffer[row, ...] for row in range(len(buffer))]
-
-
-def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype as which parts are put together on a device: programs may alter NaNs of small floats (CPU)."""
-    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
-        return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
-    return dtype
 
 
 def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:

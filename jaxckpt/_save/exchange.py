@@ -36,10 +36,11 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 @contextlib.contextmanager
-def moving_bits(mesh: Mesh) -> Generator[None]:
-    """For calls of JAX that move data: on the mesh where it lies, whichever the caller has set, and without judging
-    its numbers or narrowing them, as the caller may have asked of JAX for its own."""
-    with set_mesh(mesh), enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+def moving_bits(mesh: Mesh | None) -> Generator[None]:
+    """For calls of JAX that move data: on the mesh where the data is, if any, whichever mesh the caller has set. JAX
+    neither checks the numbers nor narrows them, even if the caller has asked for that."""
+    on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
+    with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 

@@ -274,7 +274,7 @@ def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple
 def _stackable(values: Sequence[Value]) -> bool:
     """Whether jitted calls should stack these leaves: CPU devices are done sooner so, others with fewer transfers."""
     first = values[0]
-    if not isinstance(first, jax.Array) or not isinstance(first.sharding, NamedSharding):
+    if not isinstance(first, jax.Array) or not isinstance(first.sharding, (NamedSharding, SingleDeviceSharding)):
         return False
     pieces = len(values) * len(_held(first))
     if lies_in_host_memory(first):
@@ -285,14 +285,19 @@ def _stackable(values: Sequence[Value]) -> bool:
     return (
         fitting
         and first.dtype.name not in ("int2", "uint2")  # XLA's compiler for CPUs aborts
-        and not getattr(first.sharding.spec, "reduced", None)
-        and all(value.sharding == first.sharding and value.committed for value in values)
+        and not getattr(getattr(first.sharding, "spec", None), "reduced", None)
+        and all(value.sharding == first.sharding and value.committed == first.committed for value in values)
     )
 
 
 def _stacks_whole(value: jax.Array) -> bool:
     """Whether leaves like this are stacked as they are: all their devices are this process's, few are replicas."""
-    return value.is_fully_addressable and len(value.sharding.device_set) <= len(_held(value)) * STACK_REPLICAS
+    return (
+        isinstance(value.sharding, NamedSharding)
+        and value.committed
+        and value.is_fully_addressable
+        and len(value.sharding.device_set) <= len(_held(value)) * STACK_REPLICAS
+    )
 
 
 def _stacked(obj: Object, values: Sequence[Any]) -> Staged:
@@ -319,7 +324,7 @@ def _stacked(obj: Object, values: Sequence[Any]) -> Staged:
 
 
 @functools.lru_cache(maxsize=256)
-def _own_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def _own_sharding(sharding: Sharding, shape: tuple[int, ...]) -> NamedSharding:
     """A layout of the boxes that this process has, each once: on its own devices, one after the other."""
     devices = [device for device, _ in addressable_boxes(sharding, shape)]
     mesh = Mesh(np.array([devices[number] for _, number in _held_boxes(sharding, shape)]), ("own",))

@@ -27,6 +27,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxckpt._restore import blocks
 from jaxckpt._restore import restore as placing
 from jaxckpt._save import exchange, staging
 
@@ -88,19 +89,30 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
     for name in dtypes:
         dtype = jnp.dtype(name)
         yield "exchange", name, exchange.cutter(split, BOX), [abstract(LARGE, dtype, split), abstract((2,), np.int32)]
+    pinned = split.with_memory_kind("pinned_host")
+    yield (
+        "exchange from pinned_host",
+        "float32",
+        exchange.cutter(pinned, BOX),
+        [
+            abstract(LARGE, np.float32, pinned),
+            abstract((2,), np.int32),
+        ],
+    )
     objects = exchange.cutter(split, OBJECT)
     yield "exchange of an object", "float32", objects, [abstract(LARGE, np.float32, split), abstract((2,), np.int32)]
     for name in ("float32", "bfloat16"):
         dtype = jnp.dtype(name)
-        rows = [abstract(SMALL, dtype, split)] * staging.STACK_ROWS
         along = NamedSharding(mesh, P(None, *spec))
-        yield "stack", name, staging._stack(along), [rows]
+        yield "stack", name, staging._stack(along), [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS]
+        block = abstract((blocks.BLOCK_ROWS, *SMALL), blocks.carrier(np.dtype(dtype)), along)
+        yield "split", name, blocks.splitter(split, np.dtype(dtype)), [block]
         part = tuple(side // n for side, n in zip(LARGE, mesh.devices.shape, strict=True))
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which copies without a program where it can; this is the program where not.
         copy = jax.jit(lambda x: x, out_shardings=pinned)
         yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
-        carrier = placing._carrier(np.dtype(dtype))
+        carrier = blocks.carrier(np.dtype(dtype))
         starts = tuple(abstract((), np.int32) for _ in part)
         piece = abstract((8, part[1]), carrier, own)
         yield "streaming update", name, placing._update, [abstract(part, carrier, own), piece, starts]
@@ -112,7 +124,9 @@ def compiled(topology: str) -> Iterator[Compiled]:
     mesh = Mesh(np.array(devices).reshape(MESHES[topology]), ("a", "b"))
     for name, dtype, program, arguments in programs(mesh, MOVED if len(devices) == 8 else MOVED_FAR):
         begun = time.perf_counter()
-        on_mesh = exchange.moving_bits(mesh) if name.startswith(("exchange", "stack")) else contextlib.nullcontext()
+        on_mesh = (
+            exchange.moving_bits(mesh) if name.startswith(("exchange", "stack", "split")) else contextlib.nullcontext()
+        )
         try:
             with on_mesh:
                 made = program.lower(*arguments).compile()

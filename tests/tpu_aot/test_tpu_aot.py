@@ -41,7 +41,8 @@ def compiled(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 def test_every_program_compiles_and_needs_little_memory(compiled: list[dict[str, Any]]) -> None:
     names = {one["program"] for one in compiled}
-    assert names >= {"exchange", "stack", "copy to pinned_host", "streaming update", "streaming bitcast"}
+    assert names >= {"exchange", "exchange from pinned_host", "exchange of an object", "stack", "split"}
+    assert names >= {"copy to pinned_host", "streaming update", "streaming bitcast"}
     for one in compiled:
         what = f"{one['program']} of {one['dtype']} on {one['topology']}"
         assert not one["problem"], f"{what}: {one['problem']}"
@@ -57,7 +58,7 @@ def _most_temporary_bytes(one: dict[str, Any]) -> int:
     if one["program"] == "exchange" and one["dtype"] in ("complex64", "int64"):
         # TPUs keep these as two arrays. XLA splits the device's whole piece before it reads any of it.
         return one["local_bytes"] // 2 + MIB
-    return 256 * KIB
+    return 512 * KIB
 
 
 def test_copies_to_the_host_land_there(compiled: list[dict[str, Any]]) -> None:
