@@ -39,6 +39,8 @@ from orbax.checkpoint.experimental import v1
 
 import jaxckpt
 from jaxckpt._format.tree import DTYPES
+from jaxckpt._restore import blocks
+from jaxckpt._save import staging
 from jaxckpt._storage.store import aligned_empty
 
 BUDGET_SECONDS = 440.0
@@ -350,6 +352,29 @@ def beside_orbax(large: bool, folder: Path, sizes: Sizes) -> Results:
     return {"bytes": n_bytes, "leaves": leaves, "step_alone_ms": statistics.median(training.alone_ms), **summary}
 
 
+def blocks_or_one_by_one(folder: Path, sizes: Sizes) -> Results:
+    """Small leaves stacked for their transfers and not, in turn: what SEND_PIECES and BLOCK_PIECES should be."""
+    usual = staging.SEND_PIECES, blocks.BLOCK_PIECES
+    found: Results = {}
+    for leaves in (sizes.small_leaves // 4, sizes.small_leaves):
+        laps: dict[str, list[float]] = {}
+        for turn in range(2 * sizes.rounds):
+            # A shape that no other part of this run has: the first turn compiles, as it does in a training job.
+            tree = {name: leaf[:-1] for name, leaf in state(leaves, max(8192, sizes.small)).items()}
+            jax.block_until_ready(tree)
+            kind = "one_by_one" if turn % 2 else "blocks"
+            staging.SEND_PIECES = blocks.BLOCK_PIECES = 1 << 30 if turn % 2 else 64
+            begun = time.perf_counter()
+            pending = jaxckpt.save_async(folder / "c", tree, overwrite=True)
+            laps.setdefault(f"{kind}_save_async_returns_s", []).append(round(time.perf_counter() - begun, 4))
+            pending.wait()
+            seconds = timed(lambda: jaxckpt.restore(folder / "c"))[0]
+            laps.setdefault(f"{kind}_restore_s", []).append(round(seconds, 4))
+        found[f"{leaves} leaves, first and later turns"] = laps
+    staging.SEND_PIECES, blocks.BLOCK_PIECES = usual
+    return found
+
+
 def one_trace(out: Path, folder: Path, sizes: Sizes) -> Results:
     """A trace of one save_async with steps behind it: whether copies and steps overlap can be seen in it."""
     tree = jax.block_until_ready(state(sizes.large_leaves, sizes.large // sizes.large_leaves // 4))
@@ -402,6 +427,7 @@ def main() -> int:
         ("the link alone", False, disk, link),
         ("many small leaves, /dev/shm", False, memory, functools.partial(beside_orbax, False)),
         ("large leaves, /dev/shm", False, memory, functools.partial(beside_orbax, True)),
+        ("blocks or one by one", False, memory, blocks_or_one_by_one),
         ("trace of save_async", False, memory, functools.partial(one_trace, asked.out)),
     ]
     if not asked.smoke:

@@ -24,7 +24,7 @@ path = args[0]  # noqa: F821
 # Processes hold columns here, and each box of rows lies in both.
 mesh = jax.make_mesh((2, 2), ("a", "b"))
 hosts = [np.random.default_rng(number).integers(0, 1 << 16, (8, 4), np.uint16) for number in range(300)]
-for number, spec in enumerate((P("a", "b"), P("b"), P(None, ("b", "a")), P())):
+for number, spec in enumerate((P("a", "b"), P(), P(None, ("b", "a")))):
     sharding = NamedSharding(mesh, spec)
     tree = [
         jax.make_array_from_callback(
