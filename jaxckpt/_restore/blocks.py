@@ -34,7 +34,7 @@ BLOCK_LEAF_BYTES = 1 << 20
 """Leaves as large as this are placed one by one."""
 
 
-def come_as_blocks(sharding: Sharding | None, buffers: Sequence[Array]) -> bool:
+def come_as_blocks(sharding: Any, buffers: Sequence[Array]) -> bool:
     """Whether the rows of these buffers, one for each box that is wanted, go to the devices as blocks."""
     if not (sharding is None or isinstance(sharding, (NamedSharding, SingleDeviceSharding))):
         return False
@@ -62,9 +62,7 @@ def has_own_memory(sharding: Sharding | None) -> bool:
     return next(iter(devices)).platform != "cpu"
 
 
-def place_rows(
-    buffers: Sequence[Array], sharding: Sharding | None, devices: Sequence[Sequence[Any]] | None
-) -> list[list[Any]]:
+def place_rows(buffers: Sequence[Array], sharding: Any, devices: Sequence[Sequence[Any]] | None) -> list[list[Any]]:
     """For each row the array with this sharding; or, with `devices`, its parts on those that want each buffer's box."""
     if devices is None:
         return [[row] for row in _whole_rows(buffers[0], sharding)]
@@ -120,7 +118,7 @@ def _blocks(buffer: Array) -> list[Array]:
 
 def _split(blocks: Sequence[Any], sharding: Sharding | None, dtype: np.dtype[Any]) -> list[Any]:
     """The rows of blocks that lie on devices."""
-    mesh = None
+    mesh: Any = None
     if sharding is not None:
         mesh = (
             sharding.mesh
