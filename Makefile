@@ -5,6 +5,8 @@
 #   make test-fast
 #                the tests that start no child process, server or browser, and take no seconds; on one core
 #   make check   lint, types, docs, examples; as many at a time as there are cores (JOBS)
+#   make tpu     compile every device program for TPUs, without one; a minute, and 137 MB to download
+#   make gpu     on a machine with a GPU: correctness, then figures, within 8 minutes; see docs/accelerators.md
 #   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
 #   make bench   saving and restoring beside Orbax, PyTorch DCP, safetensors and one plain file; hours; ARGS=--quick
@@ -20,10 +22,11 @@ BIN := .venv/bin
 READY_FOR_DEMO := .venv/ready-for-demo-$(VERSION)
 READY := .venv/ready-$(VERSION)
 READY_TO_BENCH := .venv/ready-to-bench-$(VERSION)
+READY_FOR_TPU := .venv/ready-for-tpu-$(VERSION)
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-fast check faults bench clean
+.PHONY: demo test test-fast check tpu gpu faults bench clean
 
 demo: $(READY_FOR_DEMO)
 	$(BIN)/python examples/train_reshard_serve.py
@@ -35,6 +38,14 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not child and not fault and not slow"
+
+tpu: $(READY_FOR_TPU)
+	$(BIN)/python -m pytest tests/tpu_aot
+
+# The machine has no network and brings its own JAX: what it lacks comes from a folder of wheels.
+gpu:
+	$(if $(GPU_WHEELS),$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/jaxckpt-gpu $(GPU_WHEELS)/*.whl)
+	PYTHONPATH=$(if $(GPU_WHEELS),/tmp/jaxckpt-gpu:)$(CURDIR) timeout 480 $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600
@@ -92,6 +103,10 @@ $(READY): pyproject.toml requirements-dev.lock
 	$(environment)
 	$(INSTALL) '.[dev,docs]'
 	touch $(READY_FOR_DEMO) $(READY)
+
+$(READY_FOR_TPU): $(READY)
+	$(INSTALL) '.[tpu]'
+	touch $(READY_FOR_TPU)
 
 $(READY_TO_BENCH): $(READY)
 	$(INSTALL) '.[bench]'

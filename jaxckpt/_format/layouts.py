@@ -152,7 +152,8 @@ class LayoutTable:
 def memory_kind(sharding: Sharding) -> str | None:
     """The kind of memory that a sharding puts arrays in; None where it is its devices' own."""
     kind = sharding.memory_kind
-    default = next(iter(sharding.device_set)).default_memory().kind
+    # On TPUs only a process's own devices can say what their memory is.
+    default = next(iter(sharding.addressable_devices or sharding.device_set)).default_memory().kind
     return None if kind == default else kind
 
 

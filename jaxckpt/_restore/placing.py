@@ -21,6 +21,7 @@ from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
+from jaxckpt._restore.blocks import carrier, come_as_blocks, place_rows
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
@@ -206,6 +207,7 @@ class _Leaves:
         hosts: list[Array] = []
         targets: list[Any] = []
         pieces: list[tuple[list[int], Goal, int]] = []
+        blocks: list[Any] = []
         for run, filled in zip(step.runs, buffers, strict=True):
             for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
                 leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
@@ -214,12 +216,18 @@ class _Leaves:
                     for row, leaf in enumerate(leaves, begun):
                         self._finish_streamed(leaf, goal, step.stack, row, len(run.boxes))
                     continue
-                rows = [_rows(buffer[begun - run.rows[0] : ended - run.rows[0]]) for buffer in filled]
+                parts = [buffer[begun - run.rows[0] : ended - run.rows[0]] for buffer in filled]
+                rows = list(map(_rows, parts))
                 if goal.kind == "numpy":
                     self._values.update(zip(leaves, rows[0], strict=True))
                 elif not goal.on_devices:
                     for leaf, view in zip(leaves, rows[0], strict=True):
                         self._values[leaf] = on_host(view, goal.kind, self._manifest.leaves[leaf].path)
+                elif come_as_blocks(goal.sharding, parts):
+                    devices = None if destination.whole else destination.devices
+                    for leaf, arrays in zip(leaves, place_rows(parts, goal.sharding, devices), strict=True):
+                        self._finish(leaf, goal, step.stack, arrays)
+                        blocks.extend(arrays)
                 elif destination.whole:
                     hosts.extend(rows[0])
                     targets.extend([goal.sharding] * len(leaves))
@@ -239,7 +247,7 @@ class _Leaves:
             else:
                 for leaf in leaves:
                     self._finish(leaf, goal, step.stack, list(itertools.islice(rest, count)))
-        return placed
+        return [*placed, *blocks]
 
     def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: int) -> None:
         """A leaf whose boxes were gathered on the devices."""
@@ -260,7 +268,7 @@ class _Leaves:
             if part[1:] == box:
                 placed = jax.device_put([piece] * len(devices), list(devices))
             else:
-                piece = piece.view(_carrier(piece.dtype))
+                piece = piece.view(carrier(piece.dtype))
                 if key not in self._parts:
                     self._parts[key] = [jnp.zeros(extent(box), piece.dtype, device=device) for device in devices]
                 starts = tuple(start - origin for (start, _), (origin, _) in zip(part[1:], box, strict=True))
@@ -311,13 +319,6 @@ class _Leaves:
 def _rows(buffer: Array) -> Sequence[Array]:
     """Its rows, which are arrays even where they are scalars."""
     return list(buffer) if buffer.ndim > 1 else [buffer[row, ...] for row in range(len(buffer))]
-
-
-def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype as which parts are put together on a device: programs may alter NaNs of small floats (CPU)."""
-    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
-        return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
-    return dtype
 
 
 def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:

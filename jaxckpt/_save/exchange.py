@@ -1,8 +1,10 @@
 """Data that no process holds whole, brought to all of them: one box of a leaf at a time.
 
-JAX moves data between processes only within a jitted call that all of them make. Each device gives what it holds of
-the box, zeros for the rest, and the bits are added up over the mesh: so a device holds no more than the box, where
-replicating the leaf, or slicing it with XLA's partitioner, would put all of it on every device.
+JAX moves data between processes only within a jitted call that all of them make. Each device contributes the part of
+the box that it holds, and zeros for the rest; the bits are added up over the mesh. So a device needs memory for the
+box only. To replicate the leaf, or to slice it with XLA's partitioner, would need memory for the whole leaf on every
+device. One exception: TPUs keep numbers of 8 bytes as two arrays, and a program that reads them splits the device's
+whole piece first.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt._format.grid import Box, extent, spec_of
+from jaxckpt._format.layouts import memory_kind
 
 try:
     from jax import enable_x64
@@ -33,10 +36,11 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 @contextlib.contextmanager
-def moving_bits(mesh: Mesh) -> Generator[None]:
-    """For calls of JAX that move data: on the mesh where it lies, whichever the caller has set, and without judging
-    its numbers or narrowing them, as the caller may have asked of JAX for its own."""
-    with set_mesh(mesh), enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+def moving_bits(mesh: Mesh | None) -> Generator[None]:
+    """For calls of JAX that move data: on the mesh where the data is, if any, whichever mesh the caller has set. JAX
+    neither checks the numbers nor narrows them, even if the caller has asked for that."""
+    on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
+    with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
@@ -47,28 +51,39 @@ def box_everywhere(value: jax.Array, box: Box) -> jax.Array:
     """
     sharding: Any = value.sharding
     with moving_bits(sharding.mesh):
-        starts = np.array([start for start, _ in box], np.int64)
-        return jax.block_until_ready(_cutter(sharding, extent(box))(value, starts))
+        # Accelerators compute 64-bit indices in pairs of 32 bits, which costs them memory.
+        wide = max(value.shape, default=0) >= 1 << 31
+        starts = np.array([start for start, _ in box], np.int64 if wide else np.int32)
+        return jax.block_until_ready(cutter(sharding, extent(box))(value, starts))
 
 
 @functools.lru_cache(maxsize=256)
-def _cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
+def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
+    """The jitted (array, starts) → the box of these sides, whole on every device."""
     mesh = sharding.mesh
     spec = spec_of(sharding.spec)
     split = {axis for entry in spec for axis in entry}
 
     def own_part(x: Any, starts: Any) -> Any:
-        bits = _as_bits(x)
         mine = functools.reduce(
             jnp.logical_and, (lax.axis_index(a) == 0 for a in mesh.axis_names if a not in split), True
         )
+        found: list[tuple[Any, Any]] = []
         for dim, side in enumerate(sides):
             index = 0
             for axis in spec[dim] if dim < len(spec) else ():
                 index = index * mesh.shape[axis] + lax.axis_index(axis)
-            wanted = starts[dim] + jnp.arange(side) - index * x.shape[dim]
-            bits = jnp.take(bits, jnp.clip(wanted, 0, max(0, x.shape[dim] - 1)), axis=dim)
-            here = (wanted >= 0) & (wanted < x.shape[dim])
+            begun = starts[dim] - index * x.shape[dim]
+            found.append((begun, jnp.clip(begun, 0, max(0, x.shape[dim] - side))))
+        # Cut before anything is computed: XLA would make a second array as large as the device's whole piece.
+        part = lax.dynamic_slice(x, [first for _, first in found], list(map(min, x.shape, sides)))
+        if memory_kind(sharding) is not None and hasattr(jax, "memory"):  # before jax 0.7.1 no operation asks for it
+            part = jax.device_put(part, jax.memory.Space.Device)
+        bits = _as_bits(part)
+        for dim, (side, (begun, first)) in enumerate(zip(sides, found, strict=True)):
+            wanted = begun - first + jnp.arange(side, dtype=starts.dtype)
+            bits = jnp.take(bits, jnp.clip(wanted, 0, max(0, part.shape[dim] - 1)), axis=dim)
+            here = (wanted >= 0) & (wanted < part.shape[dim])
             mine = mine & here.reshape([side if d == dim else 1 for d in range(len(sides))])
         mine = jnp.reshape(mine, (*jnp.shape(mine), *([1] * (bits.ndim - jnp.ndim(mine)))))
         return _from_bits(lax.psum(jnp.where(mine, bits, 0), mesh.axis_names), x.dtype)

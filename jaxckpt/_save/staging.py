@@ -7,7 +7,8 @@ objects. Held, it is safe from whatever the caller does to the leaves next:
 - JAX on CPU: a NumPy view of a shard makes XLA copy instead of reusing the memory when the array is donated, and
   outlives `delete()`. Nothing is copied, but taking a view costs about 5 µs; so where an object packs hundreds of
   pieces they are stacked by one jitted call, which costs 1 µs each to start and copies in XLA's own threads.
-- other devices: the copies are queued on the device before anything that the caller starts later.
+- other devices: the copies are queued on the device before anything that the caller starts later. Many small leaves
+  are stacked on the devices first, so that there is one transfer for 32 of them.
 - NumPy: copied, since anyone may write to it.
 """
 
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._format.grid import Box, contains, extent, intersection, volume, whole, within
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
@@ -34,15 +35,23 @@ from jaxckpt._save.exchange import box_everywhere, moving_bits
 from jaxckpt._save.plan import Object, SavePlan
 
 STACK_PIECES = 512
-"""An object of at least so many pieces is stacked by jitted calls: compiling one for its shape takes some 80 ms, which
-views of fewer pieces never cost. Measured: 16,000 pieces of 2,000 leaves took 100 ms as views, 15 ms stacked."""
+"""On CPU devices, an object of at least so many pieces is stacked by jitted calls: compiling one for its shape takes
+some 80 ms, which views of fewer pieces never cost. Measured: 16,000 pieces of 2,000 leaves took 100 ms as views, 15 ms
+stacked."""
 
 STACK_ROWS = 128
 """Leaves of one call. Compiling it takes 75 ms for 128 of them, 0.8 s for 1,024, 13 s for 4,096; the call itself 4.5 µs
 a leaf for 128, 3.4 µs for more."""
 
 STACK_REPLICAS = 2
-"""But not where JAX would stack more copies than this in the process, one for each replica."""
+"""But not if JAX would stack more copies than this in the process, one for each replica."""
+
+SEND_PIECES = 128
+"""On devices with memory of their own, an object of at least so many pieces is stacked: each piece sent alone costs a
+transfer. Not measured yet: benchmarks/gpu.py compares."""
+
+SEND_ROWS = 32
+"""Leaves of one call on such devices. XLA's compiler for TPUs takes 0.5 s of CPU for it, 1.5 to 3 s for 128 leaves."""
 
 Index = tuple[slice | int, ...]
 
@@ -129,13 +138,16 @@ def _exchanged(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.A
     return [box_everywhere(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
 
 
-Source = tuple[Value, Box]
-"""An array, and what its region is of the stack: with rows first where the region has none."""
+Held = tuple[tuple[Box, int], ...]
+"""Each distinct box that this process has of an array, with the number by which `addressable_data` knows it."""
+
+Source = tuple[Value, Held, Box]
+"""An array, what this process has of it, and its region of the stack: rows first, also if the region has none."""
 
 
 def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
     """One array for each row of an object."""
-    return ((value, ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0]))
+    return ((value, _held(value), ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0]))
 
 
 def _pieces(
@@ -143,16 +155,16 @@ def _pieces(
 ) -> Staged:
     """An object from one region of each source, which is `group_rows` rows of it."""
 
-    def alike(source: Source) -> tuple[Way, tuple[tuple[Box, int], ...], Box]:
-        value, place = source
-        return _way(value, hold), _held(value), place[len(place) - len(region) :]
+    def alike(source: Source) -> tuple[Way, Held, Box]:
+        value, held, place = source
+        return _way(value, hold), held, place[len(place) - len(region) :]
 
     groups: list[Group] = []
     sent: list[Group] = []
     copied = 0
     for (way, held, rest), run in itertools.groupby(sources, alike):
         cuts = [(_moved(common, region, rest), here, number) for common, here, number in _cuts(held, region)]
-        for value, place in run:
+        for value, _, place in run:
             lead = place[: len(place) - len(region)]
             group: Group = [((*lead, *box), *_taken(value, number, here, way)) for box, here, number in cuts]
             groups.append(group)
@@ -231,15 +243,14 @@ def _on_cpu(sharding: Sharding) -> bool:
 # Pieces ---------------------------------------------------------------------------------------------------
 
 
-def _held(value: Value) -> tuple[tuple[Box, int], ...]:
-    """Each distinct box of a leaf in this process, with the number by which `addressable_data` knows it."""
+def _held(value: Value) -> Held:
     if isinstance(value, jax.Array):
         return _held_boxes(value.sharding, value.shape)
     return ((whole(value.shape), 0),)
 
 
 @functools.lru_cache(maxsize=4096)
-def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, int], ...]:
+def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Held:
     numbers: dict[Box, int] = {}
     for number, (_, box) in enumerate(addressable_boxes(sharding, shape)):
         numbers.setdefault(box, number)
@@ -261,34 +272,71 @@ def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple
 
 
 def _stackable(values: Sequence[Value]) -> bool:
-    """Whether one jitted call stacks these leaves sooner than they can be looked at one by one."""
+    """Whether jitted calls should stack these leaves: CPU devices are done sooner so, others with fewer transfers."""
     first = values[0]
-    if not isinstance(first, jax.Array) or not isinstance(first.sharding, NamedSharding):
+    if not isinstance(first, jax.Array) or not isinstance(first.sharding, (NamedSharding, SingleDeviceSharding)):
         return False
-    boxes, places = len(_held(first)), len(first.sharding.device_set)
+    pieces = len(values) * len(_held(first))
+    if lies_in_host_memory(first):
+        fitting = pieces >= STACK_PIECES and _stacks_whole(first)
+    else:
+        # XLA's compiler for TPUs aborts the process if it is to stack what lies in the host's memory.
+        fitting = pieces >= SEND_PIECES and memory_kind(first.sharding) is None
     return (
-        len(values) * boxes >= STACK_PIECES
-        and places <= boxes * STACK_REPLICAS
+        fitting
         and first.dtype.name not in ("int2", "uint2")  # XLA's compiler for CPUs aborts
-        and not getattr(first.sharding.spec, "reduced", None)
-        and first.is_fully_addressable  # with other processes, all would have to make the same calls
-        and all(value.sharding == first.sharding and value.committed for value in values)
+        and not getattr(getattr(first.sharding, "spec", None), "reduced", None)
+        and all(value.sharding == first.sharding and value.committed == first.committed for value in values)
     )
 
 
-def _stacked(obj: Object, values: Sequence[Value]) -> Staged:
+def _stacks_whole(value: jax.Array) -> bool:
+    """Whether leaves like this are stacked as they are: all their devices are this process's, few are replicas."""
+    return (
+        isinstance(value.sharding, NamedSharding)
+        and value.committed
+        and value.is_fully_addressable
+        and len(value.sharding.device_set) <= len(_held(value)) * STACK_REPLICAS
+    )
+
+
+def _stacked(obj: Object, values: Sequence[Any]) -> Staged:
     """An object of packed rows, its leaves stacked on the devices where they lie."""
-    sharding = values[0].sharding
+    first: jax.Array = values[0]
+    held = _held(first)
+    rows = STACK_ROWS if lies_in_host_memory(first) else SEND_ROWS
+    own = None if _stacks_whole(first) else _own_sharding(first.sharding, first.shape)
+    sharding: Any = own or first.sharding
     along = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
+    numbers = range(len(held)) if own else [number for _, number in held]
+    stacked_held = tuple((((0, rows), *box), number) for (box, _), number in zip(held, numbers, strict=True))
     begun = obj.box[0][0]
     sources: list[Source] = []
-    for first in range(0, len(values), STACK_ROWS):
-        leaves = values[first : first + STACK_ROWS]
+    for start in range(0, len(values), rows):
+        leaves = values[start : start + rows]
+        if own:
+            leaves = [_own_part(value, held, own) for value in leaves]
         with moving_bits(sharding.mesh):
             # Filled up with the last one, so that there is one program.
-            stacked = _stack(along)([*leaves, *[leaves[-1]] * (STACK_ROWS - len(leaves))])
-        sources.append((stacked, ((begun + first, begun + first + STACK_ROWS), *obj.box[1:])))
-    return _pieces(obj, ((0, STACK_ROWS), *obj.box[1:]), sources, STACK_ROWS, values[0].dtype, None)
+            stacked = _stack(along)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
+        sources.append((stacked, stacked_held, ((begun + start, begun + start + rows), *obj.box[1:])))
+    return _pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, first.dtype, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _own_sharding(sharding: Sharding, shape: tuple[int, ...]) -> NamedSharding:
+    """A layout of the boxes that this process has, each once: on its own devices, one after the other."""
+    devices = [device for device, _ in addressable_boxes(sharding, shape)]
+    mesh = Mesh(np.array([devices[number] for _, number in _held_boxes(sharding, shape)]), ("own",))
+    return NamedSharding(mesh, PartitionSpec(*["own"] * bool(shape)))
+
+
+def _own_part(value: jax.Array, held: Held, own: NamedSharding) -> jax.Array:
+    """What this process has of a leaf, as an array of its own: other processes make no such calls."""
+    parts = [value.addressable_data(number) for _, number in held]
+    shape = parts[0].shape
+    joined = (len(parts) * shape[0], *shape[1:]) if shape else ()
+    return jax.make_array_from_single_device_arrays(joined, own, parts)
 
 
 @functools.lru_cache(maxsize=256)

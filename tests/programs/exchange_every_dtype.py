@@ -40,6 +40,12 @@ for name, dtype in DTYPES.items():
             assert np.asarray(shard.data).tobytes() == wanted.tobytes(), (name, spec, box)
             compared += 1
 jax.config.update("jax_enable_x64", False)
+for memory in ("pinned_host", "unpinned_host"):  # programs do not compute with what is there
+    host = np.arange(96, dtype=np.float32).reshape(8, 12)
+    sharding = NamedSharding(mesh, P("a", "b"), memory_kind=memory)
+    array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    got = box_everywhere(array, ((1, 7), (3, 9)))
+    assert (np.asarray(got.addressable_data(0)) == host[1:7, 3:9]).all(), memory
 scalar = jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(-0.0))
 assert np.signbit(np.asarray(box_everywhere(scalar, ()).addressable_data(0)))
 print(compared)

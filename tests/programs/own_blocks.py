@@ -1,0 +1,44 @@
+"""Started by run_processes: many small leaves over the devices of several processes, saved and restored as blocks."""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt._restore import blocks, placing
+from jaxckpt._save import staging
+
+# CPU devices stand for devices with memory of their own.
+staging.lies_in_host_memory = lambda value: False
+blocks.has_own_memory = lambda sharding: True
+placing.kept = lambda goal: goal.kind not in ("jax", "key")
+
+calls: list[str] = []
+stacked, place_rows = staging._stacked, placing.place_rows
+staging._stacked = lambda *given: calls.append("stacked") or stacked(*given)
+placing.place_rows = lambda *given: calls.append("split") or place_rows(*given)
+
+path = args[0]  # noqa: F821
+# Processes hold columns here, and each box of rows lies in both.
+mesh = jax.make_mesh((2, 2), ("a", "b"))
+hosts = [np.random.default_rng(number).integers(0, 1 << 16, (8, 4), np.uint16) for number in range(300)]
+for number, spec in enumerate((P("a", "b"), P(), P(None, ("b", "a")))):
+    sharding = NamedSharding(mesh, spec)
+    tree = [
+        jax.make_array_from_callback(
+            host.shape, sharding, lambda index, host=host: host[index].view(jax.numpy.bfloat16)
+        )
+        for host in hosts
+    ]
+    tree.append(jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda index: np.float32(number)))  # noqa: B023
+    calls.clear()
+    jaxckpt.save_async(f"{path}{number}", tree).wait()
+    found = jaxckpt.restore(f"{path}{number}", tree)
+    for host, leaf in zip(hosts, found, strict=False):
+        for shard in leaf.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == host[shard.index].tobytes(), spec
+    # Of what both processes have, each writes objects of too few leaves here.
+    assert "split" in calls, spec
+    assert "stacked" in calls or number % 2, spec
+print("the same bits")

@@ -1,0 +1,121 @@
+"""Many small leaves travel as blocks of rows, both ways: CPU devices stand for devices with memory of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from processes import RunProcesses
+from strategies import bits
+
+import jaxckpt
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._restore import blocks, placing
+from jaxckpt._save import staging
+
+LEAVES = 150
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many arrays were sent to the host, and to the devices, while CPU devices are taken for others."""
+    counts = {"to_host": 0, "to_devices": 0}
+    to_host, place_rows, put = staging._to_host, placing.place_rows, jax.device_put
+
+    def counted_to_host(arrays: list[Any]) -> list[Any]:
+        counts["to_host"] += len(arrays)
+        return to_host(arrays)
+
+    def counted_place_rows(*given: Any) -> Any:
+        def counted_put(hosts: Any, *rest: Any) -> Any:
+            counts["to_devices"] += len(hosts)
+            return put(hosts, *rest)
+
+        with monkeypatch.context() as inside:
+            inside.setattr(jax, "device_put", counted_put)
+            return place_rows(*given)
+
+    monkeypatch.setattr(staging, "lies_in_host_memory", lambda value: False)
+    monkeypatch.setattr(staging, "_to_host", counted_to_host)
+    monkeypatch.setattr(blocks, "has_own_memory", lambda sharding: True)
+    monkeypatch.setattr(placing, "kept", lambda goal: goal.kind not in ("jax", "key"))
+    monkeypatch.setattr(placing, "place_rows", counted_place_rows)
+    return counts
+
+
+def there_and_back(hosts: list[Any], sharding: Any, path: Path) -> None:
+    tree = {f"w{number}": jax.device_put(host, sharding) for number, host in enumerate(hosts)}
+    jaxckpt.save_async(path, tree).wait()
+    found = jaxckpt.restore(path, tree)
+    for number, host in enumerate(hosts):
+        saved, leaf = tree[f"w{number}"], found[f"w{number}"]
+        assert np.asarray(leaf).tobytes() == host.tobytes()
+        assert (leaf.dtype, leaf.shape, leaf.committed) == (host.dtype, host.shape, saved.committed)
+        assert leaf.sharding == saved.sharding
+
+
+@pytest.mark.parametrize("name", "float32 bfloat16 float8_e4m3fn float4_e2m1fn int4 uint2 bool complex64 int64".split())
+def test_bits_are_kept(name: str, tmp_path: Path, transfers: dict[str, int]) -> None:
+    with jax.enable_x64(True):
+        hosts = [bits(DTYPES[name], (8, 6), number) for number in range(LEAVES)]
+        there_and_back(hosts, NamedSharding(jax.make_mesh((2, 4), ("a", "b")), P("b")), tmp_path / "c")
+    if name == "uint2":  # XLA's compiler for CPUs aborts on programs of it
+        assert transfers["to_devices"] == 0
+    else:  # 150 leaves are 5 blocks of 32 rows, each with a piece on 4 devices
+        assert transfers == {"to_host": 5 * 4, "to_devices": 5}
+
+
+@pytest.mark.parametrize("where", ["replicated", "split in two", "one device", "uncommitted"])
+@pytest.mark.parametrize("shape", [(8, 6), ()])
+def test_on_any_devices(where: str, shape: tuple[int, ...], tmp_path: Path, transfers: dict[str, int]) -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    sharding = {
+        "replicated": NamedSharding(mesh, P()),
+        "split in two": NamedSharding(mesh, P("a") if shape else P()),
+        "one device": SingleDeviceSharding(jax.devices()[3]),
+        "uncommitted": None,
+    }[where]
+    hosts = [bits(DTYPES["bfloat16"], shape, number) for number in range(LEAVES)]
+    there_and_back(hosts, sharding, tmp_path / "c")
+    boxes = 2 if where == "split in two" and shape else 1
+    assert transfers == {"to_host": 5 * boxes, "to_devices": 5}
+
+
+def test_the_callers_mesh_does_not_matter(tmp_path: Path, transfers: dict[str, int]) -> None:
+    hosts = [np.float32([number, np.nan]) for number in range(LEAVES)]
+    with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"))), jax.debug_nans(True):
+        for place, sharding in enumerate([SingleDeviceSharding(jax.devices()[1]), None]):
+            there_and_back(hosts, sharding, tmp_path / str(place))
+
+
+def test_prng_keys(tmp_path: Path, transfers: dict[str, int]) -> None:
+    keys = jax.device_put(list(jax.random.split(jax.random.key(0), LEAVES)), jax.devices()[2])
+    jaxckpt.save(tmp_path / "c", keys)
+    for saved, found in zip(keys, jaxckpt.restore(tmp_path / "c"), strict=True):
+        assert (jax.random.key_data(saved) == jax.random.key_data(found)).all()
+    assert transfers["to_devices"] == 5
+
+
+def test_leaves_in_pinned_host_memory_are_not_stacked(tmp_path: Path, transfers: dict[str, int]) -> None:
+    """XLA's compiler for TPUs aborts the process on such a program."""
+    pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    there_and_back([np.float32([number]) for number in range(LEAVES)], pinned, tmp_path / "c")
+    assert transfers == {"to_host": 0, "to_devices": 0}
+
+
+def test_cpu_devices_take_leaves_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "place_rows", lambda *given: pytest.fail("blocks do not pay there"))
+    hosts = [np.float32([number]) for number in range(LEAVES)]
+    there_and_back(hosts, NamedSharding(jax.make_mesh((8,), ("d",)), P()), tmp_path / "c")
+
+
+def test_each_process_stacks_and_splits_on_its_own_devices(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = (PROGRAMS / "own_blocks.py").read_text()
+    done = run_processes(program, processes=2, devices_per_process=2, timeout=200, args=[str(tmp_path / "c")])
+    assert all("the same bits" in one.stdout for one in done)

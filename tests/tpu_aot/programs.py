@@ -1,0 +1,190 @@
+"""Compiles every program that the library starts on devices, for TPUs that are not here, with libtpu's compiler.
+
+python tests/tpu_aot/programs.py v5e:2x4 v5e:16x16          a table in Markdown
+python tests/tpu_aot/programs.py v5e:2x4 --json             one JSON object a line, as the tests read it
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu would ask the cloud's metadata server what machine this is
+
+import argparse
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt._restore import blocks, placing
+from jaxckpt._save import exchange, staging
+
+MESHES = {"v5e:2x4": (2, 4), "v5e:16x16": (16, 16)}
+LARGE = (16384, 16384)
+"""The leaf that is exchanged and streamed."""
+
+SMALL = (64, 256)
+"""Each of the leaves that are stacked and split."""
+
+BOX = (16, 16384)
+"""What is exchanged in one call: 1 MiB of float32."""
+
+OBJECT = (1024, 16384)
+"""The most that is exchanged in one call: an object of 64 MiB."""
+
+COLLECTIVES = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+MOVED = "bfloat16 float32 int32 int8 float8_e4m3fn int4 bool complex64 int64".split()
+MOVED_FAR = "bfloat16 float32 complex64".split()
+"""The dtypes that are compiled for 8 chips, and for 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler made of a program."""
+
+    topology: str
+    program: str
+    dtype: str
+    problem: str
+    """Why it does not compile, or nothing."""
+
+    collectives: list[str]
+    local_bytes: int
+    """The largest argument, as one device holds it."""
+
+    temporary_bytes: int
+    """Device memory in addition to arguments and outputs, on each device."""
+
+    aliased_bytes: int
+    """Of the outputs, what takes the place of arguments."""
+
+    device_output_bytes: int
+    host_output_bytes: int
+    seconds: float
+    """Of CPU time, to compile it."""
+
+
+def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, list[Any]]]:
+    """(name, dtype, jitted function, abstract arguments) of each program."""
+    spec = P("a", "b")
+    split = NamedSharding(mesh, spec)
+    device = next(iter(mesh.devices.flat))
+    own = SingleDeviceSharding(device)
+
+    def abstract(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    for name in dtypes:
+        dtype = jnp.dtype(name)
+        yield "exchange", name, exchange.cutter(split, BOX), [abstract(LARGE, dtype, split), abstract((2,), np.int32)]
+    pinned = split.with_memory_kind("pinned_host")
+    yield (
+        "exchange from pinned_host",
+        "float32",
+        exchange.cutter(pinned, BOX),
+        [
+            abstract(LARGE, np.float32, pinned),
+            abstract((2,), np.int32),
+        ],
+    )
+    objects = exchange.cutter(split, OBJECT)
+    yield "exchange of an object", "float32", objects, [abstract(LARGE, np.float32, split), abstract((2,), np.int32)]
+    for name in ("float32", "bfloat16"):
+        dtype = jnp.dtype(name)
+        along = NamedSharding(mesh, P(None, *spec))
+        yield "stack", name, staging._stack(along), [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS]
+        block = abstract((blocks.BLOCK_ROWS, *SMALL), blocks.carrier(np.dtype(dtype)), along)
+        yield "split", name, blocks.splitter(split, np.dtype(dtype)), [block]
+        part = tuple(side // n for side, n in zip(LARGE, mesh.devices.shape, strict=True))
+        pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+        # Staging calls jax.device_put, which copies without a program where it can; this is the program where not.
+        copy = jax.jit(lambda x: x, out_shardings=pinned)
+        yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
+        carrier = blocks.carrier(np.dtype(dtype))
+        starts = tuple(abstract((), np.int32) for _ in part)
+        piece = abstract((8, part[1]), carrier, own)
+        yield "streaming update", name, placing._update, [abstract(part, carrier, own), piece, starts]
+    yield "streaming bitcast", "bfloat16", placing._bitcast, [abstract(part, np.uint16, own), np.dtype(jnp.bfloat16)]
+
+
+def compiled(topology: str) -> Iterator[Compiled]:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices).reshape(MESHES[topology]), ("a", "b"))
+    for name, dtype, program, arguments in programs(mesh, MOVED if len(devices) == 8 else MOVED_FAR):
+        begun = time.process_time()
+        on_mesh = (
+            exchange.moving_bits(mesh) if name.startswith(("exchange", "stack", "split")) else contextlib.nullcontext()
+        )
+        try:
+            with on_mesh:
+                made = program.lower(*arguments).compile()
+        except Exception as error:  # what the table is for
+            yield Compiled(topology, name, dtype, str(error), [], 0, 0, 0, 0, 0, time.process_time() - begun)
+            continue
+        seconds = time.process_time() - begun
+        memory = made.memory_analysis()
+        yield Compiled(
+            topology,
+            name,
+            dtype,
+            "",
+            COLLECTIVES.findall(made.as_text()),
+            max(_local_bytes(argument) for argument in jax.tree.leaves(arguments)),
+            memory.temp_size_in_bytes,
+            memory.alias_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.host_output_size_in_bytes,
+            seconds,
+        )
+
+
+def _local_bytes(argument: Any) -> int:
+    if not isinstance(argument, jax.ShapeDtypeStruct):
+        return 0
+    shape = argument.sharding.shard_shape(argument.shape) if argument.sharding else argument.shape
+    return int(np.prod(shape)) * argument.dtype.itemsize
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("topologies", nargs="+", choices=MESHES)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    if not asked.json:
+        heads = (
+            "Program",
+            "Dtype",
+            "Topology",
+            "Compiles",
+            "Collectives",
+            "Largest argument",
+            "Temporary",
+            "Aliased",
+            "s",
+        )
+        print("|", " | ".join(heads), "|\n|", " | ".join(["---"] * len(heads)), "|")
+    for topology in asked.topologies:
+        for one in compiled(topology):
+            if asked.json:
+                print(json.dumps(asdict(one)), flush=True)
+                continue
+            cells = [one.program, one.dtype, one.topology, one.problem[:60] or "yes"]
+            cells.append(" ".join(one.collectives) or "none")
+            sizes = [f"{n / 1024:,.0f} KiB" for n in (one.local_bytes, one.temporary_bytes, one.aliased_bytes)]
+            print("|", " | ".join([*cells, *sizes, f"{one.seconds:.1f}"]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
