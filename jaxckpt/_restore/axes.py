@@ -105,7 +105,7 @@ def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box,
 
 
 def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list[Interval]]]:
-    """An interval of a dimension as intervals that are boxes of its axes: a part of a row, whole rows, a part of one."""
+    """An interval of a dimension as boxes of its axes: a part of a row, whole rows, a part of one."""
     start, stop = side
     if start >= stop:
         return
@@ -130,7 +130,9 @@ def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list
         yield (start, stop), [(first, last + 1), *((0, size) for size in sizes[1:])]
 
 
-def cover(dim: Sequence[str], sizes: Mapping[str, int], wanted: Mapping[str, Interval]) -> tuple[Interval, list[Interval]]:
+def cover(
+    dim: Sequence[str], sizes: Mapping[str, int], wanted: Mapping[str, Interval]
+) -> tuple[Interval, list[Interval]]:
     """The smallest interval of a dimension that is a box of its axes and holds the wanted intervals; and that box.
 
     Outside the outermost axis of which several indices are wanted, one index of each is; inside of it all are taken.

@@ -363,7 +363,7 @@ def _after(buffers: list[Any], count: int) -> list[Any]:
 # Threads --------------------------------------------------------------------------------------------------
 
 
-class _Workers:
+class Workers:
     """Threads that move bytes. Unlike those of a ThreadPoolExecutor they still do while the interpreter ends, when a
     save_async is seen to its end."""
 
@@ -400,13 +400,13 @@ class _Workers:
             del task  # it holds the data
 
 
-_workers = _Workers()
+_workers = Workers()
 
 
 def renew_workers() -> None:
     """Leave the threads as they are and start others with the next work: in a fork, or when these hang."""
     global _workers
-    _workers = _Workers()
+    _workers = Workers()
 
 
 os.register_at_fork(after_in_child=renew_workers)
