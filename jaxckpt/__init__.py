@@ -14,6 +14,7 @@ from jaxckpt._inspect.diff import Delta, LeafDelta, diff
 from jaxckpt._inspect.report import report
 from jaxckpt._inspect.verify import Problem, VerifyReport, verify
 from jaxckpt._restore.restore import load_numpy, restore
+from jaxckpt._restore.rules import Rule, Rules
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,
@@ -68,6 +69,8 @@ __all__ = [
     "Problem",
     "Progress",
     "RestorePlan",
+    "Rule",
+    "Rules",
     "SaveInfo",
     "SpecError",
     "StorageError",

@@ -27,10 +27,10 @@ from jaxckpt._foreign.registry import strangers
 from jaxckpt._format.grid import Layout, mesh_layout
 from jaxckpt._format.layouts import Specs, by_axis_name, fit_spec, mesh_axes, require_common_axis, resolve_specs
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import DTYPES, Rename, Select, show
+from jaxckpt._format.tree import DTYPES, Select, show
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
-from jaxckpt._restore.target import narrowed
+from jaxckpt._restore.target import Renaming, narrowed, renamed_source, split_rename
 from jaxckpt._runtime.errors import CheckpointExistsError, InputError, JaxckptError, SpecError, StorageError, listing
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group
@@ -51,7 +51,7 @@ def convert(
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
     select: Select | None = None,
-    rename: Rename | None = None,
+    rename: Renaming | None = None,
     chunk_bytes: int | None = None,
     overwrite: bool = False,
     options: Options | None = None,
@@ -73,7 +73,8 @@ def convert(
         specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
             leaf). Without it each keeps its own, by axis name; a mesh that has none of these axes is a SpecError.
         select: Only these leaves, by their old paths, as for `restore`.
-        rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
+        rename: Old path → new path: a mapping of leaf or container paths, or a function; or `Rules`, as for
+            `restore`. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
         overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder
             that holds other files as well is not deleted, nor is one of several steps, or one that the source lies in.
@@ -106,7 +107,8 @@ def convert(
             f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: copy it there"
             " afterwards"
         )
-    found, _ = source_at(source, options)
+    rename, rules = split_rename(rename)
+    found = renamed_source(source_at(source, options)[0], rules)
     found = replace(found, manifest=narrowed(found.manifest, select, rename))
     if isinstance(found, Foreign):
         _check(found)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._format.layouts import Placement, PlannedSharding, Specs, distinct, partition_spec, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
-from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, closest, decode_value, show, unflatten
+from jaxckpt._format.tree import DTYPES, Select, Tree, closest, decode_value, show, unflatten
 from jaxckpt._inspect.drawing import (
     Bar,
     Markup,
@@ -35,7 +35,16 @@ from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.restore import kept, on_host
 from jaxckpt._restore.source import Location, Native, Source, source_at
-from jaxckpt._restore.target import Goal, Request, numpy_goal, require_request, resolve
+from jaxckpt._restore.target import (
+    Goal,
+    Renaming,
+    Request,
+    numpy_goal,
+    renamed_source,
+    require_request,
+    resolve,
+    split_rename,
+)
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
@@ -43,11 +52,12 @@ from jaxckpt._storage.manifests import load_states
 from jaxckpt._storage.store import Array
 
 
-def open(path: Location, *, options: Options | None = None) -> Checkpoint:
+def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
     """Open a checkpoint to look into it; only its manifest is read.
 
     Args:
         path: Where `save` wrote, or another checkpoint that `restore` takes.
+        rename: As for `restore`: the checkpoint is shown with these names, or through these rules.
         options: See `Options`.
 
     Returns:
@@ -64,7 +74,7 @@ def open(path: Location, *, options: Options | None = None) -> Checkpoint:
         array([ 8,  9, 10, 11])
     """
     options = given(options)
-    source, _ = source_at(path, options)
+    source = renamed_source(source_at(path, options)[0], rename)
     return Checkpoint(source, options)
 
 
@@ -348,7 +358,7 @@ class Checkpoint:
         mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
         specs: Specs = None,
         select: Select | None = None,
-        rename: Rename | None = None,
+        rename: Renaming | None = None,
         strict: bool = True,
         devices_per_process: int = 8,
         options: Options | None = None,
@@ -380,12 +390,13 @@ class Checkpoint:
             mesh,
             specs,
             select,
-            rename,
+            *split_rename(rename),
             strict,
             None if isinstance(mesh, Mesh) else devices_per_process,
         )
         require_request(asked)
-        return _restore_plan(self._manifest, resolve(self._manifest, asked, options).goals, options)
+        manifest = self._manifest if asked.rules is None else asked.rules.over(self._source).manifest
+        return _restore_plan(manifest, resolve(manifest, asked, options).goals, options)
 
 
 # Plans ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jaxckpt._format.tree import DTYPES, Select, Structure, decode_value, prune,
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.restore import fetch
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._restore.target import Goal
+from jaxckpt._restore.target import Goal, Renaming, renamed_source
 from jaxckpt._runtime.errors import counted, listing
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting
@@ -113,6 +113,7 @@ def diff(
     path_b: Location,
     *,
     select: Select | None = None,
+    rename: Renaming | None = None,
     options: Options | None = None,
 ) -> Delta:
     """Compare two checkpoints leaf by leaf: structure, kinds, dtypes, shapes and values.
@@ -124,7 +125,8 @@ def diff(
     Args:
         path_a: Where `save` wrote one, or another checkpoint that `restore` takes.
         path_b: The other.
-        select: Only these leaves, as for `restore`, of either.
+        select: Only these leaves, as for `restore`, of either, by their paths after `rename`.
+        rename: Of the leaves of a, as for `restore`.
         options: See `Options`; `manifest_sha256` is not used.
 
     Returns:
@@ -146,7 +148,7 @@ def diff(
     options = given(options)
     # Two buffers of each box, and what reading takes besides.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
-    a, b = _Side.at(path_a, options), _Side.at(path_b, options)
+    a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
     either = a.numbers | b.numbers
     chosen = set(itertools.compress(either, selector(select).choose(either, "either checkpoint")))
     leaves = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
@@ -173,8 +175,8 @@ class _Side:
     options: Options
 
     @classmethod
-    def at(cls, path: Location, options: Options) -> _Side:
-        source, _ = source_at(path, replace(options, manifest_sha256=None))
+    def at(cls, path: Location, options: Options, rename: Renaming | None = None) -> _Side:
+        source = renamed_source(source_at(path, replace(options, manifest_sha256=None))[0], rename)
         return cls(source, source.manifest, source.manifest.numbers, options)
 
     def structure(self, chosen: set[str]) -> Structure:

@@ -1,4 +1,4 @@
-"""Layouts of one array in another, as einops writes them: which box of the one is in which box of the other.
+"""Layouts of one array in another, as einops writes them: which box of one corresponds to which box of the other.
 
 "(h d) m -> m h d": a source of two dimensions, the first of which is h × d in C order, becomes a target of three. An
 axis is a name; a dimension is one axis, or several in parentheses, the last one running fastest.
@@ -32,7 +32,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Of a text such as "(h d) m -> m h d". Raises InputError."""
+        """Parse a text such as "(h d) m -> m h d". Raises InputError."""
         sides = text.split("->")
         if len(sides) != 2:
             raise InputError(f"layout {text!r} must be of the form 'a b -> b a'")
@@ -76,19 +76,19 @@ def _text(dims: Dims) -> str:
 def solve(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int] | str:
     """The size of every axis of an array of this shape, of which some are known; or why it does not fit."""
     if len(dims) != len(shape):
-        return f"has {len(shape)} dimensions, where {_text(dims)!r} has {len(dims)}"
+        return f"has {len(shape)} dimensions, but {_text(dims)!r} has {len(dims)}"
     found = dict(sizes)
     for dim, side in zip(dims, shape, strict=True):
         unknown = [axis for axis in dim if axis not in found]
         if len(unknown) > 1:
-            return f"leaves the sizes of {' and '.join(unknown)} open: give them in sizes="
+            return f"does not determine the sizes of {' and '.join(unknown)}: give them in sizes="
         known = math.prod(found[axis] for axis in dim if axis in found)
         if unknown:
             if not known or side % known:
-                return f"has a dimension of {side}, which {known} ({_text((dim,))}) does not divide"
+                return f"has a dimension of {side}, which is not divisible by {known} (for {_text((dim,))!r})"
             found[unknown[0]] = side // known
         elif known != side:
-            return f"has a dimension of {side}, where {_text((dim,))!r} is {known}"
+            return f"has a dimension of {side}, but {_text((dim,))!r} is {known}"
     return found
 
 
@@ -135,7 +135,8 @@ def cover(
 ) -> tuple[Interval, list[Interval]]:
     """The smallest interval of a dimension that is a box of its axes and holds the wanted intervals; and that box.
 
-    Outside the outermost axis of which several indices are wanted, one index of each is; inside of it all are taken.
+    It takes the wanted indices of the outermost axis of which more than one is wanted, and all indices of the axes
+    inside that one.
     """
     taken: list[Interval] = []
     start, is_whole = 0, False

@@ -20,11 +20,20 @@ from jaxckpt._format.grid import Box, extent, volume, whole
 from jaxckpt._format.layouts import PlannedSharding, Specs, addressable_boxes, memory_kind, require_mesh
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
-from jaxckpt._format.tree import DTYPES, Rename, Select, Tree, decode_value, show
+from jaxckpt._format.tree import DTYPES, Select, Tree, decode_value, show
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._restore.target import Goal, Request, numpy_goals, require_request, resolve
+from jaxckpt._restore.target import (
+    Goal,
+    Renaming,
+    Request,
+    numpy_goals,
+    renamed_source,
+    require_request,
+    resolve,
+    split_rename,
+)
 from jaxckpt._runtime.errors import DataError, InputError, ManifestError, PeersDisagreeError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
@@ -45,7 +54,7 @@ def restore(
     mesh: Mesh | None = None,
     specs: Specs = None,
     select: Select | None = None,
-    rename: Rename | None = None,
+    rename: Renaming | None = None,
     strict: bool = True,
     options: Options | None = None,
 ) -> Tree:
@@ -76,7 +85,8 @@ def restore(
             which cannot say.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
             must exist, or a function. Without a target, a renamed tree comes back as nested dicts. A component of a
-            wanted path is never empty: the empty key is written "~2".
+            wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
+            cast: then the checkpoint has the leaves that the rules make, and `select` chooses among these.
         strict: Missing leaves and leaves of the checkpoint that the target lacks are errors. With False, a missing
             leaf keeps the target's value (an abstract one, which has none, is still an error), and extra leaves are
             left out. A target of which no leaf is in the checkpoint is always an error, and so are another shape, a
@@ -104,7 +114,7 @@ def restore(
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/restore", mesh=jax.make_mesh((1,), ("data",)))["w"].shape
         (8, 4)
     """
-    return carry_out(path, Request(target, mesh, specs, select, rename, strict), options)
+    return carry_out(path, Request(target, mesh, specs, select, *split_rename(rename), strict), options)
 
 
 def carry_out(path: Location, asked: Request, options: Options | None) -> Tree:
@@ -114,6 +124,7 @@ def carry_out(path: Location, asked: Request, options: Options | None) -> Tree:
         with group.meeting("opening the checkpoint") as meeting:
             _check(asked)
             source, digest = source_at(path, options)
+            source = renamed_source(source, asked.rules)
             resolved = resolve(source.manifest, asked, options)
             _require_no_trace(resolved.goals.values())
             digests = meeting.gather(digest)
@@ -149,12 +160,19 @@ def _require_no_trace(goals: Iterable[Goal]) -> None:
         )
 
 
-def load_numpy(path: Location, *, select: Select | None = None, options: Options | None = None) -> Tree:
+def load_numpy(
+    path: Location,
+    *,
+    select: Select | None = None,
+    rename: Renaming | None = None,
+    options: Options | None = None,
+) -> Tree:
     """Read a checkpoint into host memory, for inference or a look: no mesh, no devices, no JAX backend is started.
 
     Args:
         path: Where `save` wrote, or another checkpoint that `restore` takes.
-        select: Only these leaves, as for `restore`.
+        select: Only these leaves, as for `restore`, by their paths after `rename`.
+        rename: As for `restore`.
         options: See `Options`.
 
     Returns:
@@ -171,7 +189,7 @@ def load_numpy(path: Location, *, select: Select | None = None, options: Options
         {'w': array([0, 1, 2])}
     """
     options = given(options)
-    source, _ = source_at(path, options)
+    source = renamed_source(source_at(path, options)[0], rename)
     resolved = numpy_goals(source.manifest, select)
     return resolved.build(fetch(source, resolved.goals, options), [])
 

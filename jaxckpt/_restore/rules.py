@@ -9,32 +9,23 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, intersection, whole, within
+from jaxckpt._format.grid import Box, whole
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.tree import DTYPES, closest, nested, show
-from jaxckpt._restore.axes import Interval, Layout, axes_of, cover, solve, tiles
-from jaxckpt._restore.source import Block, Foreign, ForeignArray, Source, StartedBlock, compose
+from jaxckpt._restore.axes import Interval, Layout, axes_of, solve
+from jaxckpt._restore.mapped import Mapped, Piece
+from jaxckpt._restore.source import Block, Foreign, ForeignArray, Source, compose
 from jaxckpt._runtime.errors import InputError, MismatchError, counted, listing
-from jaxckpt._storage.files import Workers
-from jaxckpt._storage.store import Pending
 
 Names = str | tuple[str, ...]
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
-_WASTE = 2
-"""Bytes read over bytes needed, at most, if parts of a dimension lie scattered: below that, one read takes them all."""
-
-_WHOLE_BYTES = 64 << 10
-"""What is no larger is read at once, whatever is needed of it."""
-
-_TEMPORARY_BYTES = 4 << 20
-"""Of one box on its way, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +53,28 @@ class Rule:
     """The axes of source and target as einops writes them, such as "(h d) m -> m h d". Empty: as they are."""
 
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Sizes of axes that do not follow from the shapes."""
+    """Sizes of axes that do not follow from the shapes. A number of the paths can be given too, such as {"i": 32}: then
+    it is an error if one of 0 to 31 is missing."""
 
     axis: int = 0
-    """Along which dimension several sources are joined, or several targets cut, of the array that is joined."""
+    """The dimension of the target along which several sources are joined, or of the source that several targets cut."""
 
     parts: tuple[int, ...] | None = None
-    """Sizes along `axis` of several targets; by default they are equal."""
+    """Sizes along `axis` of several sources or targets. By default those of targets are equal. Sources that are not of
+    equal size need it for the inverse."""
 
     dtype: str | None = None
     """The target's dtype, as NumPy casts; None keeps the source's."""
 
     scale: float = 1.0
     offset: float = 0.0
-    """The target's values are source × scale + offset, computed in float32 (float64 for float64)."""
+    """The target's values are source × scale + offset, computed in float32, or in float64 for float64 and int64."""
 
     tied: bool = False
-    """Whether the source is also that of another rule, which is the one that its inverse takes it from."""
+    """Whether another rule has the same source. The inverse takes the source from the other rule's target."""
 
-    def inverse(self) -> Rule:
-        """From target to source. The dtype of the source is not known: the inverse casts to none."""
+    def inverse(self, dtype: str | None = None) -> Rule:
+        """From target to source. Where this rule casts, the inverse casts to `dtype`; None keeps the target's."""
         return Rule(
             source=self.target,
             target=self.source,
@@ -89,6 +82,7 @@ class Rule:
             sizes=self.sizes,
             axis=self.axis,
             parts=self.parts,
+            dtype=None if self.dtype is None else dtype,
             scale=1 / self.scale,
             offset=-self.offset / self.scale,
         )
@@ -98,35 +92,41 @@ class Rule:
             for name in _several(names):
                 if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
+                if set(_captures(name)) != set(_captures(names)):
+                    raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
+        several = max(len(_several(self.source)), len(_several(self.target))) > 1
         if len(_several(self.source)) > 1 and len(_several(self.target)) > 1:
             raise InputError(f"{self} joins several sources into several targets: make it two rules")
+        if self.parts is not None and not several:
+            raise InputError(f"{self} has parts=, but one source and one target")
+        if self.axis < 0:
+            raise InputError(f"{self} has axis={self.axis}; it must count from the first dimension")
         if self.dtype is not None and self.dtype not in DTYPES:
-            hint = closest(self.dtype, DTYPES)
-            raise InputError(f"Rule.dtype {self.dtype!r} is unknown{f'; did you mean {hint!r}?' if hint else ''}")
-        if not self.scale:
-            raise InputError(f"{self} has scale 0")
+            raise InputError(f"Rule.dtype {self.dtype!r} is unknown{closest(self.dtype, DTYPES)}")
+        if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
+            raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
+        numbers = set(_captures(self.source)) ^ set(_captures(self.target))
+        known = {*_captures(self.source), *_captures(self.target)}
         if self.layout:
             layout = Layout.parse(self.layout)
             only = set(axes_of(layout.source)) ^ set(axes_of(layout.target))
-            numbers = set(_captures(self.source)) ^ set(_captures(self.target))
+            known |= {*axes_of(layout.source), *axes_of(layout.target)}
             if only != numbers:
                 raise InputError(
-                    f"{self}: axes {sorted(only)} are on one side of the layout, numbers {sorted(numbers)} in the paths"
-                    " of one side; they must be the same"
+                    f"{self}: the layout has axes {sorted(only)} on one side only, and the paths have numbers"
+                    f" {sorted(numbers)} on one side only; they must be the same"
                 )
-        elif set(_captures(self.source)) != set(_captures(self.target)):
+        elif numbers:
             raise InputError(f"{self} stacks or unstacks leaves, so it needs a layout that names the axis")
-
-    @property
-    def keeps_values(self) -> bool:
-        return self.scale == 1 and self.offset == 0
+        if unknown := sorted(self.sizes.keys() - known):
+            raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is no axis{closest(unknown[0], known)}")
 
     def computed(self, values: Array) -> Array:
         """Values of the target, before they are cast to its dtype."""
-        if self.keeps_values:
+        if self.scale == 1 and self.offset == 0:
             return values
-        wide = np.float64 if values.dtype == np.float64 else np.float32
-        return values.astype(wide) * wide(self.scale) + wide(self.offset)
+        wide = np.result_type(values.dtype, np.float32)
+        return values.astype(wide) * wide.type(self.scale) + wide.type(self.offset)
 
     def __str__(self) -> str:
         return f"rule {' + '.join(_several(self.source))} → {' + '.join(_several(self.target))}"
@@ -134,17 +134,35 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A mapping between two trees; `restore`, `load_numpy`, `open`, `plan` and `convert` take it as `rename=`."""
+    """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
+
+    A checkpoint that is read through rules has the leaves that the rules make and no others, each in nested dicts by
+    its path. Every array of the source must be named by a rule or by `drop`. Nothing is read until a value is wanted,
+    and then only what it is made of.
+
+    Examples:
+        >>> import numpy as np, jaxckpt
+        >>> from jaxckpt import Rule, Rules
+        >>> tree = {f"h.{i}.w": np.full((2, 3), i) for i in range(4)}
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/rules", tree, overwrite=True)
+        >>> rules = Rules([Rule(source="h.{i}.w", target="layers/w", layout="out in -> i in out")])
+        >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/rules", rename=rules)["layers"]["w"].shape
+        (4, 3, 2)
+    """
 
     rules: Sequence[Rule]
 
     drop: Sequence[str] = ()
     """Paths of source leaves that the target lacks; `{i}` stands for a whole number."""
 
-    def inverse(self) -> Rules:
-        """From target to source; leaves that are dropped do not come back."""
+    def inverse(self, dtype: str | None = None) -> Rules:
+        """From target to source; leaves that are dropped do not come back.
+
+        Args:
+            dtype: The source's dtype where a rule casts; None keeps the target's.
+        """
         tied = [name for rule in self.rules if rule.tied for name in _several(rule.target)]
-        return Rules([rule.inverse() for rule in self.rules if not rule.tied], tied)
+        return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
 
     def over(self, source: Source) -> Foreign:
         """A checkpoint as it looks through the rules. Raises MismatchError that lists all that does not fit."""
@@ -155,8 +173,7 @@ class Rules:
         for rule in self.rules:
             matches = [_matches(name, leaves.paths) for name in _several(rule.source)]
             if not any(matches):
-                near = closest(_several(rule.source)[0], leaves.paths)
-                problems.append(f"{rule} matches nothing" + (f"; the closest leaf is {show(near)}" if near else ""))
+                problems.append(f"{rule} matches nothing{closest(_several(rule.source)[0], leaves.paths)}")
                 continue
             paths = [] if rule.tied else [path for found in matches for path in found.values()]
             problems += [
@@ -171,8 +188,12 @@ class Rules:
                     problems.append(f"{show(made[0])} is made by {rule} and by another rule")
                 else:
                     targets[made[0]] = made[1]
-        dropped = {path for name in self.drop for path in _matches(name, leaves.paths).values()}
-        problems += [f"drop {name!r} matches nothing" for name in self.drop if not _matches(name, leaves.paths)]
+        dropped: set[str] = set()
+        for name in self.drop:
+            found = _matches(name, leaves.paths)
+            dropped |= set(found.values())
+            if not found:
+                problems.append(f"drop {name!r} matches nothing{closest(name, leaves.paths)}")
         problems += [f"{show(path)} matches no rule" for path in leaves.paths if path not in claimed.keys() | dropped]
         if problems:
             raise MismatchError(
@@ -246,7 +267,8 @@ class _Leaves:
             if record.stack not in self._readers:
                 self._readers[record.stack] = self._source.array_reader(record.stack)
             block = _Row(self._readers[record.stack], record.row)
-        return ForeignArray(stack.dtype, tuple(stack.shape), block, record.kind)  # pyright: ignore[reportArgumentType]
+        chunk = tuple(stack.chunk[1:])
+        return ForeignArray(stack.dtype, tuple(stack.shape), block, record.kind, chunk=chunk)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,118 +286,6 @@ class _Row(Block):
 # Leaves of the target -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Source leaves of one shape and dtype as the target has them: stacked, and their axes in its order."""
-
-    layout: Layout
-    sizes: Mapping[str, int]
-    stacked: tuple[str, ...]
-    """The axes of which each index is a leaf of its own."""
-
-    blocks: Mapping[tuple[int, ...], Block]
-    """By the indices of these."""
-
-    dtype: str
-    start: tuple[int, ...]
-    """Where what is taken of each source leaf begins."""
-
-    fixed: Mapping[str, int]
-    """The index of axes of the source that the target lacks."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the target."""
-        return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.target)
-
-    def read(self, box: Box, target: Array) -> None:
-        """Fill `target`, of the source's dtype, with a box."""
-        axes = axes_of(self.layout.target)
-        for tile, intervals in tiles(self.layout.target, self.sizes, box):
-            region = target[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(tile, box, strict=True))]
-            region = region.reshape([b - a for a, b in (intervals[axis] for axis in axes)])
-            own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
-            for index in itertools.product(*(range(*intervals[axis]) for axis in self.stacked)):
-                at = dict(zip(self.stacked, index, strict=True))
-                # What is left has the axes of the source leaf, in the order of the target.
-                one = region[tuple(at[axis] - intervals[axis][0] if axis in at else slice(None) for axis in axes)]
-                left = [axis for axis in axes if axis not in at]
-                self._read_leaf(self.blocks[index], {**intervals, **own}, left, one)
-
-    def _read_leaf(self, block: Block, wanted: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
-        """Fill `target`, whose dimensions are the axes in this order, with the wanted intervals of a source leaf."""
-        covers = [cover(dim, self.sizes, wanted) for dim in self.layout.source]
-        taken = {
-            axis: side
-            for dim, (_, found) in zip(self.layout.source, covers, strict=True)
-            for axis, side in zip(dim, found, strict=True)
-        }
-        n_bytes = math.prod(b - a for a, b in taken.values()) * DTYPES[self.dtype].itemsize
-        split = self._split(wanted, taken, n_bytes, target.nbytes)
-        if split is not None:
-            a, b = wanted[split]
-            number = order.index(split)
-            per = 1 if n_bytes > _WASTE * target.nbytes else -(-(b - a) // 2)
-            for first in range(a, b, per):
-                part = target[(slice(None),) * number + (slice(first - a, first - a + per),)]
-                self._read_leaf(block, {**wanted, split: (first, min(b, first + per))}, order, part)
-            return
-        box = tuple((a + start, b + start) for ((a, b), _), start in zip(covers, self.start, strict=True))
-        source = np.empty([b - a for a, b in box], target.dtype)
-        block.read(box, source)
-        axes = axes_of(self.layout.source)
-        source = source.reshape([taken[axis][1] - taken[axis][0] for axis in axes])
-        source = source[
-            tuple(slice(wanted[axis][0] - taken[axis][0], wanted[axis][1] - taken[axis][0]) for axis in axes)
-        ]
-        kept = [number for number, axis in enumerate(axes) if axis not in self.fixed]
-        source = source.reshape([source.shape[number] for number in kept])
-        left = [axes[number] for number in kept]
-        np.copyto(target, source.transpose([left.index(axis) for axis in order]))
-
-    def _split(
-        self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int
-    ) -> str | None:
-        """The axis to go through part by part: where one read would take much that is not needed, or much at once."""
-        several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
-        if n_bytes > max(_WASTE * needed, _WHOLE_BYTES):
-            for dim in self.layout.source:
-                if any(taken[axis] != wanted[axis] for axis in dim):
-                    return next(axis for axis in dim if axis in several)
-        return several[0] if n_bytes > _TEMPORARY_BYTES and several else None
-
-
-_workers = Workers()
-"""Not those that move bytes: a leaf of the target waits for these."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped(StartedBlock):
-    """A leaf of the target: pieces next to each other along an axis, with other values."""
-
-    pieces: Sequence[tuple[Box, _Piece]]
-    """Each with its box in the leaf."""
-
-    rule: Rule
-
-    def start(self, box: Box, target: Array) -> Pending:
-        return _workers.submit(lambda: self.read(box, target))
-
-    def read(self, box: Box, target: Array) -> None:
-        for held, piece in self.pieces:
-            common = intersection(held, box)
-            if common is None:
-                continue
-            into = target[within(common, box)]
-            part = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, held, strict=True))
-            if self.rule.keeps_values and DTYPES[piece.dtype] == target.dtype:
-                piece.read(part, into)
-            else:
-                raw = np.empty(into.shape, DTYPES[piece.dtype])
-                piece.read(part, raw)
-                np.copyto(into, self.rule.computed(raw), casting="unsafe")
-
-
 def _made(
     rule: Rule, matches: Sequence[Mapping[Numbers, str]], leaves: _Leaves
 ) -> Iterator[tuple[str, ForeignArray] | str]:
@@ -388,18 +298,31 @@ def _made(
             of = dict(values)
             group = sources.setdefault(tuple(of[name] for name in kept), [{} for _ in matches])
             group[number][tuple(of[name] for name in stacked)] = path
+    for number, name in enumerate(kept):
+        yield from _missing(name, {values[number] for values in sources}, rule)
     for values, group in sources.items():
         numbers = dict(zip(kept, values, strict=True))
         absent = [name for name, paths in zip(_several(rule.source), group, strict=True) if not paths]
         if absent:
             yield f"{_filled(absent[0], numbers)} is missing"
             continue
+        for number, name in enumerate(stacked):
+            yield from _missing(name, {index[number] for paths in group for index in paths}, rule)
         stacks = [_stack(stacked, paths, leaves) for paths in group]
         wrong = [stack for stack in stacks if isinstance(stack, str)]
         if wrong:
             yield from wrong
             continue
         yield from _of_group(rule, stacked, numbers, [stack for stack in stacks if not isinstance(stack, str)])
+
+
+def _missing(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
+    """A problem if a number of the paths is not 0, 1, … up to the size that is given for it."""
+    count = rule.sizes.get(name)
+    if count is not None and values != set(range(count)):
+        odd = sorted(values ^ set(range(count)))
+        shown = ", ".join(map(str, odd[:5])) + (", …" if len(odd) > 5 else "")
+        yield f"{{{name}}} must be 0 to {count - 1}; {'missing' if odd[0] < count else 'found'}: {shown}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +367,7 @@ def _of_group(
         yield cuts
         return
     for name, cut in zip(names, cuts, strict=True):
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for stack in stacks:
             piece = _piece(rule, stacked, stack, cut)
             if isinstance(piece, str):
@@ -453,13 +376,18 @@ def _of_group(
             pieces.append(piece)
         shapes = [piece.shape for piece in pieces]
         others = {(*shape[: rule.axis], -1, *shape[rule.axis + 1 :]) for shape in shapes}
-        if len(pieces) > 1 and (len(others) > 1 or len({piece.dtype for piece in pieces}) > 1 or not shapes[0]):
+        if len(pieces) > 1 and (
+            len(others) > 1 or len({piece.dtype for piece in pieces}) > 1 or rule.axis >= len(shapes[0])
+        ):
             yield f"{' and '.join(str(list(shape)) for shape in shapes)} cannot be joined along dimension {rule.axis}"
+            return
+        if len(pieces) > 1 and rule.parts is not None and [*rule.parts] != [shape[rule.axis] for shape in shapes]:
+            yield f"{' and '.join(str(list(shape)) for shape in shapes)} are not the parts {[*rule.parts]}"
             return
         unstacked = [axis for axis in dict.fromkeys(_CAPTURE.findall(name)) if axis not in numbers]
         for values in itertools.product(*(range(pieces[0].sizes[axis]) for axis in unstacked)):
             fixed = dict(zip(unstacked, values, strict=True))
-            held: list[tuple[Box, _Piece]] = []
+            held: list[tuple[Box, Piece]] = []
             end = 0
             for piece in pieces:
                 box = list(whole(piece.shape))
@@ -470,13 +398,12 @@ def _of_group(
             if len(pieces) > 1:
                 shape[rule.axis] = end
             first = stacks[0].first
-            array = replace(
-                first, dtype=rule.dtype or first.dtype, shape=tuple(shape), block=_Mapped(held, rule), chunk=None
-            )
+            kind = "numpy" if first.kind == "numpy_scalar" and shape else first.kind
+            array = ForeignArray(rule.dtype or first.dtype, tuple(shape), Mapped(held), kind)
             yield _filled(name, {**numbers, **fixed}), array
 
 
-def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | None) -> _Piece | str:
+def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | None) -> Piece | str:
     """A stack, or the part of it along `rule.axis`, as the target has it; or why it does not fit."""
     shape, start = list(stack.first.shape), [0] * len(stack.first.shape)
     if cut is not None:
@@ -486,7 +413,11 @@ def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | 
     sizes = solve(layout.source, shape, {**rule.sizes, **dict(zip(stacked, stack.counts, strict=True))})
     if isinstance(sizes, str):
         return f"{stack.name} {sizes}"
-    return _Piece(layout, sizes, stacked, stack.blocks, stack.first.dtype, tuple(start), {})
+    first = stack.first
+    unit = math.prod(first.chunk or ()) * DTYPES[first.dtype].itemsize
+    if DTYPES[first.dtype].kind == "c" and (rule.scale, rule.offset) != (1, 0):
+        return f"{stack.name} is complex, and scale and offset are for real numbers"
+    return Piece(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule.computed)
 
 
 def _cuts(rule: Rule, count: int, stack: _Stack) -> list[Interval] | list[None] | str:

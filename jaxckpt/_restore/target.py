@@ -7,7 +7,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -61,8 +61,13 @@ from jaxckpt._format.tree import (
     subtree,
     unflatten,
 )
+from jaxckpt._restore.rules import Rules
+from jaxckpt._restore.source import Foreign, Native
 from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, SpecError, counted, listing
 from jaxckpt._runtime.options import Options, flag
+
+Renaming = Rename | Rules
+"""What is passed as rename=: new names, or rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,9 @@ class Request:
     specs: Specs = None
     select: Select | None = None
     rename: Rename | None = None
+    rules: Rules | None = None
+    """What the checkpoint is read through: `split_rename` gives either this or `rename`."""
+
     strict: bool = True
     devices_per_process: int | None = None
     """For a plan on a mesh that is not here; None where the arrays will be made."""
@@ -787,3 +795,18 @@ def _canonical_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _is_class(value: object) -> bool:
     """Whether it is a dtype, such as jnp.bfloat16, or another class, where a leaf is expected."""
     return isinstance(value, (type, np.dtype))
+
+
+# What is passed as rename= ---------------------------------------------------------------------------------
+
+
+def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
+    """The new names and the rules of what was passed as `rename=`, at most one of which there is."""
+    return (None, rename) if isinstance(rename, Rules) else (rename, None)
+
+
+def renamed_source(source: Native | Foreign, rename: Renaming | None) -> Native | Foreign:
+    """A checkpoint with its leaves renamed, or as it looks through rules. Raises MismatchError, TreeError."""
+    if isinstance(rename, Rules):
+        return rename.over(source)
+    return source if rename is None else replace(source, manifest=narrowed(source.manifest, None, rename))

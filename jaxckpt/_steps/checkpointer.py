@@ -25,9 +25,9 @@ from jaxckpt._format import manifest as manifests
 from jaxckpt._format.layouts import Specs
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import LARGEST, Manifest, StepRecord
-from jaxckpt._format.tree import Rename, Select, Tree, closest, is_utf8
+from jaxckpt._format.tree import Select, Tree, closest, is_utf8
 from jaxckpt._restore.restore import carry_out
-from jaxckpt._restore.target import Request, Uncommitted
+from jaxckpt._restore.target import Renaming, Request, Uncommitted, split_rename
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,
@@ -381,7 +381,7 @@ class Checkpointer:
         mesh: Mesh | None = None,
         specs: Specs = None,
         select: Select | None = None,
-        rename: Rename | None = None,
+        rename: Renaming | None = None,
         strict: bool = True,
     ) -> Tree:
         """Restore a step, the newest if `step` is None. Every process; the arguments are those of `jaxckpt.restore`.
@@ -393,7 +393,7 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
                 passed over for an older one.
         """
-        return self._restore(self._chosen(step), Request(target, mesh, specs, select, rename, strict))
+        return self._restore(self._chosen(step), Request(target, mesh, specs, select, *split_rename(rename), strict))
 
     def _restore(self, chosen: int, asked: Request) -> Tree:
         try:
@@ -420,7 +420,7 @@ class Checkpointer:
         mesh: Mesh | None = None,
         specs: Specs = None,
         select: Select | None = None,
-        rename: Rename | None = None,
+        rename: Renaming | None = None,
         strict: bool = True,
     ) -> tuple[int | None, Tree]:
         """The newest step, or a fresh start if there is none. Every process.
@@ -447,7 +447,9 @@ class Checkpointer:
         if step is None:
             return None, init()
         target, initial = _target_of(init)
-        return step, self._restore(step, Request(target, mesh, specs, select, rename, strict, initial=initial))
+        return step, self._restore(
+            step, Request(target, mesh, specs, select, *split_rename(rename), strict, initial=initial)
+        )
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
         """What this process, or one in its place, gave as `process_state[name]`. Every process.
