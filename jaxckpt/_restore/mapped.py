@@ -98,10 +98,8 @@ class Piece:
         block.read(box, source)
         axes = axes_of(self.layout.source)
         source = source.reshape([taken[axis][1] - taken[axis][0] for axis in axes])
-        picks = [
-            0 if axis in self.fixed else slice(wanted[axis][0] - taken[axis][0], wanted[axis][1] - taken[axis][0])
-            for axis in axes
-        ]
+        spans = [tuple(side - taken[axis][0] for side in wanted[axis]) for axis in axes]
+        picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
         left = [axis for axis in axes if axis not in self.fixed]
         source = self.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
         if source.dtype == target.dtype:
