@@ -9,6 +9,7 @@ from jaxckpt._foreign.convert import convert
 from jaxckpt._foreign.mindspore import mindspore_ranks
 from jaxckpt._foreign.oneflow import oneflow_ranks
 from jaxckpt._foreign.rank_files import rank_files
+from jaxckpt._foreign.rulesets import huggingface_rules
 from jaxckpt._inspect.checkpoint import Checkpoint, LazyLeaf, RestorePlan, open
 from jaxckpt._inspect.diff import Delta, LeafDelta, diff
 from jaxckpt._inspect.report import report
@@ -78,6 +79,7 @@ __all__ = [
     "VerifyReport",
     "convert",
     "diff",
+    "huggingface_rules",
     "load_numpy",
     "mindspore_ranks",
     "oneflow_ranks",
