@@ -100,7 +100,7 @@ def _llama(
     dim = int(config.get("head_dim") or config["hidden_size"] // heads)
     layers = int(config["num_hidden_layers"])
     sizes = {"d": dim}
-    norm = {"offset": offset, "dtype": "float32"} if offset else {}
+    norm: dict[str, Any] = {"offset": offset, "dtype": "float32"} if offset else {}
     below = "model.layers.{i}"
     if config.get("attention_bias"):
         bias = "qkvo"

@@ -252,12 +252,13 @@ class _Leaves:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._readers: dict[int, Any] = {}
-        self.paths = list(source.manifest.numbers)
+        self._numbers = source.manifest.numbers
+        self.paths = list(self._numbers)
 
     def array(self, path: str) -> ForeignArray | str:
         """A leaf, or why it is none that a rule could take."""
         manifest = self._source.manifest
-        record = manifest.leaves[manifest.numbers[path]]
+        record = manifest.leaves[self._numbers[path]]
         if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
             return f"{show(path)} is a {record.kind}, no array of numbers"
         stack = manifest.stacks[record.stack]
