@@ -194,7 +194,8 @@ class Rules:
             dropped |= set(found.values())
             if not found:
                 problems.append(f"drop {name!r} matches nothing{closest(name, leaves.paths)}")
-        problems += [f"{show(path)} matches no rule" for path in leaves.paths if path not in claimed.keys() | dropped]
+        named = claimed.keys() | dropped
+        problems += [f"{show(path)} matches no rule" for path in leaves.paths if path not in named]
         if problems:
             raise MismatchError(
                 f"the rules do not fit {source.url} in {counted(len(problems), 'place')}:\n{listing(problems)}\n"
