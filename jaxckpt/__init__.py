@@ -37,6 +37,8 @@ __all__ = [
     "Problem",
     "Progress",
     "RestorePlan",
+    "Rule",
+    "Rules",
     "SaveInfo",
     "SpecError",
     "Step",
@@ -46,6 +48,7 @@ __all__ = [
     "convert",
     "diff",
     "follow",
+    "huggingface_rules",
     "latest_step",
     "load_numpy",
     "mindspore_ranks",
@@ -78,6 +81,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._foreign.mindspore import mindspore_ranks
     from jaxckpt._foreign.oneflow import oneflow_ranks
     from jaxckpt._foreign.rank_files import rank_files
+    from jaxckpt._foreign.rulesets import huggingface_rules
     from jaxckpt._inspect.diff import Delta, LeafDelta, diff
     from jaxckpt._inspect.leaf import LazyLeaf
     from jaxckpt._inspect.open import Checkpoint, open
@@ -85,6 +89,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._inspect.restore_plan import RestorePlan
     from jaxckpt._inspect.verify import VerifyReport, verify
     from jaxckpt._restore.restore import load_numpy, restore
+    from jaxckpt._restore.rules import Rule, Rules
     from jaxckpt._runtime.errors import (
         CheckpointExistsError,
         CorruptError,

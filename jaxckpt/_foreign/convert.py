@@ -22,11 +22,11 @@ from jaxckpt._format.grid import Layout, Spec, mesh_layout
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LayoutRecord, MeshRecord
-from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Alike, Specs, lay_out, mesh_axes, require_fit, resolve_specs
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
-from jaxckpt._restore.target import narrowed
+from jaxckpt._restore.target import Renaming, narrowed, renamed_source, split_rename
 from jaxckpt._runtime.errors import InputError, show
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group
@@ -47,7 +47,7 @@ def convert(
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
     select: Select | None = None,
-    rename: Rename | None = None,
+    rename: Renaming | None = None,
     chunk_bytes: int | None = None,
     overwrite: bool = False,
     options: Options | None = None,
@@ -69,7 +69,8 @@ def convert(
         specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
             leaf). Without it each keeps its own, by axis name; a mesh that has none of these axes is a SpecError.
         select: Only these leaves, by their old paths, as for `restore`.
-        rename: Old path → new path: a mapping of leaf or container paths, or a function. The tree becomes nested dicts.
+        rename: Old path → new path: a mapping of leaf or container paths, or a function; or `Rules`, as for
+            `restore`. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
         overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder
             that holds other files as well is not deleted, nor is one of several steps, or one that the source lies in.
@@ -102,7 +103,8 @@ def convert(
             f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: copy it there"
             " afterwards"
         )
-    original, _ = source_at(source, options)
+    rename, rules = split_rename(rename)
+    original = renamed_source(source_at(source, options)[0], rules)
     narrow = replace(original, manifest=narrowed(original.manifest, select, rename))
     manifest = narrow.manifest
     if isinstance(narrow, Foreign):

@@ -19,6 +19,7 @@ from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import Location, Source, source_at
+from jaxckpt._restore.target import Renaming, renamed_source
 from jaxckpt._runtime.errors import counted, listing, show
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting
@@ -115,6 +116,7 @@ def diff(
     path_b: Location,
     *,
     select: Select | None = None,
+    rename: Renaming | None = None,
     options: Options | None = None,
 ) -> Delta:
     """Compare two checkpoints leaf by leaf: structure, kinds, dtypes, shapes and values.
@@ -126,7 +128,8 @@ def diff(
     Args:
         path_a: Where `save` wrote one, or another checkpoint that `restore` takes.
         path_b: The other.
-        select: Only these leaves, as for `restore`, of either.
+        select: Only these leaves, as for `restore`, of either, by their paths after `rename`.
+        rename: Of the leaves of a, as for `restore`.
         options: See `Options`; `manifest_sha256` is not used.
 
     Returns:
@@ -148,7 +151,7 @@ def diff(
     options = given(options)
     # Two buffers of each box, and what reading takes besides.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
-    a, b = _Side.at(path_a, options), _Side.at(path_b, options)
+    a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
     either = a.leaves | b.leaves
     chosen = set(itertools.compress(either, selector(select).choose(either, "either checkpoint")))
     deltas = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
@@ -178,8 +181,8 @@ class _Side:
     options: Options
 
     @classmethod
-    def at(cls, path: Location, options: Options) -> _Side:
-        source, _ = source_at(path, replace(options, manifest_sha256=None))
+    def at(cls, path: Location, options: Options, rename: Renaming | None = None) -> _Side:
+        source = renamed_source(source_at(path, replace(options, manifest_sha256=None))[0], rename)
         manifest = source.manifest
         return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
@@ -20,7 +20,7 @@ from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.restore_plan import RestorePlan, plan_restore
 from jaxckpt._restore.goals import resolve
 from jaxckpt._restore.source import Location, Native, Source, source_at
-from jaxckpt._restore.target import Request, require_request
+from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, counted, show
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
@@ -29,11 +29,12 @@ from jaxckpt._storage.manifests import load_states
 from jaxckpt._storage.steps import run_and_step
 
 
-def open(path: Location, *, options: Options | None = None) -> Checkpoint:
+def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
     """Open a checkpoint to look into it; only its manifest is read.
 
     Args:
         path: Where `save` wrote, or another checkpoint that `restore` takes.
+        rename: As for `restore`: the checkpoint is shown with these names, or through these rules.
         options: See `Options`.
 
     Returns:
@@ -50,7 +51,7 @@ def open(path: Location, *, options: Options | None = None) -> Checkpoint:
         array([ 8,  9, 10, 11])
     """
     options = given(options)
-    source, _ = source_at(path, options)
+    source = renamed_source(source_at(path, options)[0], rename)
     return Checkpoint(source, options)
 
 
@@ -208,7 +209,7 @@ class Checkpoint:
         mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
         specs: Specs = None,
         select: Select | None = None,
-        rename: Rename | None = None,
+        rename: Renaming | None = None,
         strict: bool = True,
         devices_per_process: int = 8,
         options: Options | None = None,
@@ -240,9 +241,10 @@ class Checkpoint:
             mesh,
             specs,
             select,
-            rename,
+            *split_rename(rename),
             strict,
             None if isinstance(mesh, Mesh) else devices_per_process,
         )
         require_request(request)
-        return plan_restore(self._manifest, resolve(self._manifest, request, options).goals, options)
+        manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
+        return plan_restore(manifest, resolve(manifest, request, options).goals, options)

@@ -10,13 +10,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs, require_mesh
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.goals import Goal, host_goals, resolve
 from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.source import Location, source_at
-from jaxckpt._restore.target import Request, require_request
+from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
 from jaxckpt._runtime.errors import InputError, PeersDisagreeError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
@@ -31,7 +31,7 @@ def restore(
     mesh: Mesh | None = None,
     specs: Specs = None,
     select: Select | None = None,
-    rename: Rename | None = None,
+    rename: Renaming | None = None,
     strict: bool = True,
     options: Options | None = None,
 ) -> Tree:
@@ -62,7 +62,8 @@ def restore(
             which cannot say.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
             must exist, or a function. Without a target, a renamed tree comes back as nested dicts. A component of a
-            wanted path is never empty: the empty key is written "~2".
+            wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
+            cast: then the checkpoint has the leaves that the rules make, and `select` chooses among these.
         strict: Missing leaves and leaves of the checkpoint that the target lacks are errors. With False, a missing
             leaf keeps the target's value (an abstract one, which has none, is still an error), and extra leaves are
             left out. A target of which no leaf is in the checkpoint is always an error, and so are another shape, a
@@ -90,7 +91,7 @@ def restore(
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/restore", mesh=jax.make_mesh((1,), ("data",)))["w"].shape
         (8, 4)
     """
-    return carry_out(path, Request(target, mesh, specs, select, rename, strict), options)
+    return carry_out(path, Request(target, mesh, specs, select, *split_rename(rename), strict), options)
 
 
 def carry_out(path: Location, request: Request, options: Options | None) -> Tree:
@@ -101,6 +102,7 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
             require_mesh(request.mesh)
             require_request(request)
             source, digest = source_at(path, options)
+            source = renamed_source(source, request.rules)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.goals.values())
             _require_one(meeting.gather(f"{digest} {source.url}"), source.url)
@@ -110,6 +112,7 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
             if digest != expected:  # process 0 found another step to be a run's newest
                 source, digest = source_at(url, options)
                 _require_one([chosen, f"{digest} {url}"], url)
+                source = renamed_source(source, request.rules)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.lacking) if request.initial else []
             result = resolved.build(fetch(source, resolved.goals, options), initial)
@@ -138,12 +141,19 @@ def _require_no_trace(goals: Iterable[Goal]) -> None:
         )
 
 
-def load_numpy(path: Location, *, select: Select | None = None, options: Options | None = None) -> Tree:
+def load_numpy(
+    path: Location,
+    *,
+    select: Select | None = None,
+    rename: Renaming | None = None,
+    options: Options | None = None,
+) -> Tree:
     """Read a checkpoint into host memory, for inference or a look: no mesh, no devices, no JAX backend is started.
 
     Args:
         path: Where `save` wrote, or another checkpoint that `restore` takes.
-        select: Only these leaves, as for `restore`.
+        select: Only these leaves, as for `restore`, by their paths after `rename`.
+        rename: As for `restore`.
         options: See `Options`.
 
     Returns:
@@ -160,6 +170,6 @@ def load_numpy(path: Location, *, select: Select | None = None, options: Options
         {'w': array([0, 1, 2])}
     """
     options = given(options)
-    source, _ = source_at(path, options)
+    source = renamed_source(source_at(path, options)[0], rename)
     resolved = host_goals(source.manifest, select)
     return resolved.build(fetch(source, resolved.goals, options), [])

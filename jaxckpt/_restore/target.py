@@ -32,8 +32,13 @@ from jaxckpt._format.tree import (
     subtree,
     unflatten,
 )
+from jaxckpt._restore.rules import Rules
+from jaxckpt._restore.source import Foreign, Native
 from jaxckpt._runtime.errors import InputError, Problem, show
 from jaxckpt._runtime.options import Options, flag
+
+Renaming = Rename | Rules
+"""What is passed as rename=: new names, or rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,9 @@ class Request:
     specs: Specs = None
     select: Select | None = None
     rename: Rename | None = None
+    rules: Rules | None = None
+    """What the checkpoint is read through: `split_rename` gives either this or `rename`."""
+
     strict: bool = True
     devices_per_process: int | None = None
     """For a plan on a mesh that this machine does not have; None if the arrays will be made."""
@@ -367,3 +375,18 @@ def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
             yield path, f"an empty {node.name or node.type}"
         for key, child in zip(keys_of(node), node.children, strict=True):
             yield from _empty_places(child, f"{path}/{component(key)}" if path else component(key))
+
+
+# What is passed as rename= ---------------------------------------------------------------------------------
+
+
+def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
+    """The new names and the rules of what was passed as `rename=`, at most one of which there is."""
+    return (None, rename) if isinstance(rename, Rules) else (rename, None)
+
+
+def renamed_source(source: Native | Foreign, rename: Renaming | None) -> Native | Foreign:
+    """A checkpoint with its leaves renamed, or as it looks through rules. Raises MismatchError, TreeError."""
+    if isinstance(rename, Rules):
+        return rename.over(source)
+    return source if rename is None else replace(source, manifest=narrowed(source.manifest, None, rename))

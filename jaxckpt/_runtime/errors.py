@@ -57,7 +57,7 @@ class Problem:
     def __str__(self) -> str:
         leaf = "" if self.leaf is None else f"{show(self.leaf)}{self.sides}"
         file = f"{': ' if leaf else ''}{self.object}" if self.object else ""
-        return f"{leaf}{file} {self.reason}"
+        return f"{leaf}{file} {self.reason}".lstrip()
 
 
 class JaxckptError(Exception):

@@ -14,11 +14,11 @@ from typing import Any, Literal, Self
 from jax.sharding import Mesh
 
 from jaxckpt._format.records import StepRecord
-from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.restore import carry_out
-from jaxckpt._restore.target import Request
+from jaxckpt._restore.target import Renaming, Request, split_rename
 from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError, Preempted
 from jaxckpt._runtime.options import Options, flag, given, seconds, whole_number
 from jaxckpt._runtime.processes import Call, Group
@@ -328,7 +328,7 @@ class Checkpointer:
         mesh: Mesh | None = None,
         specs: Specs = None,
         select: Select | None = None,
-        rename: Rename | None = None,
+        rename: Renaming | None = None,
         strict: bool = True,
     ) -> Tree:
         """Restore a step, the newest if `step` is None. Every process; the arguments are those of `jaxckpt.restore`.
@@ -340,7 +340,7 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
                 passed over for an older one.
         """
-        return self._restore(self._chosen(step), Request(target, mesh, specs, select, rename, strict))
+        return self._restore(self._chosen(step), Request(target, mesh, specs, select, *split_rename(rename), strict))
 
     def _restore(self, chosen: int, asked: Request) -> Tree:
         try:
@@ -367,7 +367,7 @@ class Checkpointer:
         mesh: Mesh | None = None,
         specs: Specs = None,
         select: Select | None = None,
-        rename: Rename | None = None,
+        rename: Renaming | None = None,
         strict: bool = True,
     ) -> tuple[int | None, Tree]:
         """The newest step, or a fresh start if there is none. Every process.
@@ -395,7 +395,9 @@ class Checkpointer:
         if step is None:
             return None, init()
         target, initial = target_of(init)
-        return step, self._restore(step, Request(target, mesh, specs, select, rename, strict, initial=initial))
+        return step, self._restore(
+            step, Request(target, mesh, specs, select, *split_rename(rename), strict, initial=initial)
+        )
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
         """What this process, or one in its place, gave as `process_state[name]`. Every process.

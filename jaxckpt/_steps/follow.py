@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import LARGEST
-from jaxckpt._format.select import Rename, Select
+from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.restore import carry_out
-from jaxckpt._restore.target import Request
+from jaxckpt._restore.target import Renaming, Request, split_rename
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, given, seconds, whole_number
 from jaxckpt._storage.folder import Folder
@@ -59,11 +59,11 @@ class Step:
         mesh: Mesh | None = None,
         specs: Specs = None,
         select: Select | None = None,
-        rename: Rename | None = None,
+        rename: Renaming | None = None,
         strict: bool = True,
     ) -> Tree:
         """Restore the step. The arguments, results and errors are those of `jaxckpt.restore`."""
-        return carry_out(self.path, Request(target, mesh, specs, select, rename, strict), self._options)
+        return carry_out(self.path, Request(target, mesh, specs, select, *split_rename(rename), strict), self._options)
 
     def open(self) -> Checkpoint:
         """Open the step to look into it, as `jaxckpt.open` does."""

@@ -1,0 +1,194 @@
+"""Rules for models of Hugging Face's transformers: from the tensors of a folder to a plain nested tree.
+
+The tree, with the axes of each leaf; `scan=True` stacks the layers, so that "layers/{i}/x" is "layers/x" with an axis
+for the layers in front:
+
+    embed/embedding [vocab, model]      layers/{i}/attn/{q,k,v}/kernel [model, heads, dim]   …/bias [heads, dim]
+    norm/scale [model]                  layers/{i}/attn/o/kernel [heads, dim, model]
+    head/kernel [model, vocab]          layers/{i}/mlp/{gate,up}/kernel [model, hidden], mlp/down/kernel [hidden, model]
+    positions/embedding [n, model]      layers/{i}/{attn_norm,mlp_norm,…}/scale [model]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxckpt._format.paths import closest
+from jaxckpt._restore.axes import Layout as Axes
+from jaxckpt._restore.axes import axes_of
+from jaxckpt._restore.rules import Rule, Rules
+from jaxckpt._runtime.errors import DataError, InputError
+
+Config = Mapping[str, Any]
+
+
+def huggingface_rules(folder: str | os.PathLike[str], *, scan: bool = False) -> Rules:
+    """Rules from a Hugging Face folder's tensors to a plain nested tree; pass them as `rename=`.
+
+    The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
+    leaves.
+
+    Args:
+        folder: A local folder with the model's config.json.
+        scan: Whether layers are stacked, as `jax.lax.scan` takes them.
+
+    Returns:
+        The rules; their `inverse(dtype=…)` leads back to the folder's tensors.
+
+    Raises:
+        DataError: No config.json, or it lacks something.
+        InputError: A model of another family.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+    family = str(config.get("model_type"))
+    if family not in _FAMILIES:
+        raise InputError(
+            f"{path} is of model_type {family!r}{closest(family, _FAMILIES)}; rules are ready for"
+            f" {', '.join(_FAMILIES)}. Write Rules for others."
+        )
+    try:
+        return _FAMILIES[family](config, scan)
+    except KeyError as error:
+        raise DataError(f"{path} has no {error.args[0]!r}") from error
+
+
+def _layer_rule(
+    source: str, target: str, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
+) -> Rule:
+    """A rule for a leaf of each layer."""
+    axes = axes_of(Axes.parse(layout).source)
+    return Rule(
+        source=source,
+        target=f"layers/{target}" if scan else f"layers/{{i}}/{target}",
+        layout=layout.replace("->", "-> i") if scan else layout,
+        sizes={"i": layers, **{axis: size for axis, size in sizes.items() if axis in axes}},
+        **more,
+    )
+
+
+def _llama(
+    config: Config,
+    scan: bool,
+    *,
+    bias: str = "",
+    norms: Mapping[str, str] | None = None,
+    head_norms: bool = False,
+    is_tied: bool = False,
+    offset: float = 0.0,
+) -> Rules:
+    """Llama and the families that are made like it.
+
+    Args:
+        config: The folder's config.json.
+        scan: Whether layers are stacked.
+        bias: The projections of the attention that have a bias, such as "qkv".
+        norms: Their names for the norms of a layer, and ours.
+        head_norms: Whether queries and keys have norms.
+        is_tied: Whether the embedding is also the head, if the configuration does not say.
+        offset: What is added to the weights of norms.
+    """
+    heads = int(config["num_attention_heads"])
+    dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    layers = int(config["num_hidden_layers"])
+    sizes = {"d": dim}
+    norm: dict[str, Any] = {"offset": offset, "dtype": "float32"} if offset else {}
+    below = "model.layers.{i}"
+    if config.get("attention_bias"):
+        bias = "qkvo"
+
+    def of_layer(source: str, target: str, layout: str, **more: Any) -> Rule:
+        return _layer_rule(f"{below}.{source}", target, layout, layers, scan, sizes, **more)
+
+    rules = [
+        Rule(source="model.embed_tokens.weight", target="embed/embedding"),
+        Rule(source="model.norm.weight", target="norm/scale", **norm),
+        of_layer("self_attn.o_proj.weight", "attn/o/kernel", "m (h d) -> h d m"),
+        of_layer("mlp.down_proj.weight", "mlp/down/kernel", "m f -> f m"),
+    ]
+    rules += [of_layer(f"self_attn.{n}_proj.weight", f"attn/{n}/kernel", "(h d) m -> m h d") for n in "qkv"]
+    rules += [of_layer(f"self_attn.{n}_proj.bias", f"attn/{n}/bias", "(h d) -> h d") for n in "qkv" if n in bias]
+    if "o" in bias:
+        rules.append(of_layer("self_attn.o_proj.bias", "attn/o/bias", "m -> m"))
+    rules += [of_layer(f"mlp.{n}_proj.weight", f"mlp/{n}/kernel", "f m -> m f") for n in ("gate", "up")]
+    if config.get("mlp_bias"):
+        rules += [of_layer(f"mlp.{n}_proj.bias", f"mlp/{n}/bias", "f -> f") for n in ("gate", "up", "down")]
+    named = norms or {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+    rules += [of_layer(f"{theirs}.weight", f"{ours}/scale", "m -> m", **norm) for theirs, ours in named.items()]
+    if head_norms:
+        rules += [of_layer(f"self_attn.{n}_norm.weight", f"attn/{n}_norm/scale", "d -> d", **norm) for n in "qk"]
+    if not config.get("tie_word_embeddings", is_tied):
+        rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
+    return Rules(rules)
+
+
+_GEMMA_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attn_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+
+
+def _gemma(config: Config, scan: bool, *, head_norms: bool) -> Rules:
+    """Gemma stores weights of norms as what is added to 1; the tree has the whole scale, in float32."""
+    return _llama(config, scan, norms=_GEMMA_NORMS, head_norms=head_norms, is_tied=True, offset=1.0)
+
+
+def _gpt2(config: Config, scan: bool) -> Rules:
+    heads, layers = int(config["n_head"]), int(config["n_layer"])
+    sizes = {"d": int(config["n_embd"]) // heads}
+    qkv = tuple(f"attn/{n}" for n in "qkv")
+    head = "layers/" if scan else "layers/{i}/"
+
+    def of_layer(source: str, target: str, layout: str, **more: Any) -> Rule:
+        return _layer_rule(f"transformer.h.{{i}}.{source}", target, layout, layers, scan, sizes, **more)
+
+    def fused(source: str, leaf: str, layout: str, axis: int) -> Rule:
+        return Rule(
+            source=f"transformer.h.{{i}}.attn.c_attn.{source}",
+            target=tuple(f"{head}{n}/{leaf}" for n in qkv),
+            layout=layout.replace("->", "-> i") if scan else layout,
+            sizes={"i": layers, **sizes},
+            axis=axis,
+        )
+
+    rules = [
+        Rule(source="transformer.wte.weight", target="embed/embedding"),
+        Rule(source="transformer.wpe.weight", target="positions/embedding"),
+        Rule(source="transformer.ln_f.weight", target="norm/scale"),
+        Rule(source="transformer.ln_f.bias", target="norm/bias"),
+        fused("weight", "kernel", "m (h d) -> m h d", 1),
+        fused("bias", "bias", "(h d) -> h d", 0),
+        of_layer("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
+        of_layer("attn.c_proj.bias", "attn/o/bias", "m -> m"),
+    ]
+    for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")):
+        rules += [
+            of_layer(f"{theirs}.{a}", f"{ours}/{b}", "m -> m") for a, b in (("weight", "scale"), ("bias", "bias"))
+        ]
+    for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
+        rules.append(of_layer(f"mlp.{theirs}.weight", f"mlp/{ours}/kernel", "f g -> f g"))
+        rules.append(of_layer(f"mlp.{theirs}.bias", f"mlp/{ours}/bias", "g -> g"))
+    if not config.get("tie_word_embeddings", True):
+        rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
+    return Rules(rules)
+
+
+_FAMILIES: dict[str, Callable[[Config, bool], Rules]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": lambda config, scan: _llama(config, scan, bias="qkv"),
+    "qwen3": lambda config, scan: _llama(config, scan, head_norms=True),
+    "gemma2": lambda config, scan: _gemma(config, scan, head_norms=False),
+    "gemma3_text": lambda config, scan: _gemma(config, scan, head_norms=True),
+    "gpt2": _gpt2,
+}

@@ -1,0 +1,152 @@
+"""Leaves that are made of source leaves: a box of one is read as boxes of the others, in bounded memory."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.grid import Box, intersection, within
+from jaxckpt._format.pieces import Array, as_bits
+from jaxckpt._restore.axes import Interval, Layout, axes_of, cover, tiles
+from jaxckpt._restore.source import ArrayData, StartedData
+from jaxckpt._storage.objects import Pending
+
+_WASTE = 2
+"""Bytes read over bytes needed, at most, if the needed parts of a dimension lie scattered: up to that, one read takes
+all of them."""
+
+_WHOLE_BYTES = 64 << 10
+"""A read that is no larger is not split, however little of it is needed: each read costs about as much time."""
+
+_TEMPORARY_BYTES = 4 << 20
+"""The most that one read holds in memory on its way, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Source leaves of one shape and dtype as a target leaf has them: stacked, and their axes in its order."""
+
+    layout: Layout
+    sizes: Mapping[str, int]
+    stacked: tuple[str, ...]
+    """The axes of which each index is a source leaf of its own."""
+
+    data: Mapping[tuple[int, ...], ArrayData]
+    """The source leaves by the indices of these."""
+
+    dtype: str
+    """Of the source leaves."""
+
+    unit_bytes: int
+    """What is stored of them as a unit, so that a part of it costs as much to read as all of it; 0 if nothing is."""
+
+    start: tuple[int, ...]
+    """Where the part that is taken of each source leaf begins."""
+
+    fixed: Mapping[str, int]
+    """The index of each axis that only the source has."""
+
+    computed: Callable[[Array], Array]
+    """The values of the target, before they are cast to its dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the target."""
+        return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.target)
+
+    def read(self, box: Box, target: Array) -> None:
+        """Fill `target` with a box."""
+        axes = axes_of(self.layout.target)
+        own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
+        for tile, intervals in tiles(self.layout.target, self.sizes, box):
+            region = target[(*within(tile, box), ...)]  # the "..." keeps an array of no dimensions an array
+            region = region.reshape([b - a for a, b in (intervals[axis] for axis in axes)])
+            for index in itertools.product(*(range(*intervals[axis]) for axis in self.stacked)):
+                at = dict(zip(self.stacked, index, strict=True))
+                picks = [at[axis] - intervals[axis][0] if axis in at else slice(None) for axis in axes]
+                left = [axis for axis in axes if axis not in at]
+                self._read_leaf(self.data[index], {**intervals, **own}, left, region[(*picks, ...)])
+
+    def _read_leaf(self, data: ArrayData, wanted: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
+        """Fill `target`, whose dimensions are the axes in this order, with the wanted intervals of a source leaf."""
+        covers = [cover(dim, self.sizes, wanted) for dim in self.layout.source]
+        taken = {
+            axis: side
+            for dim, (_, found) in zip(self.layout.source, covers, strict=True)
+            for axis, side in zip(dim, found, strict=True)
+        }
+        itemsize = DTYPES[self.dtype].itemsize
+        n_bytes = math.prod(b - a for a, b in taken.values()) * itemsize
+        split = self._split(wanted, taken, n_bytes, target.size * itemsize)
+        if split is not None:
+            a, b = wanted[split]
+            middle, number = (a + b) // 2, order.index(split)
+            for part in ((a, middle), (middle, b)):
+                into = target[(slice(None),) * number + (slice(part[0] - a, part[1] - a),)]
+                self._read_leaf(data, {**wanted, split: part}, order, into)
+            return
+        box = tuple((a + start, b + start) for ((a, b), _), start in zip(covers, self.start, strict=True))
+        source = np.empty([b - a for a, b in box], DTYPES[self.dtype])
+        data.read(box, source)
+        axes = axes_of(self.layout.source)
+        source = source.reshape([taken[axis][1] - taken[axis][0] for axis in axes])
+        spans = [tuple(side - taken[axis][0] for side in wanted[axis]) for axis in axes]
+        picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
+        left = [axis for axis in axes if axis not in self.fixed]
+        source = self.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
+        if source.dtype == target.dtype:
+            np.copyto(as_bits(target), as_bits(source))
+        else:
+            with np.errstate(all="ignore"):  # the rule asks for this cast
+                np.copyto(target, source, casting="unsafe")
+
+    def _split(
+        self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int
+    ) -> str | None:
+        """The axis to halve, if one read would take much that is not needed, or much at once."""
+        several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
+        if n_bytes > max(_WASTE * needed, _WHOLE_BYTES, self.unit_bytes):
+            for dim in self.layout.source:
+                if any(taken[axis] != wanted[axis] for axis in dim):
+                    return next(axis for axis in dim if axis in several)
+        return several[0] if n_bytes > _TEMPORARY_BYTES and several else None
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Not the threads that move bytes: these wait for those."""
+    return ThreadPoolExecutor(min(32, max(2, os.cpu_count() or 1)), "jaxckpt-rules")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped(StartedData):
+    """A target leaf: pieces next to each other along one dimension."""
+
+    pieces: Sequence[tuple[Box, Piece]]
+    """Each with its box in the leaf."""
+
+    def start(self, box: Box, target: Array) -> Pending:
+        return _threads().submit(self.read, box, target)
+
+    def read(self, box: Box, target: Array) -> None:
+        for held, piece in self.pieces:
+            common = intersection(held, box)
+            if common is not None:
+                part = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, held, strict=True))
+                piece.read(part, target[(*within(common, box), ...)])
+
+    def check(self) -> None:
+        for _, piece in self.pieces:
+            for data in piece.data.values():
+                data.check()

@@ -1,0 +1,152 @@
+"""Models that transformers saved, read through the ready rules: JAX computes the logits that transformers computed.
+
+tests/programs/transformers_writer.py made the files: tiny models with random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+
+DATA = Path(__file__).parents[1] / "data" / "transformers"
+FAMILIES = sorted(path.name for path in DATA.iterdir())
+PRECISION = jax.lax.Precision.HIGHEST
+
+
+def project(x: Any, leaf: Any, equation: str) -> Any:
+    return jnp.einsum(equation, x, leaf["kernel"], precision=PRECISION) + leaf.get("bias", 0.0)
+
+
+def rms_norm(x: Any, leaf: Any, epsilon: float) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * leaf["scale"]
+
+
+def layer_norm(x: Any, leaf: Any, epsilon: float) -> Any:
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * leaf["scale"] + leaf["bias"]
+
+
+def rotated(x: Any, theta: float) -> Any:
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def capped(x: Any, cap: float | None) -> Any:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention(layer: Any, x: Any, config: dict[str, Any]) -> Any:
+    q, k, v = (project(x, layer[name], "btm,mhd->bthd") for name in "qkv")
+    if "q_norm" in layer:
+        q, k = (rms_norm(y, layer[name], config["rms_norm_eps"]) for y, name in ((q, "q_norm"), (k, "k_norm")))
+    if "rope_parameters" in config:
+        rope = config["rope_parameters"]
+        theta = rope.get("sliding_attention", rope)["rope_theta"]
+        q, k = rotated(q, theta), rotated(k, theta)
+    k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], 2) for y in (k, v))
+    scale = config.get("query_pre_attn_scalar") or q.shape[-1]
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, precision=PRECISION) / scale**0.5
+    scores = capped(scores, config.get("attn_logit_softcapping"))
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v, precision=PRECISION)
+    return project(mixed, layer["o"], "bthd,hdm->btm")
+
+
+def forward(tree: Any, tokens: Any, config: dict[str, Any]) -> Any:
+    epsilon = config.get("rms_norm_eps") or config["layer_norm_epsilon"]
+    norm = layer_norm if "positions" in tree else rms_norm
+    act = jax.nn.gelu if "positions" in tree or "gemma" in config["model_type"] else jax.nn.silu
+    embedding = jnp.asarray(tree["embed"]["embedding"])
+    x = embedding[tokens]
+    if "gemma" in config["model_type"]:
+        x = x * x.shape[-1] ** 0.5
+    if "positions" in tree:
+        x = x + tree["positions"]["embedding"][: x.shape[1]]
+    for number in range(len(tree["layers"])):
+        layer = tree["layers"][str(number)]
+        y = attention(layer["attn"], norm(x, layer["attn_norm"], epsilon), config)
+        x = x + (norm(y, layer["post_attn_norm"], epsilon) if "post_attn_norm" in layer else y)
+        y = norm(x, layer["mlp_norm"], epsilon)
+        up = project(y, layer["mlp"]["up"], "btm,mf->btf")
+        up = act(project(y, layer["mlp"]["gate"], "btm,mf->btf")) * up if "gate" in layer["mlp"] else act(up)
+        y = project(up, layer["mlp"]["down"], "btf,fm->btm")
+        x = x + (norm(y, layer["post_mlp_norm"], epsilon) if "post_mlp_norm" in layer else y)
+    x = norm(x, tree["norm"], epsilon)
+    head = tree["head"]["kernel"] if "head" in tree else embedding.T
+    return capped(jnp.einsum("btm,mv->btv", x, head, precision=PRECISION), config.get("final_logit_softcapping"))
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+
+def last_dimension_that_divides(path: str, leaf: Any) -> P:
+    split = [dim for dim, side in enumerate(leaf.shape) if side % 4 == 0]
+    return P(*("model" if dim == split[-1] else None for dim in range(len(leaf.shape)))) if split else P()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_on_a_mesh_are_those_of_transformers(family: str, mesh: Mesh) -> None:
+    rules = jaxckpt.huggingface_rules(DATA / family)
+    tree = jaxckpt.restore(DATA / family, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+    expected = np.load(DATA / family / "expected.npz")
+    config = json.loads((DATA / family / "config.json").read_text())
+    found = forward(jax.device_get(tree), expected["tokens"], config)
+    np.testing.assert_allclose(found, expected["logits"], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_way_back_gives_the_same_tensors(family: str, scan: bool, tmp_path: Path) -> None:
+    rules = jaxckpt.huggingface_rules(DATA / family, scan=scan)
+    jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)
+    back = tmp_path / "model.safetensors"
+    jaxckpt.convert(tmp_path / "ours", back, rename=rules.inverse(dtype="float32"))
+    before, after = jaxckpt.load_numpy(DATA / family), jaxckpt.load_numpy(back)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if "norm" in name and "gemma" in family:  # 1 + w is rounded
+            np.testing.assert_allclose(after[name], tensor, atol=1e-7)
+        else:
+            assert after[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_what_is_written(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers, which is no dependency, loads the export")
+    torch = pytest.importorskip("torch")
+    rules = jaxckpt.huggingface_rules(DATA / family, scan=True)
+    jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "model", format="safetensors", rename=rules.inverse(dtype="float32"))
+    shutil.copy(DATA / family / "config.json", tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    expected = np.load(DATA / family / "expected.npz")
+    with torch.no_grad():
+        logits = model(torch.tensor(expected["tokens"])).logits.numpy()
+    np.testing.assert_allclose(logits, expected["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.DataError, match=r"config\.json"):
+        jaxckpt.huggingface_rules(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(jaxckpt.InputError, match="did you mean 'llama'"):
+        jaxckpt.huggingface_rules(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(jaxckpt.DataError, match="num_attention_heads"):
+        jaxckpt.huggingface_rules(tmp_path)

@@ -1,0 +1,316 @@
+"""A checkpoint read through rules is what NumPy computes of it, box by box, and the inverse gives the source back."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import tracemalloc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from strategies import boxes
+
+import jaxckpt
+from jaxckpt import Rule, Rules
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._restore.source import Block, ForeignArray, compose
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Any tree and any rules -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, the source leaves that it takes, and what NumPy makes of them."""
+
+    rule: Rule
+    source: Mapping[str, Array]
+    target: Mapping[str, Array]
+
+
+def random_bits(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
+    """Any bits, NaNs among them."""
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8).view(DTYPES[dtype]).reshape(shape)
+
+
+@st.composite
+def groupings(draw: st.DrawFn, axes: list[str]) -> list[list[str]]:
+    """The axes, in any order, as dimensions of one or several axes."""
+    order = draw(st.permutations(axes))
+    groups: list[list[str]] = []
+    for axis in order:
+        if groups and draw(st.booleans()):
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    return groups
+
+
+def text(dims: list[list[str]]) -> str:
+    return " ".join(f"({' '.join(dim)})" for dim in dims)
+
+
+def with_layout(array: Array, axes: list[str], dims: list[list[str]], sizes: Mapping[str, int]) -> Array:
+    """An array with these axes, as one with these dimensions."""
+    order = [axis for dim in dims for axis in dim]
+    shape = [math.prod(sizes[axis] for axis in dim) for dim in dims]
+    return array.transpose([axes.index(axis) for axis in order]).reshape(shape)
+
+
+@st.composite
+def cases(draw: st.DrawFn, name: str) -> Case:
+    axes = list("abcd")[: draw(st.integers(0, 4))]
+    stacked, kept = ["i", "j"][: draw(st.integers(0, 2))], ["k"][: draw(st.integers(0, 1))]
+    sizes = {axis: draw(st.integers(1, 4)) for axis in [*axes, *stacked, *kept]}
+    dtype, wanted = draw(
+        st.sampled_from([("float32", None), ("bfloat16", None), ("int16", "int32"), ("uint8", "float32")])
+    )
+    shown = draw(groupings(axes))
+    target = draw(groupings([*axes, *stacked]))
+    layout = f"{text(shown)} -> {text(target)}" if axes or stacked else ""
+    kind = draw(st.sampled_from(["one", "cut", "join"]))
+    count = 1 if kind == "one" or not axes or (kind == "join" and not target) else draw(st.integers(1, 3))
+    axis = draw(st.integers(0, len(shown if kind == "cut" else target) - 1)) if count > 1 else 0
+    numbers = "".join(f".{{{axis}}}" for axis in [*kept, *stacked])
+    ours = tuple(f"{name}/s{n}{numbers}" for n in range(count if kind == "join" else 1))
+    theirs = tuple(
+        f"{name}/t{n}{''.join(f'/{{{axis}}}' for axis in kept)}" for n in range(count if kind == "cut" else 1)
+    )
+    rule = Rule(
+        source=ours if len(ours) > 1 else ours[0],
+        target=theirs if len(theirs) > 1 else theirs[0],
+        layout=layout,
+        sizes={axis: sizes[axis] for axis in [*axes, *stacked]},
+        axis=axis,
+        dtype=wanted,
+    )
+    source: dict[str, Array] = {}
+    made: dict[str, Array] = {}
+    shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in shown)
+    seed = draw(st.integers(0, 1 << 30))
+    for k in range(sizes["k"]) if kept else [None]:
+        fill = {} if k is None else {"k": k}
+        parts: list[list[Array]] = [[] for _ in range(count)]
+        for n, part in enumerate(parts):
+            for index in np.ndindex(*(sizes[one] for one in stacked)):
+                part.append(random_bits(hash((seed, n, k, index)) & 0xFFFFFF, shape, dtype))
+        together = [[np.concatenate(p, axis)] for p in zip(*parts, strict=True)] if kind == "cut" and count > 1 else []
+        for number, index in enumerate(np.ndindex(*(sizes[one] for one in stacked))):
+            at = {**fill, **dict(zip(stacked, index, strict=True))}
+            if together:
+                source[ours[0].format(**at)] = together[number][0]
+            else:
+                source |= {path.format(**at): part[number] for path, part in zip(ours, parts, strict=True)}
+        results: list[Array] = []
+        for part in parts:
+            stack = np.stack(part).reshape([sizes[one] for one in [*stacked, *[a for dim in shown for a in dim]]])
+            results.append(with_layout(stack, [*stacked, *[a for dim in shown for a in dim]], target, sizes))
+        if kind == "join" and count > 1:
+            results = [np.concatenate(results, axis)]
+        for path, result in zip(theirs, results, strict=True):
+            made[path.format(**fill)] = result.astype(DTYPES[wanted]) if wanted else result
+    return Case(rule, source, made)
+
+
+def nested(leaves: Mapping[str, Array]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *above, name = path.split("/")
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[name] = leaf
+    return tree
+
+
+def same(a: Any, b: Array) -> bool:
+    a = np.asarray(a)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_rules_give_what_numpy_computes_and_their_inverse_gives_the_source_back(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 3))
+    found = [data.draw(cases(f"c{number}")) for number in range(count)]
+    source = {path: leaf for case in found for path, leaf in case.source.items()}
+    target = {path: leaf for case in found for path, leaf in case.target.items()}
+    rules = Rules([case.rule for case in found])
+    folder = Path(tempfile.mkdtemp())
+    try:
+        jaxckpt.save(folder / "a", nested(source))
+        seen = jaxckpt.open(folder / "a", rename=rules)
+        assert set(seen) == set(target)
+        for path, leaf in target.items():
+            box = data.draw(boxes(leaf.shape), label=path)
+            index = tuple(slice(*side) for side in box)
+            assert same(seen[path][index], leaf[index]), path
+        # Onto a mesh, every leaf split somehow.
+        sizes = data.draw(st.sampled_from([(8, 1), (4, 2), (2, 4)]))
+        mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("x", "y"))
+
+        def spec(path: str, leaf: Any) -> P:
+            axes = [axis for axis in ("x", "y") if mesh.shape[axis] > 1]
+            return P(*(axes.pop() if axes and not side % mesh.shape[axes[-1]] else None for side in leaf.shape))
+
+        restored = jaxckpt.restore(folder / "a", rename=rules, mesh=mesh, specs=spec)
+        flat = dict(_flat(restored))
+        assert all(same(flat[path], leaf) for path, leaf in target.items())
+        # There and back, in a checkpoint of its own.
+        jaxckpt.convert(folder / "a", folder / "b", rename=rules)
+        for case in found:
+            back = Rules([case.rule.inverse(dtype=next(iter(case.source.values())).dtype.name)])
+            drop = [path for path in target if path not in case.target]
+            again = dict(_flat(jaxckpt.load_numpy(folder / "b", rename=Rules(back.rules, drop))))
+            assert again.keys() == case.source.keys()
+            assert all(same(again[path], leaf) for path, leaf in case.source.items())
+    finally:
+        shutil.rmtree(folder)
+
+
+def _flat(tree: Any) -> list[tuple[str, Any]]:
+    return [
+        ("/".join(str(key.key) for key in path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+# Bytes and memory -------------------------------------------------------------------------------------------
+
+
+class Counted(Block):
+    """An array that counts the bytes that are read of it."""
+
+    def __init__(self, array: Array) -> None:
+        self.array, self.n_bytes = array, 0
+
+    def read(self, box: Any, target: Array) -> None:
+        self.n_bytes += target.nbytes
+        np.copyto(target, self.array[tuple(slice(*side) for side in box)])
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"), [(P(None, "y", None), 1.0), (P(None, None, "y"), 2.0), (P("y", None, None), 1.0)]
+)
+def test_devices_read_only_the_bytes_of_their_own_heads(spec: P, most: float) -> None:
+    heads, dim, model = 16, 128, 1024
+    array = np.random.default_rng(0).normal(size=(heads * dim, model)).astype("float32")
+    block = Counted(array)
+    source = compose("memory", {"q": ForeignArray("float32", array.shape, block)}, "counted")
+    rules = Rules([Rule(source="q", target="q", layout="(h d) m -> m h d", sizes={"d": dim})])
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    tree = jaxckpt.restore(source, mesh=mesh, specs=spec, rename=rules)
+    assert same(tree["q"], array.reshape(heads, dim, model).transpose(2, 0, 1))
+    assert block.n_bytes <= most * array.nbytes  # replicas share a read
+
+
+def test_a_leaf_passes_through_memory_in_parts() -> None:
+    array = np.zeros((4096, 2048), "float32")  # 32 MiB
+    source = compose("memory", {"w": ForeignArray("float32", array.shape, Counted(array))}, "counted")
+    rules = Rules([Rule(source="w", target="w", layout="a b -> b a", dtype="bfloat16", offset=1.0)])
+    leaf = jaxckpt.open(source, rename=rules)["w"]
+    tracemalloc.start()
+    try:
+        assert leaf[:, :].nbytes == array.nbytes // 2
+        peak = tracemalloc.get_traced_memory()[1] - array.nbytes // 2
+    finally:
+        tracemalloc.stop()
+    assert peak < 15 << 20 < array.nbytes  # a read of 4 MiB and what is computed of it, for each of two threads
+
+
+# Values -----------------------------------------------------------------------------------------------------
+
+
+def test_scale_offset_cast_tied_and_dropped(tmp_path: Path) -> None:
+    tree = {"norm": np.array([0.5, -0.25], "float16"), "embed": np.ones((3, 2), "float32"), "step": 7, "x": np.zeros(1)}
+    jaxckpt.save(tmp_path / "a", tree)
+    rules = Rules(
+        [
+            Rule(source="norm", target="norm", scale=2.0, offset=1.0, dtype="float32"),
+            Rule(source="embed", target="embed"),
+            Rule(source="embed", target="head", layout="v m -> m v", tied=True),
+        ],
+        drop=["step", "x"],
+    )
+    made = jaxckpt.load_numpy(tmp_path / "a", rename=rules)
+    assert same(made["norm"], np.array([2.0, 0.5], "float32"))
+    assert made["head"].shape == (2, 3)
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename=rules)
+    delta = jaxckpt.diff(
+        tmp_path / "b", tmp_path / "a", rename=rules.inverse(dtype="float16"), select=["norm", "embed"]
+    )
+    assert delta.identical, delta
+
+
+def test_plan_and_select_see_the_leaves_that_rules_make(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {f"h.{i}": np.ones((8, 4), "float32") for i in range(3)})
+    rules = Rules([Rule(source="h.{i}", target="layers/w", layout="a b -> i b a", sizes={"i": 3})])
+    plan = jaxckpt.open(tmp_path / "a").plan(mesh={"x": 4}, specs=P(None, "x"), rename=rules)
+    assert [(leaf.path, leaf.shape) for leaf in plan.leaves] == [("layers/w", (3, 4, 8))]
+    assert jaxckpt.load_numpy(tmp_path / "a", rename=rules, select="layers")["layers"]["w"].shape == (3, 4, 8)
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
+    tree = {f"h.{i}.q": np.ones((6, 4)) for i in (0, 1, 3)} | {
+        "norm": np.ones(3),
+        "embed": np.ones(2),
+        "extra": np.ones(1),
+    }
+    jaxckpt.save(tmp_path / "a", tree | {f"v.{i}": np.ones(2) for i in range(2)})
+    rules = Rules(
+        [
+            Rule(source="h.{i}.q", target="q", layout="(h d) m -> i m h d", sizes={"d": 2}),
+            Rule(source="nrm", target="norm"),
+            Rule(source="embed", target="a"),
+            Rule(source="embed", target="b"),
+            Rule(source="norm", target="n", layout="a b -> b a"),
+            Rule(source="v.{i}", target="v/{i}", sizes={"i": 4}),
+        ],
+        drop=["extr"],
+    )
+    with pytest.raises(jaxckpt.MismatchError) as caught:
+        jaxckpt.load_numpy(tmp_path / "a", rename=rules)
+    message = str(caught.value)
+    for part in (
+        "rule h.{i}.q → q: 1 of 4 leaves to stack are missing, the first with i = 2",
+        "rule nrm → norm matches nothing; did you mean 'norm'",
+        "'embed' is claimed by rule embed → a and by rule embed → b",
+        "'norm' has 1 dimensions, but 'a b' has 2",
+        "{i} must be 0 to 3; missing: 2, 3",
+        "drop 'extr' matches nothing; did you mean 'extra'",
+        "'extra' matches no rule",
+    ):
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"source": "a.{i}", "target": "b"}, "needs a layout"),
+        ({"source": "a", "target": "b", "layout": "x y -> y"}, "must be the same"),
+        ({"source": "a", "target": "b", "layout": "(x y -> x y"}, "cannot be read"),
+        ({"source": ("a", "b"), "target": ("c", "d")}, "two rules"),
+        ({"source": ("a.{i}", "b"), "target": "c.{i}"}, "same numbers"),
+        ({"source": "a", "target": "b", "layout": "x y -> y x", "sizes": {"z": 2}}, "no axis"),
+        ({"source": "a", "target": "b", "dtype": "bfloat61"}, "did you mean 'bfloat16'"),
+        ({"source": "a", "target": "b", "scale": 0.0}, "no inverse"),
+        ({"source": "a", "target": "b", "parts": (1, 2)}, "parts="),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_an_error(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(jaxckpt.InputError, match=expected):
+        Rule(**arguments)
