@@ -171,7 +171,7 @@ class FileReader(ArrayReader):
         scratch, used = np.empty(0, np.uint8), 0
 
         def read() -> None:
-            most = max(1, BATCH_BYTES // size)
+            most = -(-BATCH_BYTES // size)
             for first in range(0, len(chunks), most):
                 together = slice(first, first + most)
                 self._fill(path, handle, index, found, waiting[together], chunks[together])
