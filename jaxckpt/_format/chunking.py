@@ -18,9 +18,8 @@ moved to another dimension. `chunk_shape` keeps what they read to `OVER_READ` ti
    place, which every save and restore gains from, and a reader of 1/8 of the columns reads whole rows.
 3. Rows are cut apart until a chunk has at most `chunk_bytes`, and further until it has 1/`ROW_CUTS` of the cell's rows.
 
-No step makes a chunk smaller than `LEAST_BYTES`, or `GATHERED_BYTES` if it is not in place, so leaves of a few times that
-size may stay whole: below it a chunk costs
-more for being one than its readers would save.
+No step makes a chunk smaller than `LEAST_BYTES`, or `GATHERED_BYTES` if it is not in place: below that a chunk costs
+more for being one than its readers would save. So leaves of a few times that size may stay whole.
 """
 
 from __future__ import annotations
