@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 Rule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
 """(glob of the leaves that it is for, or None for all; the entries of their PartitionSpec)."""
 
-FORMATS = ("jaxckpt", "safetensors", "npz", "zarr", "orbax")
+FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
 """What `convert` writes."""
 
 

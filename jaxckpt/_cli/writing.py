@@ -89,7 +89,8 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
 
 def pin(path: str, name: str, as_json: bool) -> None:
     step = pin_step(path, name)
-    run = open_checkpoint(path).path.rpartition("/")[0]
+    above, _, last = path.rstrip("/").rpartition("/")
+    run = above if last.isdecimal() else path.rstrip("/").rpartition("@")[0] if "@" in last else path.rstrip("/")
     _print_done(f"{run}@{name} is step {step}", {"path": path, "name": name, "step": step}, as_json)
 
 

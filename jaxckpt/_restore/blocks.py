@@ -38,12 +38,11 @@ def come_as_blocks(sharding: Any, buffers: Sequence[Array]) -> bool:
     """Whether the rows of these buffers, one for each box that is wanted, go to the devices as blocks."""
     if not (sharding is None or isinstance(sharding, (NamedSharding, SingleDeviceSharding))):
         return False
-    if sharding is None and _mesh_is_set():
-        return False  # the rows would be laid on that mesh
     places = 1 if sharding is None else len(sharding.addressable_devices)
     return (
         len(buffers[0]) * places >= BLOCK_PIECES
         and has_own_memory(sharding)
+        and not (sharding is None and _mesh_is_set())  # the rows would be laid on that mesh
         and (sharding is None or memory_kind(sharding) is None)
         and sum(buffer[0].nbytes for buffer in buffers) < BLOCK_LEAF_BYTES
         and not getattr(getattr(sharding, "spec", None), "reduced", None)

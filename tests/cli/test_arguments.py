@@ -95,7 +95,7 @@ def test_plan_of_what_cannot_be(here: Path, args: list[str], told: str) -> None:
         (["--chunk-bytes", "0"], "expected bytes"),
         (["--rename", "params"], "expected OLD=NEW"),
         (["--specs", "P()"], "--specs needs --mesh"),
-        (["--format", "pickle"], "is not one of 'jaxckpt', 'safetensors'"),
+        (["--format", "pickle"], "is not one of 'jaxckpt', 'npz'"),
     ],
 )
 def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], told: str) -> None:

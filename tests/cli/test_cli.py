@@ -282,6 +282,8 @@ def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
         ["convert", "run1/00000300", str(tmp_path / "a"), "--mesh", "model=2", "--chunk-bytes", "4KiB"],
         ["convert", "run1/00000300", str(tmp_path / "b.safetensors"), "--select", "params"],
         ["report", "run1/00000300", "-o", str(tmp_path / "c.html"), "--mesh", "model=2", "--histograms"],
+        ["pin", "run1@300", "--name", "kept"],
+        ["unpin", "run1@kept"],
         ["rm", str(tmp_path / "a"), "--yes"],
     ]
     assert {command[0] for command in commands} >= main.commands.keys() - {"integrate"}

@@ -17,6 +17,8 @@ TIMEOUT = 120
 HEAVY = {"jax", "jaxlib", "numpy", "tensorstore", "ml_dtypes", "msgspec", "rich"}
 COMPLETE = {"_JAXCKPT_COMPLETE": "bash_complete"}
 
+pytestmark = pytest.mark.child
+
 
 def start(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     env = {**processes.environment(1), **more}

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, RunProcesses, RunPython, environment
 
 import jaxckpt
+from jaxckpt._runtime.watch import Watch
 from jaxckpt._save import background as _background
 from jaxckpt._save import describe as _draft
 from jaxckpt._save import prepare as _prepare
@@ -553,7 +554,7 @@ def test_what_was_given_just_before_the_feeder_left_is_taken() -> None:
             return super().get(False)
 
     def fed() -> Handover:
-        made = Handover(None, None)
+        made = Handover(None, None, Watch(60))
         made._given = Late()
         made.feed([SimpleNamespace(copied_bytes=0, n=n) for n in range(3)], lambda: None)  # type: ignore[list-item]
         return made
