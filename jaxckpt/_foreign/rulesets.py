@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from jaxckpt._format.paths import closest
-from jaxckpt._restore.axes import Layout as Axes
-from jaxckpt._restore.axes import axes_of
+from jaxckpt._restore.rule_layouts import Layout as Axes
+from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rule, Rules
 from jaxckpt._runtime.errors import DataError, InputError
 

@@ -20,8 +20,8 @@ from jaxckpt._format.grid import Box, whole
 from jaxckpt._format.paths import closest
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.tree import nested
-from jaxckpt._restore.axes import Interval, Layout, axes_of, solve
-from jaxckpt._restore.mapped import Mapped, Piece
+from jaxckpt._restore.rule_layouts import Interval, Layout, axes_of, solve
+from jaxckpt._restore.rule_reading import Mapped, Piece
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose
 from jaxckpt._runtime.errors import InputError, MismatchError, Problem, counted, show
 

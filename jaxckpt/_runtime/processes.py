@@ -39,8 +39,8 @@ from jaxckpt._runtime.errors import (
     listing,
 )
 from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import Caller, Task, start_thread
-from jaxckpt._runtime.watch import Watch
 
 _POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from jaxckpt._runtime.errors import InputError, StorageError
 from jaxckpt._runtime.progress import Progress
+from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import POLL_SECONDS, Latch, ending, start_thread
-from jaxckpt._runtime.watch import Watch
 from jaxckpt._storage.workers import renew_workers
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import POLL_SECONDS, Caller
-from jaxckpt._runtime.watch import Watch
 from jaxckpt._save.staging import Staged
 
 

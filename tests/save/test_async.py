@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, RunProcesses, RunPython, environment
 
 import jaxckpt
-from jaxckpt._runtime.watch import Watch
+from jaxckpt._runtime.stalls import Watch
 from jaxckpt._save import background as _background
 from jaxckpt._save import describe as _draft
 from jaxckpt._save import prepare as _prepare

@@ -15,7 +15,7 @@ import numpy as np
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, intersection, within
 from jaxckpt._format.pieces import Array, as_bits
-from jaxckpt._restore.axes import Interval, Layout, axes_of, cover, tiles
+from jaxckpt._restore.rule_layouts import Interval, Layout, axes_of, cover, tiles
 from jaxckpt._restore.source import ArrayData, StartedData
 from jaxckpt._storage.objects import Pending
 
