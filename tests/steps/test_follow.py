@@ -25,7 +25,7 @@ def state(step: int) -> Any:
     return {"w": np.full((4, 4), step), "step": step}
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.child)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where a run goes: on a file system, or on an S3 server."""
     if request.param == "folder":

@@ -19,6 +19,7 @@ from processes import environment
 
 import jaxckpt
 
+pytestmark = pytest.mark.child
 PROGRAMS = Path(__file__).parents[1] / "programs"
 TERM_SECONDS = 4.0
 START_SECONDS = 120  # a process imports JAX on a machine that is busy with other tests
