@@ -40,8 +40,8 @@ from orbax.checkpoint.experimental import v1
 import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore import blocks
+from jaxckpt._restore.reading import aligned_empty
 from jaxckpt._save import staging
-from jaxckpt._storage.store import aligned_empty
 
 BUDGET_SECONDS = 440.0
 """`make gpu` ends after 480; what runs at the limit has the rest."""

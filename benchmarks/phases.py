@@ -28,10 +28,11 @@ import workloads
 from rich.table import Table
 
 import jaxckpt
-from jaxckpt._format import manifest as _manifest
+from jaxckpt._restore import placing as _placing
 from jaxckpt._restore import restore as _restore
+from jaxckpt._restore import source as _source
 
-PLACED = ((_manifest, "load", "open"), (_restore, "resolve", "match"), (_restore, "plan_read", "plan"))
+PLACED = ((_source, "load_manifest", "open"), (_restore, "resolve", "match"), (_placing, "plan_read", "plan"))
 
 
 @contextlib.contextmanager

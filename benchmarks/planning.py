@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
 from jaxckpt import Options
-from jaxckpt._format.layouts import addressable_boxes, distinct, process_layout
+from jaxckpt._format.layouts import addressable_boxes, process_layout
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.plan import Want, plan_read
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
@@ -153,7 +153,7 @@ def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
         stack, row = place[number]
         if (stack, spec) not in boxes_of:
             found = addressable_boxes(NamedSharding(mesh, spec), shape)
-            boxes_of[stack, spec] = distinct(box for _, box in found)
+            boxes_of[stack, spec] = tuple(dict.fromkeys(box for _, box in found))
         wants.append(Want(stack, row, boxes_of[stack, spec], None, False))
     return plan_read(plan.stacks, wants, Options().host_bytes)
 

@@ -81,7 +81,7 @@ def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucke
 
 # The mark `child` -----------------------------------------------------------------------------------------
 
-STARTS_A_CHILD = {"run_python", "run_processes", "moto"}
+STARTS_A_CHILD = {"run_python", "run_processes", "moto", "browser"}
 """Fixtures: a test that uses one of them has the mark `child` without writing it."""
 
 _unmarked: str | None = None  # the test that runs, if it has no such mark

@@ -133,7 +133,7 @@ class _Window:
         if block is None:
             if total:
                 self._free.clear()  # so that what lies idle does not add to what is in use
-            block = _aligned_empty((total,), np.dtype(np.uint8))
+            block = aligned_empty((total,), np.dtype(np.uint8))
         else:
             self._free = [found for found in self._free if found is not block]
         cut = [
@@ -258,10 +258,10 @@ def _settle(arrays: list[Any], window: _Window, n_bytes: int, block: Array) -> N
 
 def _own(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Memory that becomes the caller's; objects lie in memory of NumPy's own making."""
-    return np.empty(shape, dtype) if dtype.hasobject else _aligned_empty(shape, dtype)
+    return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Uninitialised memory that starts at a multiple of 64 bytes, which JAX on CPU takes over without a copy."""
     n_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(n_bytes + 64, np.uint8)

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.child
 ROOT = Path(__file__).parent.parent.parent
 
 

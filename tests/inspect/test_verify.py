@@ -154,9 +154,12 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_called_damaged(path: Path
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_chunk_larger_than_what_is_looked_at_at_once(tmp_path: Path, compression: Any) -> None:
-    w = np.random.default_rng(0).normal(size=(3, 5 << 18))  # rows of 10 MiB, each one chunk
+    side = 1_299_709  # a prime, so that each of the six pieces of 10 MiB is one chunk
+    sharding = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), P("x"))
+    values = np.random.default_rng(0).normal(size=(3, 2 * side)).astype(np.complex64)
+    w = [jax.device_put(row, sharding) for row in values]
     options = jaxckpt.Options(chunk_bytes=16 << 20, object_bytes=64 << 20, compression=compression)
-    jaxckpt.save(tmp_path / "c", {"w": list(w)}, options=options)
+    jaxckpt.save(tmp_path / "c", {"w": w}, options=options)
     assert jaxckpt.verify(tmp_path / "c").ok
     file = sorted(file for file in (tmp_path / "c").glob("data-*/*/c/**/*") if file.is_file())[-1]
     content = bytearray(file.read_bytes())
@@ -168,7 +171,7 @@ def test_a_chunk_larger_than_what_is_looked_at_at_once(tmp_path: Path, compressi
         file.write_bytes(content)
         content[place] ^= 1
         first, *_ = jaxckpt.verify(tmp_path / "c").problems
-        assert (first.leaf, first.box) == (row, ((0, 5 << 18),))
+        assert (first.leaf, first.box) == (row, ((side, 2 * side),))
         assert "damaged chunk" in first.reason
 
 

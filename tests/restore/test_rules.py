@@ -23,7 +23,7 @@ from strategies import boxes
 import jaxckpt
 from jaxckpt import Rule, Rules
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._restore.source import Block, ForeignArray, compose
+from jaxckpt._restore.source import ArrayData, ForeignArray, compose
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -189,7 +189,7 @@ def _flat(tree: Any) -> list[tuple[str, Any]]:
 # Bytes and memory -------------------------------------------------------------------------------------------
 
 
-class Counted(Block):
+class Counted(ArrayData):
     """An array that counts the bytes that are read of it."""
 
     def __init__(self, array: Array) -> None:
