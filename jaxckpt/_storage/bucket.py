@@ -377,6 +377,9 @@ class Bucket:
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")
 
+    def known_as(self, url: str) -> Self:
+        return replace(self, url=url)
+
     def made(self, name: str) -> Self:
         return self.child(name)
 

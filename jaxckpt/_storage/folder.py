@@ -365,6 +365,9 @@ class Folder:
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", folder=self._path(name))
 
+    def known_as(self, url: str) -> Self:
+        return replace(self, url=url)
+
     def made(self, name: str) -> Self:
         with self._refused("create", name):
             os.makedirs(self._path(name), exist_ok=True)

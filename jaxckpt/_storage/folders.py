@@ -29,6 +29,10 @@ class Folders(Protocol):
         """A folder directly below."""
         ...
 
+    def known_as(self, url: str) -> Self:
+        """The same folder, by another path in messages."""
+        ...
+
     def made(self, name: str) -> Self:
         """A folder directly below, which is created if it does not exist."""
         ...

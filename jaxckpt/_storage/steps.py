@@ -89,7 +89,9 @@ def run_and_name(store: Store) -> tuple[Store, str] | None:
     """The run and the name that a path such as "run@best" consists of; None if it is no such path."""
     above = store.above()
     base, separator, name = above[1].rpartition("@") if above else ("", "", "")
-    return (above[0].child(base), name) if above and base and separator else None
+    if above is None or not base or not separator:
+        return None
+    return above[0].child(base).known_as(store.url.removesuffix(f"@{name}")), name
 
 
 def run_and_step(store: Store) -> tuple[Store, int] | None:
