@@ -22,7 +22,7 @@ from jaxckpt._format.pieces import Array
 from jaxckpt._format.tree import nested
 from jaxckpt._restore.rule_layouts import Interval, Layout, axes_of, solve
 from jaxckpt._restore.rule_reading import Mapped, Piece
-from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, StackRow, compose
 from jaxckpt._runtime.errors import InputError, MismatchError, Problem, counted, show
 
 Names = str | tuple[str, ...]
@@ -272,21 +272,9 @@ class _Leaves:
         else:
             if record.stack not in self._readers:
                 self._readers[record.stack] = self._source.array_reader(record.stack)
-            block = _Row(self._readers[record.stack], record.row)
+            block = StackRow(self._readers[record.stack], record.row)
         chunk = tuple(stack.chunk[1:])
         return ForeignArray(stack.dtype, tuple(stack.shape), block, record.kind, chunk=chunk)  # pyright: ignore[reportArgumentType]
-
-
-@dataclass(frozen=True, slots=True)
-class _Row(ArrayData):
-    """A leaf of the source."""
-
-    reader: Any
-    row: int
-
-    def read(self, box: Box, target: Array) -> None:
-        for pending in self.reader.read([(((self.row, self.row + 1), *box), target[None])]):
-            pending.result()
 
 
 # Leaves of the target -------------------------------------------------------------------------------------

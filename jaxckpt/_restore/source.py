@@ -139,6 +139,21 @@ class StartedData(ArrayData):
 
 
 @dataclass(frozen=True, slots=True)
+class StackRow(StartedData):
+    """A leaf of a checkpoint of ours."""
+
+    reader: ArrayReader
+    row: int
+
+    def start(self, box: Box, target: Array) -> Pending:
+        (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
+        return pending
+
+    def read(self, box: Box, target: Array) -> None:
+        self.start(box, target).result()
+
+
+@dataclass(frozen=True, slots=True)
 class Memory(ArrayData):
     """A small array that was read along with the index files."""
 

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import msgspec
@@ -26,17 +26,15 @@ from jaxckpt._foreign.orbax.records import (
     read_optional,
 )
 from jaxckpt._foreign.orbax.tree import read_tree
-from jaxckpt._format.grid import Box
 from jaxckpt._format.names import MANIFEST, is_data
-from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import decode_value
-from jaxckpt._restore.source import Foreign, ForeignArray, Native, StartedData, compose
+from jaxckpt._restore.source import Foreign, ForeignArray, Native, StackRow, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.objects import ArrayReader
 from jaxckpt._storage.place import store_at
 
 _STEP_MARKS = {STEP_FILE, V1_MARK}
@@ -298,21 +296,6 @@ def _row(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord)
     stack = manifest.arrays[record.stack]
     mesh, spec, _ = manifest.leaf_layout(record)
     dtype = manifest.stacks[record.stack].dtype
-    row = _Row(readers[record.stack], record.row)
+    row = StackRow(readers[record.stack], record.row)
     kind: Any = record.kind
     return ForeignArray(dtype, stack.shape, row, kind, record.impl, stack.chunk[1:], mesh, spec)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row(StartedData):
-    """A row of a stack of ours."""
-
-    reader: ArrayReader
-    row: int
-
-    def start(self, box: Box, target: Array) -> Pending:
-        (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
-        return pending
-
-    def read(self, box: Box, target: Array) -> None:
-        self.start(box, target).result()
