@@ -140,6 +140,7 @@ def summed_up(run: dict[str, Any]) -> dict[str, Any]:
             key: {name: count for pair in pairs.values() for name, count in pair.get(key, {}).items()}
             for key in ("one_leaf_bytes_read", "files")
         },
+        "over_read": next((pair["over_read"] for pair in pairs.values() if pair.get("over_read")), {}),
     }
 
 
@@ -179,8 +180,7 @@ def show(run: dict[str, Any]) -> None:
         counts = {name: of(found) for name, found in run[key].items()}
         table.add_row(label, *(_short(counts[one]) if one in counts else "" for one in took_part))
     console.print(table)
-    over_read = next((pair["over_read"] for pair in run["pairs"].values() if pair.get("over_read")), {})
-    for layout, by_process in over_read.items():
+    for layout, by_process in run["over_read"].items():
         console.print(f"{OURS} reads onto {layout}: {', '.join(map(_short, by_process))} × what each process wants")
 
 

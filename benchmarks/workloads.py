@@ -87,7 +87,7 @@ class Workload:
 
 @functools.cache
 def _normal_numbers() -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).standard_normal(26 << 20, np.float32)  # more than the largest leaf has
+    return np.random.default_rng(0).standard_normal(40 << 20, np.float32)  # more than the largest leaf has
 
 
 def workload(key: str, *, quick: bool = False) -> Workload:
