@@ -4,7 +4,8 @@
 
 Leaves as large models have them, saved by one process or by four of two devices each; readers of one layer, of half the
 layers, and of a mesh that splits one dimension 2, 4 or 8 times finer: by a process of one device, and by four processes
-that have all devices between them. Of several the one that reads most for what it wants is shown.
+that have all devices between them. Then the workloads of peers.py, saved and restored by four processes. Of several
+processes the one that reads most for what it wants is shown.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 
 import steady
 
-steady.begin(keep_memory=False)
+steady.begin(devices=8, keep_memory=False)
 
 import numpy as np
 import report
+import workloads
 from rich.table import Table
 
 from jaxckpt import Options
-from jaxckpt._format.grid import Box, mesh_layout, whole
+from jaxckpt._format.grid import Box, mesh_layout, spec_of, whole
 from jaxckpt._restore.plan import Want, plan_read, read_cost
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
 
@@ -95,6 +97,39 @@ def readers(leaf: Leaf) -> dict[str, list[list[Box]]]:
     return found
 
 
+def by_four(workload: workloads.Workload) -> dict[str, float]:
+    """For each layout of at least four devices, bytes read for each byte that a process wants."""
+    arrays: list[ArrayLeaf] = []
+    for number, (path, sharding) in enumerate(workload.shardings(workload.layouts[0]).items()):
+        leaf, mesh = workload.leaves[path], sharding.mesh
+        owners = np.arange(mesh.size).reshape(mesh.devices.shape) * 4 // mesh.size
+        layout = mesh_layout(owners, list(mesh.axis_names), spec_of(sharding.spec), len(leaf.shape))
+        arrays.append(ArrayLeaf(number, np.dtype(leaf.dtype).name, leaf.shape, layout))
+    plan = plan_save(arrays, Options(), 0, 4)
+    places = {leaf: (stack, row) for stack, rows in enumerate(plan.members) for row, leaf in enumerate(rows)}
+    found: dict[str, float] = {}
+    for layout in workload.layouts:
+        shardings = workload.shardings(layout)
+        count = next(iter(shardings.values())).num_devices
+        if count % 4:
+            continue
+        wants: list[list[Want]] = [[] for _ in range(4)]
+        for number, (path, sharding) in enumerate(shardings.items()):
+            stack, row = places[number]
+            shape = workload.leaves[path].shape
+            boxes = [
+                tuple(side.indices(n)[:2] for side, n in zip(index, shape, strict=True))
+                for index in sharding.addressable_devices_indices_map(shape).values()
+            ]
+            for process in range(4):
+                own = dict.fromkeys(boxes[process * count // 4 : (process + 1) * count // 4])
+                wants[process].append(Want(stack, (row, row + 1), tuple(own)))
+        host_bytes = Options().host_bytes
+        costs = [read_cost(plan.stacks, plan_read(plan.stacks, want, host_bytes), host_bytes) for want in wants]
+        found[layout] = max(cost.read_bytes / cost.needed_bytes for cost in costs)
+    return found
+
+
 def main() -> None:
     for processes in (1, 4):
         table = Table(title=f"bytes read for each byte wanted; saved by {processes} process{'es' * (processes > 1)}")
@@ -108,6 +143,12 @@ def main() -> None:
         for reader, ratios in found.items():
             table.add_row(reader, *(f"{ratios[leaf.title]:.2f}" if leaf.title in ratios else "" for leaf in LEAVES))
         report.console.print(table)
+    table = Table("workload", "restored onto", "read ÷ needed", title="saved and restored by four processes")
+    for key in workloads.KEYS:
+        workload = workloads.workload(key)
+        for layout, ratio in by_four(workload).items():
+            table.add_row(f"({key}) {workload.title}", layout, f"{ratio:.2f}")
+    report.console.print(table)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ moved to another dimension. `chunk_shape` keeps what they read to `OVER_READ` ti
 
 1. A leading dimension is cut to 1, so that reading one layer reads that layer and no other.
 2. Rows (what follows the first dimension that is left) of at least `COLUMN_CUTS` × `RUN_BYTES` are cut into
-   `COLUMN_CUTS`, and those of four times that length into twice as many. Shorter rows stay whole: chunks are then in
-   place, which every save and restore gains from, and a reader of 1/8 of the columns reads whole rows.
+   `COLUMN_CUTS`, and those of four times that length into twice as many; but only if as many cuts are left for the rows,
+   since a mesh that splits the same dimension further is more common than one that splits another. Shorter rows, and
+   rows of a smaller layer, stay whole: chunks are then in place, which every save and restore gains from, and a reader
+   of 1/8 of the columns reads whole rows.
 3. Rows are cut apart until a chunk has at most `chunk_bytes`, and further until it has 1/`ROW_CUTS` of the cell's rows.
 
 No step makes a chunk smaller than `LEAST_BYTES`, or `GATHERED_BYTES` if it is not in place: below that a chunk costs
@@ -89,8 +91,10 @@ def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, shape: Seq
     row = _first_cut(sides)
     row_bytes = run(row) if sides else 0
     column = next((dim for dim in range(row + 1, len(sides)) if sides[dim] > 1), row)
-    if column != row and row_bytes >= COLUMN_CUTS * RUN_BYTES:
-        cuts = COLUMN_CUTS * (2 if row_bytes >= 4 * COLUMN_CUTS * RUN_BYTES else 1)
+    cuts = COLUMN_CUTS * (2 if row_bytes >= 4 * COLUMN_CUTS * RUN_BYTES else 1)
+    while cuts >= COLUMN_CUTS and math.prod(sides) * itemsize < cuts**2 * gathered:
+        cuts //= 2
+    if column != row and row_bytes >= COLUMN_CUTS * RUN_BYTES and cuts >= COLUMN_CUTS:
         while run(row) * cuts > row_bytes and halve(column, gathered):
             pass
     sides = list(cut_to(cell, itemsize, chunk_bytes, shape, sides))
