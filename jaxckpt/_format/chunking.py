@@ -14,10 +14,10 @@ moved to another dimension. `chunk_shape` keeps what they read to `OVER_READ` ti
 
 1. A leading dimension is cut to 1, so that reading one layer reads that layer and no other.
 2. Rows (what follows the first dimension that is left) of at least `COLUMN_CUTS` × `RUN_BYTES` are cut into
-   `COLUMN_CUTS`, and those of four times that length into twice as many; but only if as many cuts are left for the rows,
-   since a mesh that splits the same dimension further is more common than one that splits another. Shorter rows, and
-   rows of a smaller layer, stay whole: chunks are then in place, which every save and restore gains from, and a reader
-   of 1/8 of the columns reads whole rows.
+   `COLUMN_CUTS`, and those of four times that length into twice as many; but only if as many cuts are left for the
+   rows, since a mesh that splits the same dimension further is more common than one that splits another. Shorter rows,
+   and rows of a smaller layer, stay whole: chunks are then in place, which every save and restore gains from, and a
+   reader of 1/8 of the columns reads whole rows.
 3. Rows are cut apart until a chunk has at most `chunk_bytes`, and further until it has 1/`ROW_CUTS` of the cell's rows.
 
 No step makes a chunk smaller than `LEAST_BYTES`, or `GATHERED_BYTES` if it is not in place: below that a chunk costs
