@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -12,11 +11,14 @@ import uuid
 import warnings
 from collections.abc import Collection, Generator
 
+from jaxckpt._foreign.local_files import listed
 from jaxckpt._foreign.registry import FORMATS
 from jaxckpt._format.names import MANIFEST, is_data
 from jaxckpt._restore.source import Foreign, Location
-from jaxckpt._runtime.errors import CheckpointExistsError, JaxckptError, StorageError
+from jaxckpt._runtime.errors import CheckpointExistsError, JaxckptError
 from jaxckpt._runtime.options import Options
+from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.folder import sync_path
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import local_path, store_at
 
@@ -34,12 +36,8 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
             raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
     if not os.path.isdir(path):
         return
-    try:
-        names = os.listdir(path)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot list {path}: {error.strerror}") from error
     # A mistyped path must not cost somebody their home folder.
-    if odd := _strangers(path, names):
+    if odd := _strangers(path, listed(path)):
         raise CheckpointExistsError(
             f"{path} holds other files than one checkpoint ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
             " overwrite=True does not delete them; give another path"
@@ -81,25 +79,22 @@ def replacing(path: str) -> Generator[str]:
     """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
     parent, name = os.path.split(path)
     folder, lock = "", -1
-    try:
-        os.makedirs(parent, exist_ok=True)
-        _clear(path)
-        folder, lock = _locked_folder(path)
-        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
-        yield draft
-        _sync(draft)
-        _put_in_place(draft, path)
-        _sync(parent, deep=False)
-    except OSError as error:
-        if isinstance(error, JaxckptError):
-            raise
-        raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if folder:
-            # What could not be put back waits for the next conversion.
-            if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+    with system_errors(f"cannot write {path}"):
+        try:
+            os.makedirs(parent, exist_ok=True)
+            _clear(path)
+            folder, lock = _locked_folder(path)
+            draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
+            yield draft
+            _sync(draft)
+            _put_in_place(draft, path)
+            sync_path(parent)
+        finally:
+            if folder:
+                # What could not be put back waits for the next conversion.
+                if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
+                    shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def _locked_folder(path: str) -> tuple[str, int]:
@@ -163,13 +158,9 @@ _OLD = ".old"
 """In the folder of a draft, what was at the destination."""
 
 
-def _sync(path: str, *, deep: bool = True) -> None:
+def _sync(path: str) -> None:
     """Make a file, or a folder with all it holds, durable."""
-    if deep and os.path.isdir(path):
+    if os.path.isdir(path):
         for name in os.listdir(path):
             _sync(os.path.join(path, name))
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_path(path)

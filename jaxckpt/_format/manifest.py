@@ -83,7 +83,7 @@ def decode(content: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(body, type=Manifest)
         # What encodes to the same bytes repeats no member; msgspec would have kept the last of them without a word.
         if msgspec.json.encode(manifest) != body:
-            json.loads(body, object_pairs_hook=_distinct)
+            json.loads(body, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise _refusal(content, where, f"is malformed: {str(error)[:SHOWN]}") from error
     found = problems(manifest)
@@ -126,7 +126,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
         raise ValueError(f"nested deeper than {MAX_NESTING}")
     state: dict[str, Any] = {}
     for name, item in msgspec.convert(
-        json.loads(content, object_pairs_hook=_distinct), dict[str, dict[str, Any]]
+        json.loads(content, object_pairs_hook=distinct), dict[str, dict[str, Any]]
     ).items():
         match item:
             case {"base64": str(text), **rest} if not rest:
@@ -226,10 +226,10 @@ def nesting(text: bytes) -> int:
     return int(np.cumsum(_STEPS[found[outside]], dtype=np.int32).max(initial=0))
 
 
-def _distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError where a member repeats."""
-    found = dict(members)
-    if len(found) != len(members):
+def distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if a member repeats: each reader could take another of the two."""
+    value = dict(members)
+    if len(value) != len(members):
         counted = collections.Counter(name for name, _ in members)
         raise ValueError(f"the member {counted.most_common(1)[0][0][:80]!r} repeats")
-    return found
+    return value
