@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -20,7 +20,8 @@ from jaxckpt._foreign.pickles import as_tree, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import FileData, joined, replicated
 from jaxckpt._foreign.torch import read_saved
-from jaxckpt._format.grid import Box
+from jaxckpt._format.grid import Box, box_at
+from jaxckpt._format.records import Size
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, InputError, show
@@ -77,18 +78,15 @@ def open_colossalai(path: str) -> Foreign:
 
 # A file for each rank -------------------------------------------------------------------------------------
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
 class _Shard(msgspec.Struct, frozen=True):
-    offsets: tuple[_Size, ...]
-    lengths: tuple[_Size, ...]
-    global_shape: tuple[_Size, ...]
+    offsets: tuple[Size, ...]
+    lengths: tuple[Size, ...]
+    global_shape: tuple[Size, ...]
     file: str
 
     @property
     def box(self) -> Box:
-        return tuple((start, start + side) for start, side in zip(self.offsets, self.lengths, strict=True))
+        return box_at(self.offsets, self.lengths)
 
 
 class _Meta(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ source ─▶ its manifest, narrowed to what is wanted ─▶ ours: a Draft whos
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -182,7 +181,7 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
         fitted, problems = lay_out(axes, alike, options)
         require_fit(problems)
         chosen = dict(zip(on_devices, fitted, strict=True))
-        table.meshes = [MeshRecord(axes, list(range(math.prod(axes.values()))), ["Auto"] * len(axes))]
+        table.meshes = [MeshRecord.numbered(tuple(axes.items()))]
         table.layouts = []
     for number, leaf in enumerate(leaves):
         layout = leaf.record.layout

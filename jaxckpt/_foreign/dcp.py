@@ -23,7 +23,8 @@ from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
-from jaxckpt._format.grid import Box
+from jaxckpt._format.grid import Box, box_at
+from jaxckpt._format.records import Size
 from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show
@@ -96,8 +97,7 @@ def _is_path(value: Any) -> bool:
     )
 
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Sides = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_RANK)]
+_Sides = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_RANK)]
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
@@ -109,8 +109,8 @@ class MetadataIndex(msgspec.Struct):
 
 class _StorageInfo(msgspec.Struct):
     relative_path: str
-    offset: _Size
-    length: _Size
+    offset: Size
+    length: Size
     transform_descriptors: Sequence[str] | None = None
     """The encodings of its bytes; none if they are as they are."""
 
@@ -175,8 +175,7 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
             raise DataError(
                 f"{where}: a chunk of {show(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
             )
-        box = tuple((start, start + side) for start, side in zip(chunk.offsets, chunk.sizes, strict=True))
-        pieces[box] = SavedTensor(info.relative_path, info.offset, info.length, dtype, chunk.sizes)
+        pieces[box_at(chunk.offsets, chunk.sizes)] = SavedTensor(info.relative_path, info.offset, info.length, dtype, chunk.sizes)
     return ForeignArray(dtype, tensor.size, tiled(name, tensor.size, pieces.items()))
 
 
@@ -282,7 +281,7 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    saved_offsets: list[_Size]
+    saved_offsets: list[Size]
 
 
 def _sharded(path: str, names: Sequence[str]) -> Tree:
@@ -304,8 +303,7 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
             offsets = told[tensor].saved_offsets if tensor in told else []
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show(tensor)} of shape {list(array.shape)} is at {offsets}")
-            box = tuple((start, start + side) for start, side in zip(offsets, array.shape, strict=True))
-            chunks.setdefault(tensor, []).append((box, array, where))
+            chunks.setdefault(tensor, []).append((box_at(offsets, array.shape), array, where))
     return {tensor: _together(tensor, held) for tensor, held in chunks.items()}
 
 

@@ -29,7 +29,7 @@ from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import FileData, flat_boxes, from_boxes, from_ranks, replicated, tiled
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
-from jaxckpt._format.grid import Box, Spec
+from jaxckpt._format.grid import Box, Spec, pieces_along
 from jaxckpt._format.paths import component
 from jaxckpt._format.specs import Specs
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
@@ -289,7 +289,7 @@ def _by_hand(
     name: str, shards: Mapping[int, ForeignArray], rows: Sequence[int], axes: Mapping[str, int], spec: Spec
 ) -> ForeignArray:
     """An array whose rows are split unevenly, its columns evenly."""
-    split = [math.prod(axes[axis] for axis in names) for names in spec]
+    split = pieces_along(axes, spec, len(spec))
     if len(rows) != math.prod(split) or any(side > 1 for side in split[1:]):
         raise DataError(f"{show(name)} has param_split_shape {list(rows)}, which does not fit its split {split}")
     boxes: dict[int, Box] = {}

@@ -18,7 +18,7 @@ from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import from_boxes, from_ranks
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box
+from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.paths import closest
 from jaxckpt._format.specs import Specs, mesh_axes, resolve_specs
 from jaxckpt._format.tree import flatten, nested
@@ -210,8 +210,7 @@ def _boxes(
                 told = "no offset" if starts is None else f"offset {starts!r}"
                 problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {told}")
                 continue
-            box = tuple((first, first + side) for first, side in zip(start, shard.shape, strict=True))
-            boxes.setdefault(name, {})[rank] = box
+            boxes.setdefault(name, {})[rank] = box_at(start, shard.shape)
     if problems:
         raise InputError(f"offsets= and shapes= do not fit the files:\n{listing(problems)}")
     return boxes

@@ -15,7 +15,17 @@ import numpy as np
 
 from jaxckpt._foreign.local_files import opened
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Spec, extent, intersection, spec_box, spec_problem, volume, within
+from jaxckpt._format.grid import (
+    Box,
+    Spec,
+    extent,
+    intersection,
+    pieces_along,
+    spec_box,
+    spec_problem,
+    volume,
+    within,
+)
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._restore.source import ArrayData, ForeignArray
@@ -160,10 +170,8 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
     problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
     if problem:
         raise SpecError(f"{show(path)}: {problem}")
-    entries = (*spec, *[()] * (len(first.shape) - len(spec)))
-    shape = tuple(
-        side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, entries, strict=True)
-    )
+    counts = pieces_along(axes, spec, len(first.shape))
+    shape = tuple(side * count for side, count in zip(first.shape, counts, strict=True))
     boxes: dict[int, Box] = {}
     for rank, shard in sorted(shards.items()):
         if (shard.shape, shard.dtype) != (first.shape, first.dtype):

@@ -13,7 +13,7 @@ from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import spec_problem
 from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
 from jaxckpt._format.tree import paths_of
-from jaxckpt._format.values import decode_value, encode_value
+from jaxckpt._format.values import KINDS, decode_value, encode_value
 from jaxckpt._runtime.errors import show
 
 FORMAT = "jaxckpt"
@@ -26,7 +26,6 @@ MAX_INDEX_BYTES = 64 << 20
 _ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
-
 
 SHOWN = 500
 """Characters of a problem that a message shows."""
@@ -156,31 +155,28 @@ def _value_problem(leaf: LeafRecord) -> str | None:
 
 def _array_problem(manifest: Manifest, leaf: LeafRecord) -> str | None:
     """What is wrong with a leaf that has none, whatever its path and row."""
-    if leaf.kind not in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
+    kind = KINDS.get(leaf.kind)
+    if kind is None or kind.holds is None:
         return f"is of unknown kind {leaf.kind[:40]!r}"
     if leaf.stack is None or leaf.stack >= len(manifest.stacks):
         return f"is in stack {leaf.stack}, of {len(manifest.stacks)}"
     stack = manifest.stacks[leaf.stack]
     if leaf.layout is not None and leaf.layout >= len(manifest.layouts):
         return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
-    if leaf.layout is not None and leaf.kind not in ("jax", "key"):
+    if leaf.layout is not None and not kind.on_devices:
         return f"is of kind {leaf.kind!r} and has a layout"
     if (leaf.kind == "key") != (leaf.impl is not None):
         return "must name a PRNG implementation if, and only if, it is a key"
     if leaf.weak and leaf.kind != "jax":
         return f"is of kind {leaf.kind!r} and has a weak type"
-    if leaf.kind == "key" and (stack.dtype != "uint32" or not stack.shape):
-        return f"is a key but is stored as {stack.dtype} of shape {stack.shape}"
-    if leaf.kind == "numpy_scalar" and stack.shape:
-        return f"is a scalar but is stored with shape {stack.shape}"
+    if not kind.holds(stack.dtype, len(stack.shape)):
+        return f"is of kind {leaf.kind!r} but is stored as {stack.dtype} of shape {stack.shape}"
     if leaf.layout is not None:
         mesh, spec, _ = manifest.leaf_layout(leaf)
         shape = stack.shape[:-1] if leaf.kind == "key" else stack.shape
         problem = spec_problem(mesh.axes if mesh else {}, spec, shape)
         if problem:
             return f"has an impossible layout: {problem}"
-    if leaf.kind in ("str", "bytes") and (stack.dtype != "uint8" or len(stack.shape) != 1):
-        return f"is {leaf.kind} but is stored as {stack.dtype} of shape {stack.shape}"
     return None
 
 

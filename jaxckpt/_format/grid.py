@@ -32,6 +32,10 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
+def box_at(starts: Iterable[int], sides: Iterable[int]) -> Box:
+    return tuple((start, start + side) for start, side in zip(starts, sides, strict=True))
+
+
 def extent(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
@@ -98,27 +102,29 @@ def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> s
             return f"PartitionSpec {show_spec(spec)} names mesh axis {axis!r} twice"
     dim = indivisible_dim(axes, spec, shape)
     if dim is not None:
-        parts = math.prod(axes[axis] for axis in spec[dim])
+        count = pieces_along(axes, spec, len(shape))[dim]
         return (
-            f"dimension {dim} of {tuple(shape)} does not divide by {parts}, the size of mesh axes {spec[dim]}"
+            f"dimension {dim} of {tuple(shape)} does not divide by {count}, the size of mesh axes {spec[dim]}"
             f" in PartitionSpec {show_spec(spec)}"
         )
     return None
 
 
+def pieces_along(axes: Mapping[str, int], spec: Spec, rank: int) -> list[int]:
+    """Into how many pieces `spec` cuts each dimension."""
+    return [math.prod(axes[axis] for axis in entry) for entry in (*spec, *[()] * (rank - len(spec)))]
+
+
 def indivisible_dim(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> int | None:
     """The first dimension that its mesh axes do not divide."""
-    for dim, entry in enumerate(spec):
-        if shape[dim] % math.prod(axes[axis] for axis in entry):
-            return dim
-    return None
+    counts = pieces_along(axes, spec, len(shape))
+    return next((dim for dim, (n, count) in enumerate(zip(shape, counts, strict=True)) if n % count), None)
 
 
 def replicate_indivisible(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Spec:
     """`spec` with each dimension that its mesh axes do not divide left unsplit."""
-    return tuple(
-        () if shape[dim] % math.prod(axes[axis] for axis in entry) else entry for dim, entry in enumerate(spec)
-    )
+    counts = pieces_along(axes, spec, len(shape))
+    return tuple(() if n % count else entry for n, count, entry in zip(shape, counts, spec, strict=False))
 
 
 def spec_boxes(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Iterator[Box]:

@@ -5,7 +5,6 @@ Decoding checks everything that can be checked without opening another file, bef
 
 from __future__ import annotations
 
-import base64
 import collections
 import hashlib
 import json
@@ -20,7 +19,7 @@ from jaxckpt._format.names import MANIFEST, SEAL, is_sealed
 from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._format.select import selector
 from jaxckpt._format.tree import prune
-from jaxckpt._format.values import is_utf8
+from jaxckpt._format.values import decode_bytes, encode_bytes, is_utf8
 from jaxckpt._runtime.errors import InputError, ManifestError, listing
 
 LARGEST_BYTES = 64 << 20
@@ -114,7 +113,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
         if not isinstance(name, str) or not is_utf8(name):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"the names in process_state must be str (UTF-8), found {ascii(name)[:80]}")
         if isinstance(value, bytes):
-            items[name] = {"base64": base64.b64encode(value).decode()}
+            items[name] = {"base64": encode_bytes(value)}
         else:
             items[name] = {"json": _through_json(value, f"process_state[{name!r}]")}
     return json.dumps(items, ensure_ascii=False).encode()
@@ -130,7 +129,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
     ).items():
         match item:
             case {"base64": str(text), **rest} if not rest:
-                state[name] = base64.b64decode(text, validate=True)
+                state[name] = decode_bytes(text)
             case {"json": value, **rest} if not rest:
                 state[name] = value
             case _:

@@ -6,7 +6,6 @@ a key is written "~1", a "~" is written "~0" (RFC 6901) and an empty key "~2", s
 
 from __future__ import annotations
 
-import base64
 import collections
 import functools
 import keyword
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._format.paths import are_texts, component, components, key_of
-from jaxckpt._format.values import decode_float, encode_float, is_utf8
+from jaxckpt._format.values import decode_bytes, decode_float, encode_bytes, encode_float, is_utf8
 from jaxckpt._runtime.errors import TreeError, listing, show
 
 MAX_DEPTH = 200
@@ -218,7 +217,7 @@ def _encode_key(key: Key) -> Any:
     if isinstance(key, float):
         return {"float": encode_float(key)}
     if isinstance(key, bytes):
-        return {"bytes": base64.b64encode(key).decode()}
+        return {"bytes": encode_bytes(key)}
     return {"tuple": [_encode_key(part) for part in key]}
 
 
@@ -235,7 +234,7 @@ def _decode_key(record: Any) -> Key:
         case {"float": str(text)}:
             return decode_float(text)
         case {"bytes": str(text)}:
-            return base64.b64decode(text, validate=True)
+            return decode_bytes(text)
         case {"tuple": list(parts)}:
             return tuple(_decode_key(part) for part in cast("list[Any]", parts))
         case _:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxckpt._format.grid import Spec, show_axes, show_spec
+from jaxckpt._format.grid import Spec, pieces_along, show_axes, show_spec
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._runtime.progress import show_bytes
 
@@ -152,11 +152,11 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
     box has its index along each dimension in `data-box`, for pages that know the leaf's shape.
     """
     axes = mesh.axes if mesh is not None else {}
-    parts = [math.prod(axes[axis] for axis in (spec[dim] if dim < len(spec) else ())) for dim in range(rank)]
-    cut = [dim for dim, count in enumerate(parts) if count > 1]
+    pieces = pieces_along(axes, spec, rank)
+    cut = [dim for dim, count in enumerate(pieces) if count > 1]
     across = cut[-1:] if len(cut) > 1 or cut == [rank - 1] else []
     down = [dim for dim in cut if dim not in across]
-    columns, rows = (math.prod(parts[dim] for dim in dims) for dims in (across, down))
+    columns, rows = (math.prod(pieces[dim] for dim in dims) for dims in (across, down))
     left, top = (16 if down else 0), (16 if across else 0)
     x_at, x_gap = _places(columns, LAYOUT_WIDTH - left)
     height = 34 if rows <= 4 else 30
@@ -165,7 +165,7 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
     drawn: list[Markup] = []
     for row, (y, tall) in y_at.items():
         for column, (x, wide) in x_at.items():
-            index = _unravelled(row, [parts[dim] for dim in down]) + _unravelled(column, [parts[dim] for dim in across])
+            index = _unravelled(row, [pieces[dim] for dim in down]) + _unravelled(column, [pieces[dim] for dim in across])
             box = dict(zip([*down, *across], index, strict=True))
             held = holders(box)
             number = row * columns + column
@@ -174,19 +174,15 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
             drawn.append(
                 _box(left + x, top + y, wide, tall, colour, held, where, [box.get(dim, 0) for dim in range(rank)])
             )
-    drawn.extend(
-        _text(left + x, top + y_at[0][0] + y_at[0][1] / 2 + 4, "⋯", text_anchor="middle")
-        for x in ([x_gap] if x_gap else [])
-    )
-    drawn.extend(
-        _text(left + x_at[0][0] + x_at[0][1] / 2, top + y + 4, "⋮", text_anchor="middle")
-        for y in ([y_gap] if y_gap else [])
-    )
+    if x_gap:
+        drawn.append(_text(left + x_gap, top + y_at[0][0] + y_at[0][1] / 2 + 4, "⋯", text_anchor="middle"))
+    if y_gap:
+        drawn.append(_text(left + x_at[0][0] + x_at[0][1] / 2, top + y_gap + 4, "⋮", text_anchor="middle"))
     if across:
-        drawn.append(_text(left, 11, _cut_by(across, parts, spec, 44), class_="dim"))
+        drawn.append(_text(left, 11, _cut_by(across, pieces, spec, 44), class_="dim"))
     last = max(y + tall for y, tall in y_at.values())
     if down:
-        text = _cut_by(down, parts, spec, max(6, int(last / 6)))
+        text = _cut_by(down, pieces, spec, max(6, int(last / 6)))
         drawn.append(_text(-(top + last), 11, text, transform="rotate(-90)", class_="dim"))
     said = f"{show_spec(spec)} on {show_axes(axes)}" if mesh is not None else where
     return _svg(str(LAYOUT_WIDTH), top + last, clipped(f"layout: {said}", 200), *drawn)
@@ -204,8 +200,8 @@ def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], fl
     return first | last, 5 * each + gap / 2
 
 
-def _cut_by(dims: Sequence[int], parts: Sequence[int], spec: Spec, most: int) -> str:
-    text = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({parts[dim]})" for dim in dims)
+def _cut_by(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -> str:
+    text = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({pieces[dim]})" for dim in dims)
     return clipped(text, most)
 
 
@@ -289,13 +285,11 @@ def show_ids(ids: Sequence[int], most: int = 4) -> str:
 
 def show_cuts(shape: Sequence[int], spec: Spec, axes: Mapping[str, int]) -> list[str]:
     """How each dimension is split: "dim 0: 4096 = 2 × 2048 by data"."""
-    cuts: list[str] = []
-    for dim, length in enumerate(shape):
-        names = spec[dim] if dim < len(spec) else ()
-        count = math.prod(axes[name] for name in names)
-        cut = f" = {count} × {length // count} by {', '.join(names)}" if count > 1 else ", whole"
-        cuts.append(f"dim {dim}: {length}{cut}")
-    return cuts
+    return [
+        f"dim {dim}: {length}"
+        + (f" = {count} × {length // count} by {', '.join(spec[dim])}" if count > 1 else ", whole")
+        for dim, (length, count) in enumerate(zip(shape, pieces_along(axes, spec, len(shape)), strict=True))
+    ]
 
 
 # Bars -----------------------------------------------------------------------------------------------------

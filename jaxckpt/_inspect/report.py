@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import show_axes
+from jaxckpt._format.grid import pieces_along, show_axes
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.specs import Specs
 from jaxckpt._inspect.drawing import (
@@ -148,8 +148,8 @@ class _Layout:
     spec: str
     on: str
     cuts: list[str]
-    parts: list[int]
-    """Number of boxes along each dimension."""
+    pieces: list[int]
+    """How many along each dimension."""
 
     drawing: int | None
     """Number of its drawing."""
@@ -177,12 +177,9 @@ class _Drawings:
 
     def layout(self, where: Where, shape: Sequence[int]) -> _Layout:
         axes = {} if where.mesh is None else where.mesh.axes
-        parts = [
-            math.prod(axes[name] for name in (where.split[dim] if dim < len(where.split) else ()))
-            for dim in range(len(shape))
-        ]
+        pieces = pieces_along(axes, where.split, len(shape))
         cuts = show_cuts(shape, where.split, axes) if where.mesh is not None else []
-        return _Layout(where.spec, where.on, cuts, parts, self._number(where, len(shape)))
+        return _Layout(where.spec, where.on, cuts, pieces, self._number(where, len(shape)))
 
     def _number(self, where: Where, rank: int) -> int | None:
         key = (id(where.mesh), where.split, where.on, rank)  # meshes outlive this

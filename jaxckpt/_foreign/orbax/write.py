@@ -17,7 +17,7 @@ from typing import Any
 import crc32c
 import numpy as np
 
-from jaxckpt._foreign.export import Data, halved, raw, write_json
+from jaxckpt._foreign.export import Data, halved, n_bytes, raw, write_json
 from jaxckpt._foreign.orbax.records import (
     ARRAYS_FOLDER,
     COMMITTED_MARK,
@@ -28,7 +28,7 @@ from jaxckpt._foreign.orbax.records import (
     path_of,
 )
 from jaxckpt._format.chunking import cut_to
-from jaxckpt._format.grid import Box, Spec, extent
+from jaxckpt._format.grid import Box, Spec, extent, pieces_along
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
 from jaxckpt._format.tree import Container, Structure, keys_of
@@ -237,9 +237,8 @@ def _text(data: Stored) -> str:
 def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) -> tuple[int, ...]:
     """One chunk for an array, where that is not too large; else one for what a device held, or several."""
     cell = list(data.shape)
-    if mesh is not None and np.prod(cell) * data.dtype.itemsize > options.object_bytes:
-        for dim, axes in enumerate(spec):
-            cell[dim] //= int(np.prod([mesh.axes[axis] for axis in axes]))
+    if mesh is not None and n_bytes(data) > options.object_bytes:
+        cell = [n // count for n, count in zip(cell, pieces_along(mesh.axes, spec, len(cell)), strict=True)]
     return cut_to(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), data.shape)
 
 
