@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
 
 .metadata: a pickle: for each name its chunks, or that it is a Python object ─▶ where each lies in __<rank>_<n>.distcp
-shard-*.safetensors, as its HuggingFaceStorageWriter writes them: where each chunk belongs is told by its file's header
+shard-*.safetensors, as its HuggingFaceStorageWriter writes them: the header of each file records where its chunks belong
 common.pt, metadata.json: in a folder of Megatron Core, what is not sharded, merged at the root of the tree
 """
 
@@ -20,7 +20,7 @@ from jaxckpt._foreign.local_files import converted, from_json, inside, read_json
 from jaxckpt._foreign.pickle_machine import Global, Object
 from jaxckpt._foreign.pickles import required, sizes, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
-from jaxckpt._foreign.shards import tiled
+from jaxckpt._foreign.shards import require_alike, tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import Box, box_at
@@ -298,9 +298,9 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
     for name in names:
         where = os.path.join(path, name)
         text = read_metadata(where).get("DCP_SHARDING_INFO", "")
-        told = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _Saved])
+        placed = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _Saved])
         for tensor, array in read_header(where).items():
-            offsets = told[tensor].saved_offsets if tensor in told else []
+            offsets = placed[tensor].saved_offsets if tensor in placed else []
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show(tensor)} of shape {list(array.shape)} is at {offsets}")
             chunks.setdefault(tensor, []).append((box_at(offsets, array.shape), array, where))
@@ -309,13 +309,8 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
 
 def _together(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
     """A tensor from its chunks. Its shape is what they reach to: the format does not record it."""
-    first, where = chunks[0][1:]
-    for _, array, other in chunks:
-        if (array.dtype, len(array.shape)) != (first.dtype, len(first.shape)):
-            raise DataError(
-                f"{show(name)} is {first.dtype}{list(first.shape)} in {where},"
-                f" {array.dtype}{list(array.shape)} in {other}"
-            )
+    require_alike(name, [(where, array) for _, array, where in chunks], shapes=False)
+    first = chunks[0][1]
     shape = tuple(max(box[dim][1] for box, _, _ in chunks) for dim in range(len(first.shape)))
     if math.prod(shape) and first.dtype not in DTYPES:
         return unreadable(f"has dtype {first.dtype}, which NumPy and JAX lack")

@@ -164,7 +164,7 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
     all of which must be equal. Raises DataError where ranks disagree about shape or dtype, or where none has a box;
     SpecError where the spec does not fit.
     """
-    first_rank, first = min(shards.items())
+    _, first = min(shards.items())
     sides = tuple(axes.values())
     # Of any length a dimension divides: each rank has its shard already.
     problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
@@ -172,17 +172,26 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
         raise SpecError(f"{show(path)}: {problem}")
     counts = pieces_along(axes, spec, len(first.shape))
     shape = tuple(side * count for side, count in zip(first.shape, counts, strict=True))
+    require_alike(path, [(f"rank {rank}", shard) for rank, shard in sorted(shards.items())])
     boxes: dict[int, Box] = {}
-    for rank, shard in sorted(shards.items()):
-        if (shard.shape, shard.dtype) != (first.shape, first.dtype):
-            raise DataError(
-                f"{show(path)} is {shard.dtype}{list(shard.shape)} in rank {rank}, {first.dtype}{list(first.shape)} in"
-                f" rank {first_rank}: every rank must hold an equal shard"
-            )
+    for rank in shards:
         if rank >= math.prod(sides):
             raise DataError(f"{show(path)}: rank {rank} is beyond the mesh {dict(axes)}")
         boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
     return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.numbered(tuple(axes.items())), spec=spec)
+
+
+def require_alike(path: str, held: Sequence[tuple[str, ForeignArray]], *, shapes: bool = True) -> None:
+    """Raise DataError unless what files or ranks hold of an array, each called by a name, is of one dtype and shape; or,
+    without `shapes`, of one dtype and rank."""
+    (first_name, first), *others = held
+    for name, array in others:
+        fits = array.shape == first.shape if shapes else len(array.shape) == len(first.shape)
+        if array.dtype != first.dtype or not fits:
+            raise DataError(
+                f"{show(path)} is {array.dtype}{list(array.shape)} in {name}, {first.dtype}{list(first.shape)} in"
+                f" {first_name}"
+            )
 
 
 def from_boxes(
@@ -202,11 +211,9 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
     The same box in several are replicas. Raises DataError if an array has another shape than its box, if dtypes differ,
     or if no box has an element.
     """
-    first_name, _, first = held[0]
+    require_alike(path, [(name, array) for name, _, array in held], shapes=False)
     copies: dict[Box, list[tuple[str, ArrayData]]] = {}
     for name, box, array in held:
-        if array.dtype != first.dtype:
-            raise DataError(f"{show(path)} is {array.dtype} in {name}, {first.dtype} in {first_name}")
         if array.shape != extent(box):
             raise DataError(
                 f"{show(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
@@ -214,20 +221,15 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
             )
         copies.setdefault(box, []).append((name, array.data))
     pieces = [(box, _replicas(path, data)) for box, data in copies.items()]
-    return replace(first, shape=shape, data=tiled(path, shape, pieces))
+    return replace(held[0][2], shape=shape, data=tiled(path, shape, pieces))
 
 
 def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
     """The array at a leaf path that files or ranks, each called by a name, all hold whole; they are compared when it is
     read. Raises DataError if shapes or dtypes differ."""
-    (name, first), *others = copies.items()
-    for other, array in others:
-        if (array.dtype, array.shape) != (first.dtype, first.shape):
-            raise DataError(
-                f"{show(path)} is {array.dtype}{list(array.shape)} in {other}, {first.dtype}{list(first.shape)} in"
-                f" {name}"
-            )
-    return replace(first, data=_replicas(path, [(name, array.data) for name, array in copies.items()]))
+    held = list(copies.items())
+    require_alike(path, held)
+    return replace(held[0][1], data=_replicas(path, [(name, array.data) for name, array in held]))
 
 
 def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
