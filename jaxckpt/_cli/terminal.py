@@ -119,7 +119,7 @@ def printable(text: str, keep: str = "") -> str:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts numbers in names by their value."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d+)", name)]
 
 
 def show_age(created: str | None) -> str:

@@ -95,10 +95,10 @@ def mindspore_ranks(
     Examples:
         >>> import jax, numpy as np, jaxckpt
         >>> for rank in range(2):
-        ...     info = jaxckpt.save("/tmp/jaxckpt-doc/part", {"w": np.arange(3) + 3 * rank}, overwrite=True)
+        ...     info = jaxckpt.save("/tmp/jaxckpt-doc/rank", {"w": np.arange(3) + 3 * rank}, overwrite=True)
         ...     jaxckpt.convert(info.path, f"/tmp/jaxckpt-doc/ranks/rank_{rank}/w.safetensors", overwrite=True)
-        >>> found = jaxckpt.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
-        >>> jaxckpt.load_numpy(found)
+        >>> ranks = jaxckpt.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
+        >>> jaxckpt.load_numpy(ranks)
         {'w': array([0, 1, 2, 3, 4, 5])}
     """
     if strategy is not None and (mesh_shape is not None or specs is not None):

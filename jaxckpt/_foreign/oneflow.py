@@ -124,11 +124,11 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
         leaves, structure = flatten(_saved(path))
         held[rank] = {leaf.path: leaf.value for leaf in leaves}
         structures.append(structure)
-    found = assemble(held, mesh_shape, specs)
+    whole = assemble(held, mesh_shape, specs)
     if all(structure == structures[0] for structure in structures):
-        tree = unflatten(structures[0], [found[path] for path in next(iter(held.values()))])
+        tree = unflatten(structures[0], [whole[path] for path in next(iter(held.values()))])
     else:  # stages of a pipeline
-        tree = nested(found)
+        tree = nested(whole)
     return compose(common_url(paths), tree, "oneflow", files=paths.values())
 
 
@@ -141,12 +141,12 @@ def _saved(path: str) -> Tree:
     names = os.listdir(path)
     if _PICKLE in names:
         return _unpickled(os.path.join(path, _PICKLE), path)
-    found = {name: _tensor_in(os.path.join(path, name)) for name in names if _has_tensor(os.path.join(path, name))}
-    if not found:
+    tensors = {name: _tensor_in(os.path.join(path, name)) for name in names if _has_tensor(os.path.join(path, name))}
+    if not tensors:
         raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
-    if all(map(_OF_A_PICKLE.fullmatch, found)):
+    if all(map(_OF_A_PICKLE.fullmatch, tensors)):
         raise DataError(f"{path}/{_PICKLE} is missing: flow.save had not finished, or the file was deleted")
-    return found
+    return tensors
 
 
 def _has_tensor(path: str) -> bool:
@@ -163,7 +163,7 @@ def _unpickled(path: str, folder: str | None) -> Tree:
     content = unpickle(path, calls={name: functools.partial(tensor, name) for name in _TENSORS})
     match content:
         case {"protocol_version": 1, "data": data}:
-            tree = as_tree(data, path, lambda found: _tensor(found, path, folder))
+            tree = as_tree(data, path, lambda made: _tensor(made, path, folder))
         case _:
             raise DataError(f"{path} is not a file that flow.save writes: it has no protocol_version 1 with data")
     if folder is not None:
@@ -187,11 +187,11 @@ def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> Non
         raise DataError(f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or of another save")
 
 
-def _tensor(found: Object, path: str, folder: str | None) -> Tree | None:
+def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
     """A tensor from what `Tensor.__getstate__` says of it."""
-    if found.name not in _TENSORS:
+    if made.name not in _TENSORS:
         return None
-    match found.fields:
+    match made.fields:
         case {"path": str(name)} if folder is not None:
             return _tensor_in(inside(folder, name, path))
         case {"data": data, "dtype": Object(state=int(number))}:

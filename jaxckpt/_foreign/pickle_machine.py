@@ -150,22 +150,22 @@ class Machine:
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> bytes:
-        found = self._window.find(b"\n", self._next)
-        while found < 0:
+        end = self._window.find(b"\n", self._next)
+        while end < 0:
             held = len(self._window) - self._next
             self._fill(min(2 * held + 1, self._end - self.at) if held < self._end - self.at else held + 1)
-            found = self._window.find(b"\n", held)
-        return self.take(found + 1 - self._next)[:-1]
+            end = self._window.find(b"\n", held)
+        return self.take(end + 1 - self._next)[:-1]
 
     def bytes_of(self, count: int) -> bytes | FoundBytes:
         if count < FOUND_BYTES:
             return self.take(count)
-        found = FoundBytes(self._path, self.at, count)
-        if found.offset + count > self._end:
+        skipped = FoundBytes(self._path, self.at, count)
+        if skipped.offset + count > self._end:
             raise ValueError(f"it ends within bytes of length {count}")
-        self._first, self._window, self._next = found.offset + count, b"", 0
+        self._first, self._window, self._next = skipped.offset + count, b"", 0
         self._ahead = _WINDOW_BYTES[0]
-        return found
+        return skipped
 
     # Stack
 
@@ -177,8 +177,8 @@ class Machine:
         self.stack = []
 
     def from_mark(self) -> list[Any]:
-        found, self.stack = self.stack, self._marks.pop()
-        return found
+        values, self.stack = self.stack, self._marks.pop()
+        return values
 
     def pop(self) -> None:
         if self.stack:
@@ -281,18 +281,18 @@ class Machine:
     def _call(self, called: Any, args: Any) -> None:
         if not isinstance(args, tuple):
             raise TypeError(f"the arguments of a call are a {type(args).__name__}")
-        found = cast("tuple[Any, ...]", args)
+        values = cast("tuple[Any, ...]", args)
         if isinstance(called, Global):
             function = self._calls.get(called.name)
             if function is not None:
-                self._budget -= len(found) + sum([len(arg) for arg in found if isinstance(arg, _SIZED)])
+                self._budget -= len(values) + sum([len(arg) for arg in values if isinstance(arg, _SIZED)])
                 if self._budget < 0:
                     raise ValueError("its calls would copy far more than it holds")
-                self.push(function(*found))
+                self.push(function(*values))
                 return
         elif not isinstance(called, Object):
             raise TypeError(f"a {type(called).__name__} is called")
-        self.push(Object(called.name, found))
+        self.push(Object(called.name, values))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]

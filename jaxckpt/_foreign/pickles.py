@@ -149,13 +149,13 @@ def sizes(value: Any) -> tuple[int, ...]:
     """A shape, or the strides of one. Raises ValueError, TypeError where it is none that an array can have."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"a shape is a {type(value).__name__}")
-    found = cast("Sequence[Any]", value)
-    if len(found) > MAX_RANK:
-        raise ValueError(f"an array has {len(found)} dimensions; at most {MAX_RANK} can be read")
-    for side in found:
+    numbers = cast("Sequence[Any]", value)
+    if len(numbers) > MAX_RANK:
+        raise ValueError(f"an array has {len(numbers)} dimensions; at most {MAX_RANK} can be read")
+    for side in numbers:
         if type(side) is not int or not 0 <= side < 1 << 63:
             raise ValueError("a shape has something else than sizes")
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _numpy_scalar(dtype: Any, data: Any = None) -> ForeignArray | Object:
@@ -195,7 +195,7 @@ def unreadable(reason: str) -> ForeignArray:
     return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
 
 
-def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda found: None) -> Tree:
+def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda made: None) -> Tree:
     """What was unpickled as a tree that `compose` takes; leaves that are no data become unreadable ones.
 
     `rebuild` knows some Objects: it returns leaves for them, and None for the others. A dict whose keys JAX cannot
@@ -235,8 +235,8 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
             return walk(node.array, depth + 1)
         if kind is Object and node.name in ("builtins.set", "builtins.frozenset"):
             return unreadable("is a set, which no pytree has")
-        if kind is Object and (found := rebuild(node)) is not None:
-            return found
+        if kind is Object and (leaf := rebuild(node)) is not None:
+            return leaf
         if kind is Object:
             return unreadable(f"holds what {node.name[:200]} would make, which only running code could tell")
         if kind is Global:
@@ -248,13 +248,13 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
 
 def array_in(value: Any) -> ForeignArray | None:
     """A NumPy array that was unpickled; None for what is none, or of a dtype that is none of ours."""
-    found = value.array if isinstance(value, _NumpyArray) else value
-    return found if isinstance(found, ForeignArray) else None
+    array = value.array if isinstance(value, _NumpyArray) else value
+    return array if isinstance(array, ForeignArray) else None
 
 
 def required(value: Any, name: str, where: str) -> Object:
     """An Object of a class, by the last part of its name. Raises DataError where it is something else."""
     if isinstance(value, Object) and value.name.rpartition(".")[2] == name:
         return value
-    found = value.name if isinstance(value, (Object, Global)) else type(value).__name__
-    raise DataError(f"{where} is {found[:200]}, expected {name}")
+    named = value.name if isinstance(value, (Object, Global)) else type(value).__name__
+    raise DataError(f"{where} is {named[:200]}, expected {name}")

@@ -71,8 +71,8 @@ def rank_files(
         >>> for rank in range(2):
         ...     np.savez(f"/tmp/jaxckpt-doc/{rank}.npz", w=np.arange(3) + 3 * rank, step=np.int64(7))
         >>> ranks = {rank: f"/tmp/jaxckpt-doc/{rank}.npz" for rank in range(2)}
-        >>> found = jaxckpt.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
-        >>> jaxckpt.load_numpy(found)
+        >>> checkpoint = jaxckpt.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
+        >>> jaxckpt.load_numpy(checkpoint)
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """
     paths = paths_of(files)
@@ -104,7 +104,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
     folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     if not os.path.isdir(folder):
         raise NotACheckpointError(f"there is no folder {folder}")
-    found: dict[int, str] = {}
+    files: dict[int, str] = {}
     problems: list[str] = []
     for name in listed(folder):
         match, inner = rank_name.fullmatch(name), os.path.join(folder, name)
@@ -113,16 +113,16 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
         held = [file for file in listed(inner) if file.endswith((".ckpt", ".safetensors"))]
         if len(held) != 1:
             problems.append(f"{inner} has {len(held)}" + (f": {', '.join(held[:5])}" if held else ""))
-        elif found.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
-            problems.append(f"{inner} is of the same rank as {found[int(match[1])]}")
+        elif files.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
+            problems.append(f"{inner} is of the same rank as {files[int(match[1])]}")
     if problems:
         raise InputError(
             "each rank's folder must hold one .ckpt or .safetensors file; else name them as {rank: path}:\n"
             + listing(problems)
         )
-    if not found:
+    if not files:
         raise NotACheckpointError(f"{folder} has no folder rank_0, rank_1, …")
-    return paths_of(found)
+    return paths_of(files)
 
 
 def common_url(paths: Mapping[int, str]) -> str:

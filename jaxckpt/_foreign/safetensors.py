@@ -117,8 +117,8 @@ def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str
         raise DataError(f"{what} is damaged: it does not start with '{{'")
     record = from_json(what, text, dict[str, Any])
     metadata = record.pop("__metadata__", None)
-    found = converted(what, {} if metadata is None else metadata, dict[str, str])
-    return found, converted(what, record, dict[str, _Entry])
+    notes = converted(what, {} if metadata is None else metadata, dict[str, str])
+    return notes, converted(what, record, dict[str, _Entry])
 
 
 # Files and folders as checkpoints --------------------------------------------------------------------------

@@ -96,11 +96,11 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
         # Several at once where they are small: else each row of a wide array would take a call of its own.
         per = max(1, SPAN_BYTES // max(1, strides[dim]))
         for first in range(0, shape[dim], per):
-            part = target[(slice(None),) * dim + (slice(first, first + per),)]
+            rows = target[(slice(None),) * dim + (slice(first, first + per),)]
             if per == 1:
-                _fill(path, handle, offset + first * strides[dim], rest, part.squeeze(dim))
+                _fill(path, handle, offset + first * strides[dim], rest, rows.squeeze(dim))
             else:
-                _fill(path, handle, offset + first * strides[dim], strides, part)
+                _fill(path, handle, offset + first * strides[dim], strides, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ SHOWN = 500
 def problems(manifest: Manifest) -> list[str]:
     """What is wrong with a manifest, 20 problems at most. Each check trusts what the ones before it have looked at."""
     checks = (_head_problems, _layout_problems, _tree_problems)
-    found = (list(itertools.islice(check(manifest), 20)) for check in checks)
-    return [problem[:SHOWN] for problem in next(filter(None, found), [])]
+    lists = (list(itertools.islice(check(manifest), 20)) for check in checks)
+    return [problem[:SHOWN] for problem in next(filter(None, lists), [])]
 
 
 def _head_problems(manifest: Manifest) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
     paths = [leaf.path for leaf in leaves]
     try:
         # Some more than there are, so that a leaf at fault can be named.
-        found, numbers = paths_of(manifest.tree, len(paths) + 1000, sum(map(len, paths)) + (1 << 20))
+        places, numbers = paths_of(manifest.tree, len(paths) + 1000, sum(map(len, paths)) + (1 << 20))
     except ValueError as error:
         yield f"tree: {error}"
         return
@@ -86,8 +86,8 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
         named = f"leaf {numbers[seen]}" if seen < len(numbers) else "no more"
         yield f"tree names {named} where leaf {seen} of {len(leaves)} would come"
         return
-    if found != paths:
-        at, path = next((at, path) for at, path in zip(found, paths, strict=True) if at != path)
+    if places != paths:
+        at, path = next((at, path) for at, path in zip(places, paths, strict=True) if at != path)
         yield f"leaf {show(path[:200])} stands at {show(at[:200])} in the tree"
         return
     if len(manifest.numbers) != len(leaves):
@@ -108,7 +108,7 @@ def _leaves_fit(manifest: Manifest) -> bool:
             return False
         else:
             members[leaf.stack].append(leaf)
-    return all(_fill(manifest, stack, found) for stack, found in zip(manifest.stacks, members, strict=True))
+    return all(_fill(manifest, stack, leaves) for stack, leaves in zip(manifest.stacks, members, strict=True))
 
 
 def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:

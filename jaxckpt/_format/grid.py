@@ -141,11 +141,11 @@ def spec_box(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], position
     at = dict(zip(axes, position, strict=True))
     box: list[tuple[int, int]] = []
     for dim, length in enumerate(shape):
-        index, parts = 0, 1
+        index, count = 0, 1
         for axis in spec[dim] if dim < len(spec) else ():
             index = index * axes[axis] + at[axis]
-            parts *= axes[axis]
-        piece = length // parts
+            count *= axes[axis]
+        piece = length // count
         box.append((index * piece, (index + 1) * piece))
     return tuple(box)
 
@@ -219,8 +219,8 @@ def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) 
     grid = tuple(math.prod(processes.shape[axes.index(axis)] for axis in entry) for entry in entries)
     others = [axis for axis in range(len(axes)) if axis not in split]
     by_cell = np.sort(processes.transpose(split + others).reshape(math.prod(grid), -1), axis=1)
-    found, number = np.unique(by_cell, axis=0, return_inverse=True)
-    groups = [tuple(dict.fromkeys(row)) for row in found.tolist()]
+    rows, number = np.unique(by_cell, axis=0, return_inverse=True)
+    groups = [tuple(dict.fromkeys(row)) for row in rows.tolist()]
     return Layout(grid, tuple(groups[i] for i in number.ravel().tolist()))
 
 
@@ -246,7 +246,7 @@ def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout
 
 
 def cell_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
+    return tuple(n // count for n, count in zip(shape, layout.grid, strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -256,8 +256,8 @@ def coarsen(layout: Layout) -> Layout:
     Small leaves are stored on this grid: devices of one process write together, so their cut need not show on disk.
     """
     for dim in reversed(range(len(layout.grid))):
-        for parts in divisors(layout.grid[dim]):
-            merged = _cut_along(layout, dim, parts)
+        for count in divisors(layout.grid[dim]):
+            merged = _cut_along(layout, dim, count)
             if merged is not None:
                 layout = merged
                 break
@@ -267,28 +267,28 @@ def coarsen(layout: Layout) -> Layout:
 @lru_cache(maxsize=256)
 def both(layout: Layout, held: Layout) -> Layout | None:
     """The cells of `layout` with those holders that have each whole in `held` too; None where one is left without."""
-    found: Layout | None = held
+    cut: Layout | None = held
     # Dimensions that get coarser first: so what lies between is never finer than both grids.
     for dim in sorted(range(len(held.grid)), key=lambda dim: layout.grid[dim] / held.grid[dim]):
-        found = None if found is None else _cut_along(found, dim, layout.grid[dim])
-    if found is None:
+        cut = None if cut is None else _cut_along(cut, dim, layout.grid[dim])
+    if cut is None:
         return None
     pairs = {
         (ours, theirs): tuple(sorted(set(ours).intersection(theirs)))
-        for ours, theirs in dict.fromkeys(zip(layout.holders, found.holders, strict=True))
+        for ours, theirs in dict.fromkeys(zip(layout.holders, cut.holders, strict=True))
     }
-    holders = tuple(pairs[pair] for pair in zip(layout.holders, found.holders, strict=True))
+    holders = tuple(pairs[pair] for pair in zip(layout.holders, cut.holders, strict=True))
     return Layout(layout.grid, holders) if all(holders) else None
 
 
-def _cut_along(layout: Layout, dim: int, parts: int) -> Layout | None:
-    """The layout with `parts` cells along one dimension; None where no process holds all of one of them."""
-    if parts == layout.grid[dim]:
+def _cut_along(layout: Layout, dim: int, count: int) -> Layout | None:
+    """The layout with `count` cells along one dimension; None where no process holds all of one of them."""
+    if count == layout.grid[dim]:
         return layout
-    grid = (*layout.grid[:dim], parts, *layout.grid[dim + 1 :])
+    grid = (*layout.grid[:dim], count, *layout.grid[dim + 1 :])
     # The cells that each new one touches: as many for all, the last one repeated where there are fewer.
-    borders = np.arange(parts + 1) * layout.grid[dim]
-    first, last = borders[:-1] // parts, -(-borders[1:] // parts) - 1
+    borders = np.arange(count + 1) * layout.grid[dim]
+    first, last = borders[:-1] // count, -(-borders[1:] // count) - 1
     touched = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
     cells = np.take(layout.group_of.reshape(layout.grid), touched, axis=dim)
     cells = np.moveaxis(cells, dim + 1, -1).reshape(math.prod(grid), -1)
@@ -371,8 +371,8 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
 def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
     """`box` cut at borders of the first grid, then of the next ones where a cell does not fit.
 
-    A part that does not fit lies in one cell of the last grid. Parts along leading dimensions come first, and the
-    leading dimensions are cut first, so that parts are as contiguous as may be.
+    What does not fit lies in one cell of the last grid. Boxes along leading dimensions come first, and the
+    leading dimensions are cut first, so that boxes are as contiguous as may be.
     """
     if not grids:
         yield box
@@ -387,5 +387,5 @@ def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], boo
         first, last = touched(box, sides)[dims[0]]
         border = (first + last) // 2 * sides[dims[0]]
         (start, stop), before, after = box[dims[0]], box[: dims[0]], box[dims[0] + 1 :]
-        for part in ((start, border), (border, stop)):
-            yield from cut_down((*before, part, *after), grids, fits)
+        for side in ((start, border), (border, stop)):
+            yield from cut_down((*before, side, *after), grids, fits)

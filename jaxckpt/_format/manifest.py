@@ -85,9 +85,9 @@ def decode(content: bytes, where: str) -> Manifest:
             json.loads(body, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise _refusal(content, where, f"is malformed: {str(error)[:SHOWN]}") from error
-    found = problems(manifest)
-    if found:
-        raise _refusal(content, where, f"contradicts itself:\n{listing(found)}")
+    wrong = problems(manifest)
+    if wrong:
+        raise _refusal(content, where, f"contradicts itself:\n{listing(wrong)}")
     return manifest
 
 
@@ -220,9 +220,9 @@ def nesting(text: bytes) -> int:
     if b"\\" in text:  # pairs first: a quote after one more backslash ends no string
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Two quotes without a bracket between them are nothing.
-    found = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
-    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0
-    return int(np.cumsum(_STEPS[found[outside]], dtype=np.int32).max(initial=0))
+    marks = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
+    outside = np.cumsum(marks == ord('"'), dtype=np.uint8) & 1 == 0
+    return int(np.cumsum(_STEPS[marks[outside]], dtype=np.int32).max(initial=0))
 
 
 def distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:

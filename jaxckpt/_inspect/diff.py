@@ -241,7 +241,7 @@ def _as_array(value: Any) -> Array:
 
 
 def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
-    """A leaf's differences with those of one more part."""
+    """A leaf's differences with those of one more box."""
     a, b = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.size, _TOGETHER):  # in float64 and with all that lies between, each takes 100 bytes
         leaf = _with_few(leaf, a[start : start + _TOGETHER], b[start : start + _TOGETHER])

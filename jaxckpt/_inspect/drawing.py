@@ -63,8 +63,8 @@ def element(tag: str, *children: str, **attributes: str | float) -> Markup:
     return Markup(f"<{tag}{written}>{inside}</{tag}>")
 
 
-def joined(parts: Iterable[Markup]) -> Markup:
-    return Markup("".join(parts))
+def joined(pieces: Iterable[Markup]) -> Markup:
+    return Markup("".join(pieces))
 
 
 def _number(value: float) -> str:
@@ -128,9 +128,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1
     return element("div", element("table", *lines), class_="wide")
 
 
-def notebook(*parts: Markup) -> Markup:
+def notebook(*drawings: Markup) -> Markup:
     """Drawings as a notebook shows them."""
-    return element("div", element("style", Markup(_NOTEBOOK)), *parts, class_="jaxckpt")
+    return element("div", element("style", Markup(_NOTEBOOK)), *drawings, class_="jaxckpt")
 
 
 def clipped(text: str, most: int) -> str:
@@ -301,7 +301,7 @@ class Bar:
 
     label: str
     figure: str
-    parts: tuple[tuple[int | None, float, str], ...]
+    sections: tuple[tuple[int | None, float, str], ...]
     """(colour, fraction of the whole width, what it is) from left to right."""
 
 
@@ -318,7 +318,7 @@ def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup
         drawn.append(_text(0, y + 12, bar.label))
         drawn.append(_text("100%", y + 12, bar.figure, text_anchor="end"))
         at = 0.0
-        for colour, fraction, title in bar.parts:
+        for colour, fraction, title in bar.sections:
             place = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
             drawn.append(element("rect", element("title", title), **place, **_filled(colour)))
             at += fraction
@@ -344,12 +344,12 @@ def byte_bars(sizes: Mapping[str, int], most: int = 12) -> Markup:
         opened = max(fitting, key=lambda path: totals[path])
         shown = shown - {opened} | set(children[opened])
     total = max(1, sum(sizes.values()))
-    found = sorted(((path, totals[path]) for path in shown if totals[path]), key=lambda item: (-item[1], item[0]))
-    if len(found) > most:
-        found[most - 1 :] = [(f"… {len(found) - most + 1} more", sum(size for _, size in found[most - 1 :]))]
-    largest = max((size for _, size in found), default=1)
+    ranked = sorted(((path, totals[path]) for path in shown if totals[path]), key=lambda item: (-item[1], item[0]))
+    if len(ranked) > most:
+        ranked[most - 1 :] = [(f"… {len(ranked) - most + 1} more", sum(size for _, size in ranked[most - 1 :]))]
+    largest = max((size for _, size in ranked), default=1)
     lines = [
         Bar(clipped(path, 60), f"{show_bytes(size)}, {size / total:.1%}", ((0, size / largest, f"{path}: {size:,} B"),))
-        for path, size in found
+        for path, size in ranked
     ]
     return bars("Bytes by subtree", lines)

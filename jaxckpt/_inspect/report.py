@@ -121,8 +121,8 @@ def report(
 def _page(*, title: str, header: Markup, sections: Markup, drawings: Markup, data: Mapping[str, Any]) -> str:
     page = importlib.resources.files("jaxckpt._inspect").joinpath("report.html").read_text(encoding="utf-8")
     own = [re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script")]
-    style, script = (_digest(found[1]) for found in own if found is not None)
-    parts = {
+    style, script = (_digest(match[1]) for match in own if match is not None)
+    texts = {
         "policy": f"default-src 'none'; style-src {style}; script-src {script}; base-uri 'none'; form-action 'none'",
         "title": html.escape(title),
         "header": header,
@@ -131,7 +131,7 @@ def _page(*, title: str, header: Markup, sections: Markup, drawings: Markup, dat
         # A script element ends where its text says so, whatever its type.
         "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], page)
 
 
 def _digest(text: str) -> str:
@@ -213,7 +213,7 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
     if leaf.stack is None:
         return _Form(leaf.kind, leaf.kind, [], 0, "", None, None)
     stack = manifest.stacks[leaf.stack]
-    chunk, sides = ("×".join(map(str, found)) for found in (stack.chunk, stack.object))
+    chunk, sides = ("×".join(map(str, lengths)) for lengths in (stack.chunk, stack.object))
     rows = f"a row among {stack.rows}" if stack.rows > 1 else "alone"
     return _Form(
         kind=leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
@@ -231,7 +231,7 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
 
 def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
     """The distribution of the values of each leaf of floating-point numbers, by the leaf's number."""
-    found: dict[int, dict[str, Any]] = {}
+    histograms: dict[int, dict[str, Any]] = {}
     # Half for what is read, half for its copies of other widths.
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
     leaves = [
@@ -246,8 +246,8 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
             values = _Values()
             for slab in Stored(source, number, options, tell).slabs():
                 values.add(slab)
-            found[number] = values.summary()
-    return found
+            histograms[number] = values.summary()
+    return histograms
 
 
 class _Values:
@@ -265,12 +265,12 @@ class _Values:
         for begin in range(0, flat.size, _BLOCK):
             self._add(flat[begin : begin + _BLOCK].astype(np.float64))
 
-    def _add(self, block: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        values = block[np.isfinite(block)]
-        nan = int(np.isnan(block).sum())
+    def _add(self, some: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        values = some[np.isfinite(some)]
+        nan = int(np.isnan(some).sum())
         self._nan += nan
-        self._inf += block.size - values.size - nan
-        self._zero += block.size - int(np.count_nonzero(block))
+        self._inf += some.size - values.size - nan
+        self._zero += some.size - int(np.count_nonzero(some))
         if not values.size:
             return
         self._least, self._most = min(self._least, values.min()), max(self._most, values.max())
@@ -427,12 +427,12 @@ def _about_section(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
     pairs = [
         element("dt", name) + element("dd", clipped(text, 2000), class_="mono") for name, text in facts.items() if text
     ]
-    parts = [element("dl", Markup("".join(pairs)), class_="facts")]
+    about = [element("dl", Markup("".join(pairs)), class_="facts")]
     if manifest.metadata is not None:
         text = json.dumps(manifest.metadata, ensure_ascii=False, indent=2)
-        parts += [element("h3", "metadata"), element("pre", clipped(text, _CLIPPED))]
-    return _section("About", *parts)
+        about += [element("h3", "metadata"), element("pre", clipped(text, _CLIPPED))]
+    return _section("About", *about)
 
 
-def _section(title: str, *parts: Markup) -> Markup:
-    return element("section", element("h2", title), *parts)
+def _section(title: str, *content: Markup) -> Markup:
+    return element("section", element("h2", title), *content)

@@ -118,9 +118,9 @@ def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> 
     if not node.children:
         empty = {"dict": "Dict", "ordered_dict": "Dict", "list": "List", "tuple": "Tuple"}
         yield _Entry(keys, kinds, empty.get(node.type, "None"))
-    found = keys_of(node)
-    indexed = node.type in ("list", "tuple") or (node.type == "custom" and all(type(key) is int for key in found))
-    for key, child in zip(found, node.children, strict=True):
+    own = keys_of(node)
+    indexed = node.type in ("list", "tuple") or (node.type == "custom" and all(type(key) is int for key in own))
+    for key, child in zip(own, node.children, strict=True):
         yield from _entries(child, (*keys, str(key)), (*kinds, 1 if indexed else 2))
 
 
