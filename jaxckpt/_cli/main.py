@@ -139,6 +139,7 @@ def ls() -> None:
     Nothing is changed, even if a killed run left unfinished saves. If PATH is itself a checkpoint, only that is listed.
     """
 
+
 @_command(
     "tree_view",
     location("path"),
@@ -153,6 +154,7 @@ def show() -> None:
     jaxckpt show run1/00000100
     jaxckpt show run1/00000100 --select 'params/**/kernel' --depth 2
     """
+
 
 @_command(
     "tree_view",
@@ -172,6 +174,7 @@ def cat() -> None:
     float32, int4 as int8, without loss.
     """
 
+
 @_command(
     "results",
     location("path"),
@@ -180,9 +183,11 @@ def cat() -> None:
 def verify() -> None:
     """Read every byte of a checkpoint and check it. The exit code is 1 if it has problems."""
 
+
 @_command("results", location("a"), location("b"), select_option)
 def diff() -> None:
     """Compare two checkpoints leaf by leaf, whatever their meshes and formats. The exit code is 1 if they differ."""
+
 
 @_command(
     "results",
@@ -191,7 +196,11 @@ def diff() -> None:
     specs_option,
     select_option,
     click.option(
-        "--devices-per-process", type=click.IntRange(min=1), default=8, show_default=True, help="Devices of each process."
+        "--devices-per-process",
+        type=click.IntRange(min=1),
+        default=8,
+        show_default=True,
+        help="Devices of each process.",
     ),
 )
 def plan() -> None:
@@ -201,6 +210,7 @@ def plan() -> None:
     jaxckpt plan run1/00000100 --mesh data=4,model=2
     jaxckpt plan run1/00000100 --mesh model=8 --specs 'params/**/kernel=P(None, "model")'
     """
+
 
 # Writing and deleting -------------------------------------------------------------------------------------
 
@@ -229,6 +239,7 @@ def convert() -> None:
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
     """
 
+
 @_command(
     "writing",
     location("path"),
@@ -242,6 +253,7 @@ def report() -> None:
 
     With --mesh the page also shows what a restore onto that mesh would read.
     """
+
 
 @_command(
     "writing",
@@ -258,6 +270,7 @@ def integrate() -> None:
     the strategy file (protobuf or JSON), and N is the number of ranks.
     """
 
+
 @_command(
     "writing",
     location("path"),
@@ -266,9 +279,11 @@ def integrate() -> None:
 def pin() -> None:
     """Give a step of a run a name; no rule of a Checkpointer deletes a step that has one."""
 
+
 @_command("writing", location("path"))
 def unpin() -> None:
     """Take the name of a pinned step, such as run@paper, back."""
+
 
 @_command("writing", location("path"), click.option("--yes", "-y", is_flag=True, help="Do not ask."))
 def rm() -> None:

@@ -78,6 +78,7 @@ def open_colossalai(path: str) -> Foreign:
 
 # A file for each rank -------------------------------------------------------------------------------------
 
+
 class _Shard(msgspec.Struct, frozen=True):
     offsets: tuple[Size, ...]
     lengths: tuple[Size, ...]

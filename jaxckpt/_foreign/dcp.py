@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
 
 .metadata: a pickle: for each name its chunks, or that it is a Python object ─▶ where each lies in __<rank>_<n>.distcp
-shard-*.safetensors, as its HuggingFaceStorageWriter writes them: the header of each file records where its chunks belong
+shard-*.safetensors, as its HuggingFaceStorageWriter writes them: each file has in its header where its chunks belong
 common.pt, metadata.json: in a folder of Megatron Core, what is not sharded, merged at the root of the tree
 """
 
@@ -175,7 +175,9 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
             raise DataError(
                 f"{where}: a chunk of {show(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
             )
-        pieces[box_at(chunk.offsets, chunk.sizes)] = SavedTensor(info.relative_path, info.offset, info.length, dtype, chunk.sizes)
+        pieces[box_at(chunk.offsets, chunk.sizes)] = SavedTensor(
+            info.relative_path, info.offset, info.length, dtype, chunk.sizes
+        )
     return ForeignArray(dtype, tensor.size, tiled(name, tensor.size, pieces.items()))
 
 

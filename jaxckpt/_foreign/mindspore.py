@@ -259,8 +259,8 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
 
 
 def _optimizer_shards(name: str, layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The grid with the optimizer's own split of rows, as MindSpore's _construct_tensor_layout_for_opt_shard has it; and
-    for each dimension of the array those of the grid that split it, counted from the right.
+    """The grid with the optimizer's own split of rows; and for each dimension of the array those of the grid that split
+    it, counted from the right. As MindSpore's _construct_tensor_layout_for_opt_shard computes them.
 
     The ranks that hold a shard of the model lie `step` apart, and each has one `size`th of the shard's rows.
     """

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._foreign.local_files import head, inside, opened, read_small
+from jaxckpt._foreign.local_files import head, inside, names_in, opened, read_small
 from jaxckpt._foreign.pickle_machine import Object
 from jaxckpt._foreign.pickles import array_in, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
-from jaxckpt._foreign.shards import FileData, c_strides
+from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Structure, Tree, flatten, nested, unflatten
@@ -69,12 +69,8 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 def owned(path: str, names: Collection[str]) -> set[str]:
     """The names in its folder that are its own."""
-    folders = {name for name in names if set(_names(os.path.join(path, name))) == {_META, _DATA}}
+    folders = {name for name in names if {*names_in(os.path.join(path, name))} == {_META, _DATA}}
     return folders | {_PICKLE, _DONE, _GRAPH}
-
-
-def _names(path: str) -> list[str]:
-    return os.listdir(path) if os.path.isdir(path) else []
 
 
 def open_oneflow(path: str) -> Foreign:
@@ -141,16 +137,13 @@ def _saved(path: str) -> Tree:
     names = os.listdir(path)
     if _PICKLE in names:
         return _unpickled(os.path.join(path, _PICKLE), path)
-    tensors = {name: _tensor_in(os.path.join(path, name)) for name in names if _has_tensor(os.path.join(path, name))}
+    folders = {name: os.path.join(path, name) for name in names}
+    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_in(at)}}
     if not tensors:
         raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
     if all(map(_OF_A_PICKLE.fullmatch, tensors)):
         raise DataError(f"{path}/{_PICKLE} is missing: flow.save had not finished, or the file was deleted")
     return tensors
-
-
-def _has_tensor(path: str) -> bool:
-    return os.path.exists(os.path.join(path, _META)) and os.path.exists(os.path.join(path, _DATA))
 
 
 def _unpickled(path: str, folder: str | None) -> Tree:
@@ -218,8 +211,8 @@ def _upper_half(stored: FileData | Memory) -> ArrayData:
         array = np.ascontiguousarray(stored.array)
         halves = array.view("<u2").reshape(*stored.array.shape, 2)[..., 1]
         return Memory(np.ascontiguousarray(halves).view(DTYPES["bfloat16"]).reshape(stored.array.shape))
-    strides = c_strides(stored.shape) if stored.strides is None else stored.strides
-    return replace(stored, offset=stored.offset + 2, dtype="bfloat16", strides=tuple(2 * stride for stride in strides))
+    strides = tuple(2 * step for step in stored.steps)
+    return replace(stored, offset=stored.offset + 2, dtype="bfloat16", strides=strides)
 
 
 def _tensor_in(folder: str) -> ForeignArray:

@@ -54,19 +54,22 @@ class FileData(ArrayData):
     def read(self, box: Box, target: Array) -> None:
         if not target.size:
             return
-        size = DTYPES[self.dtype].itemsize
-        strides = c_strides(self.shape) if self.strides is None else self.strides
-        offset = self.offset + size * sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+        size, steps = DTYPES[self.dtype].itemsize, self.steps
+        offset = self.offset + size * sum(start * step for (start, _), step in zip(box, steps, strict=True))
         with opened(self.path) as handle:
-            _fill(self.path, handle, offset, tuple(size * stride for stride in strides), as_bits(target))
+            _fill(self.path, handle, offset, tuple(size * step for step in steps), as_bits(target))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, also if the array is in C order."""
+        return c_strides(self.shape) if self.strides is None else self.strides
 
     @property
     def end(self) -> int:
         """Bytes from the start of the file to the end of the last element."""
-        strides = c_strides(self.shape) if self.strides is None else self.strides
         if 0 in self.shape:
             return self.offset
-        last = sum((side - 1) * stride for side, stride in zip(self.shape, strides, strict=True))
+        last = sum((side - 1) * step for side, step in zip(self.shape, self.steps, strict=True))
         return self.offset + DTYPES[self.dtype].itemsize * (last + 1)
 
 
@@ -182,8 +185,8 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
 
 
 def require_alike(path: str, held: Sequence[tuple[str, ForeignArray]], *, shapes: bool = True) -> None:
-    """Raise DataError unless what files or ranks hold of an array, each called by a name, is of one dtype and shape; or,
-    without `shapes`, of one dtype and rank."""
+    """Raise DataError unless what files or ranks, each called by a name, hold of an array has one dtype and one
+    shape; or, without `shapes`, one rank."""
     (first_name, first), *others = held
     for name, array in others:
         fits = array.shape == first.shape if shapes else len(array.shape) == len(first.shape)

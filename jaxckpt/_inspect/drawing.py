@@ -165,7 +165,9 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
     drawn: list[Markup] = []
     for row, (y, tall) in y_at.items():
         for column, (x, wide) in x_at.items():
-            index = _unravelled(row, [pieces[dim] for dim in down]) + _unravelled(column, [pieces[dim] for dim in across])
+            index = _unravelled(row, [pieces[dim] for dim in down]) + _unravelled(
+                column, [pieces[dim] for dim in across]
+            )
             box = dict(zip([*down, *across], index, strict=True))
             held = holders(box)
             number = row * columns + column
@@ -201,7 +203,9 @@ def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], fl
 
 
 def _cut_by(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -> str:
-    text = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({pieces[dim]})" for dim in dims)
+    text = ", ".join(
+        f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({pieces[dim]})" for dim in dims
+    )
     return clipped(text, most)
 
 

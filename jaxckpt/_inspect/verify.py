@@ -137,7 +137,9 @@ def _verify_steps(path: str, steps: Sequence[Store], quick: bool, options: Optio
         path=path,
         quick=quick,
         problems=tuple(
-            replace(problem, object=f"{name}/{problem.object}") for name, report in reports for problem in report.problems
+            replace(problem, object=f"{name}/{problem.object}")
+            for name, report in reports
+            for problem in report.problems
         ),
         leaves=sum(report.leaves for _, report in reports),
         objects=sum(report.objects for _, report in reports),

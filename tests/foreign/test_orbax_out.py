@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
+from processes import PROGRAMS
 
 import jaxckpt
 from jaxckpt._foreign.convert import convert
@@ -234,22 +235,11 @@ def test_it_looks_like_one_of_orbaxs_own(tmp_path: Path) -> None:
     assert mine["tree_metadata"].keys() == own["tree_metadata"].keys()
 
 
-MEMORY = """
-import resource, numpy as np, jaxckpt
-from jaxckpt._foreign.convert import convert
-jaxckpt.load_numpy({small!r})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert({source!r}, {destination!r}, format="orbax")
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
-"""
-
-
 def test_memory_is_bounded(tmp_path: Path, run_python: Callable[..., str]) -> None:
     """512 MiB, in two arrays; in chunks of 64 MiB."""
     array = np.lib.stride_tricks.as_strided(np.arange(4096, dtype=np.float32), (16384, 4096), (0, 4))
     jaxckpt.save(tmp_path / "small", {"a": np.ones(3)})
     jaxckpt.save(tmp_path / "ours", {"a": np.ascontiguousarray(array), "b": np.ascontiguousarray(array)})
-    program = MEMORY.format(
-        small=str(tmp_path / "small"), source=str(tmp_path / "ours"), destination=str(tmp_path / "t")
-    )
-    assert int(run_python(program, devices=1).split()[-1]) < 200
+    args = [str(tmp_path / name) for name in ("small", "ours", "t")]
+    printed = run_python(PROGRAMS / "memory_of_a_conversion.py", args=[*args, "orbax", "{}"], devices=1)
+    assert int(printed) < 200 << 20
