@@ -211,11 +211,7 @@ def _cut_by(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -
 
 def _unravelled(number: int, counts: Sequence[int]) -> list[int]:
     """The index of an element in an array with these sides, from its number in row-major order."""
-    index: list[int] = []
-    for count in reversed(counts):
-        number, at = divmod(number, count)
-        index.append(at)
-    return index[::-1]
+    return [int(at) for at in np.unravel_index(number, tuple(counts))]
 
 
 class _Holders:

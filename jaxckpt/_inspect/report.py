@@ -19,7 +19,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,33 +141,6 @@ def _digest(text: str) -> str:
 # The leaves -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A layout as the page's script takes it."""
-
-    spec: str
-    on: str
-    cuts: list[str]
-    pieces: list[int]
-    """How many along each dimension."""
-
-    drawing: int | None
-    """Number of its drawing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What leaves that are alike share."""
-
-    kind: str
-    dtype: str
-    shape: list[int]
-    bytes: int
-    stored: str
-    saved: _Layout | None
-    wanted: _Layout | None
-
-
 class _Drawings:
     """Each layout drawn once: leaves of any shape share the drawing of a spec on a mesh."""
 
@@ -175,11 +148,16 @@ class _Drawings:
         self._numbers: dict[Any, int] = {}
         self.templates: list[Markup] = []
 
-    def layout(self, where: Where, shape: Sequence[int]) -> _Layout:
+    def layout(self, where: Where, shape: Sequence[int]) -> dict[str, Any]:
+        """A layout as the page's script takes it."""
         axes = {} if where.mesh is None else where.mesh.axes
-        pieces = pieces_along(axes, where.split, len(shape))
-        cuts = show_cuts(shape, where.split, axes) if where.mesh is not None else []
-        return _Layout(where.spec, where.on, cuts, pieces, self._number(where, len(shape)))
+        return {
+            "spec": where.spec,
+            "on": where.on,
+            "cuts": show_cuts(shape, where.split, axes) if where.mesh is not None else [],
+            "pieces": pieces_along(axes, where.split, len(shape)),
+            "drawing": self._number(where, len(shape)),
+        }
 
     def _number(self, where: Where, rank: int) -> int | None:
         key = (id(where.mesh), where.split, where.on, rank)  # meshes outlive this
@@ -203,27 +181,28 @@ def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> 
         alike = (leaf.kind, leaf.stack, leaf.layout, leaf.impl, goal and (id(goal.mesh), goal.split, goal.on))
         if alike not in numbers:
             numbers[alike] = len(forms)
-            forms.append(asdict(_form(manifest, leaf, goal, drawings)))
+            forms.append(_form(manifest, leaf, goal, drawings))
         value = [] if leaf.value is None else [clipped(leaf.value, 200)]
         leaves.append([leaf.path, numbers[alike], *value])
     return {"leaves": leaves, "forms": forms}
 
 
-def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _Drawings) -> _Form:
+def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _Drawings) -> dict[str, Any]:
+    """What leaves that are alike share, as the page's script takes it."""
     if leaf.stack is None:
-        return _Form(leaf.kind, leaf.kind, [], 0, "", None, None)
+        return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
     stack = manifest.stacks[leaf.stack]
     chunk, sides = ("×".join(map(str, lengths)) for lengths in (stack.chunk, stack.object))
     rows = f"a row among {stack.rows}" if stack.rows > 1 else "alone"
-    return _Form(
-        kind=leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
-        dtype=stack.dtype,
-        shape=list(stack.shape),
-        bytes=manifest.leaf_bytes(leaf),
-        stored=f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}{', zstd' if stack.compression else ''}",
-        saved=drawings.layout(saved_where(manifest, leaf), stack.shape),
-        wanted=None if goal is None else drawings.layout(goal, stack.shape),
-    )
+    return {
+        "kind": leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
+        "dtype": stack.dtype,
+        "shape": list(stack.shape),
+        "bytes": manifest.leaf_bytes(leaf),
+        "stored": f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}{', zstd' if stack.compression else ''}",
+        "saved": drawings.layout(saved_where(manifest, leaf), stack.shape),
+        "wanted": None if goal is None else drawings.layout(goal, stack.shape),
+    }
 
 
 # Values ---------------------------------------------------------------------------------------------------
@@ -333,8 +312,8 @@ class _Values:
 def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
     arrays = [leaf for leaf in manifest.leaves if leaf.stack is not None]
     dtypes = collections.Counter[str]()
-    for stack, nbytes in zip(manifest.stacks, _stack_bytes(manifest), strict=True):
-        dtypes[stack.dtype] += nbytes
+    for stack in manifest.arrays:
+        dtypes[stack.dtype] += math.prod(stack.array_shape) * stack.itemsize
     figures = {
         "bytes": show_bytes(checkpoint.nbytes),
         "leaves": f"{len(manifest.leaves):,}",
@@ -353,10 +332,6 @@ def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
             definitions({name: figure for name, figure in figures.items() if figure}),
         ]
     )
-
-
-def _stack_bytes(manifest: Manifest) -> list[int]:
-    return [stack.rows * math.prod(stack.shape) * DTYPES[stack.dtype].itemsize for stack in manifest.stacks]
 
 
 def _save_section(manifest: Manifest) -> Markup:
