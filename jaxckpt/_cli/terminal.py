@@ -111,7 +111,7 @@ def elided_middle(text: str, width: int | None) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text for a terminal: anybody can have written a checkpoint, and its names could hold control characters."""
+    """A text for a terminal: a checkpoint can come from a stranger, and its names could hold control characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)

@@ -36,7 +36,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether it is an index of ours; one of whole tensors in safetensors files is nobody's in particular."""
+    """Whether it is an index of ours; many libraries write one of whole tensors in safetensors files."""
     match = _INDEX.fullmatch(name)
     return match is not None and (match["kind"] == "bin" or match["what"] == "pytorch_optim")
 

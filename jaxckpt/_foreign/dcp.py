@@ -67,7 +67,7 @@ def _tree_of(path: str) -> dict[str, Tree]:
     items = _by_name(metadata.get("state_dict_metadata"))
     if items is None:
         raise DataError(f"{where}: its state_dict_metadata is no dict of names")
-    mapping = _by_name(metadata.get("planner_data")) or {}  # None where the planner flattened nothing
+    mapping = _by_name(metadata.get("planner_data")) or {}  # None if the planner flattened nothing
     stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
     for name, item in items.items():
@@ -229,7 +229,7 @@ def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> dict[st
 
 def _set(where: str, node: dict[Any, Any], path: Sequence[str | int], value: Tree) -> None:
     if path[-1] in node:
-        raise DataError(f"{where}: {show('/'.join(map(str, path)))} is there twice")
+        raise DataError(f"{where}: {show('/'.join(map(str, path)))} occurs twice")
     node[path[-1]] = value
 
 
@@ -293,7 +293,7 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
         raise DataError(f"{path} has no file of shard {lost}, but one of shard {max(ranks)}")
     warnings.warn(
         f"{path} records neither how many files it has nor the shapes of its arrays: both are taken from the files of"
-        f" {len(ranks)} ranks that are there; check that the job had as many",
+        f" {len(ranks)} ranks that exist; check that the job had as many",
         stacklevel=2,
     )
     chunks: dict[str, list[tuple[Box, ForeignArray, str]]] = {}

@@ -24,9 +24,9 @@ from jaxckpt._storage.place import local_path, store_at
 
 
 def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
-    """Raise CheckpointExistsError where what is at `path` is to be kept."""
+    """Raise CheckpointExistsError unless what is at `path` may be replaced."""
     if not overwrite:
-        raise CheckpointExistsError(f"{path} is there already; pass overwrite=True to replace it")
+        raise CheckpointExistsError(f"{path} exists already; pass overwrite=True to replace it")
     if os.path.islink(path):
         return
     origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
@@ -36,7 +36,7 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
             raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
     if not os.path.isdir(path):
         return
-    # A mistyped path must not cost somebody their home folder.
+    # A mistyped path must not cost a user the home folder.
     if odd := _strangers(path, listed(path)):
         raise CheckpointExistsError(
             f"{path} holds other files than one checkpoint ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
@@ -47,8 +47,8 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
 def _strangers(path: str, names: Collection[str]) -> list[str]:
     """The names in a local folder that are not of one checkpoint or of what `convert` writes; all, if there is none.
 
-    What cannot be opened is no checkpoint. A folder of several steps is not one either: who means one of them must not
-    lose them all.
+    What cannot be opened is no checkpoint. A folder of several steps is not one either: replacing one of them must
+    not delete them all.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -98,7 +98,7 @@ def replacing(path: str) -> Generator[str]:
 
 
 def _locked_folder(path: str) -> tuple[str, int]:
-    """A hidden folder beside `path` for what is not whole yet, and a lock that is held while this process lives."""
+    """A hidden folder next to `path` for what is not whole yet, and a lock that is held while this process lives."""
     while True:
         folder = f"{_drafts(path)}{uuid.uuid4().hex}"
         os.mkdir(folder)
@@ -108,11 +108,11 @@ def _locked_folder(path: str) -> tuple[str, int]:
             ours = os.path.isdir(folder)
         except BlockingIOError:
             ours = False
-        except OSError:  # a file system without locks, where nobody clears up either
+        except OSError:  # a file system without locks, where no process clears up either
             ours = True
         if ours:
             return folder, lock
-        os.close(lock)  # somebody took it for left behind, before it was locked
+        os.close(lock)  # another process deleted it as left behind, before it was locked
 
 
 def _drafts(path: str) -> str:

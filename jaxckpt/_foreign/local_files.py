@@ -132,8 +132,9 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
             raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
         held = read(path)
         if odd := {*map(str, held)} ^ expected:
-            told = "is in the index but not there" if min(odd) in expected else "is there but not in the index"
-            raise DataError(f"{path}: the tensor {show(min(odd))} {told} ({os.path.basename(index)})")
+            has, lacks = ("index", "file") if min(odd) in expected else ("file", "index")
+            tensor = f"the tensor {show(min(odd))} is in the {has} but not in the {lacks}"
+            raise DataError(f"{path}: {tensor} ({os.path.basename(index)})")
         tensors |= held
     return tensors
 

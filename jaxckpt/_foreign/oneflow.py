@@ -1,6 +1,6 @@
 """OneFlow's checkpoints, what `flow.save` writes, read without it: of one rank, or of all put together.
 
-pickled_data in the folder: a pickle of the object ─▶ its tensors: folders beside it, each with "meta" (shape and dtype,
+pickled_data in the folder: a pickle of the object ─▶ its tensors: other folders, each with "meta" (shape and dtype,
   as protobuf text) and "out" (the bytes)
 a file, as OneFlow 1.0 writes by default: a pickle of the object with its tensors as NumPy arrays
 """
@@ -81,9 +81,9 @@ def open_oneflow(path: str) -> Foreign:
 def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None) -> Foreign:
     """The checkpoint that each rank of a OneFlow job saved for itself, as one of global arrays.
 
-    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. OneFlow does not note
-    how local tensors belong together, so this is told here. Only what describes the arrays is read; they are read from
-    the files where they lie, box by box. Call it on every process.
+    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. OneFlow does not record
+    how local tensors belong together, so the caller passes it here. Only what describes the arrays is read now; they
+    are read from the files where they lie, box by box. Call it on every process.
 
     What one rank has saved of global tensors (`flow.save(…, global_dst_rank=0)`) needs none of this: it opens by its
     path.
@@ -223,7 +223,7 @@ def _tensor_in(folder: str) -> ForeignArray:
         size = os.fstat(handle).st_size
     message = _MESSAGE.fullmatch(text.decode("ascii", "replace"))
     if message is None:
-        raise DataError(f"{meta} tells no shape and data_type: {text[:200]!r}")
+        raise DataError(f"{meta} has no shape and data_type: {text[:200]!r}")
     if message["dtype"] not in _DTYPES:
         return unreadable(f"is a tensor of OneFlow's data type {message['dtype'][:40]}, which NumPy and JAX lack")
     dtype = _DTYPES[message["dtype"]][1]

@@ -132,7 +132,7 @@ class Machine:
         self._read += wanted
         self._budget += 16 * wanted
         if self._read > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes besides its arrays")
+            raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
         more = os.pread(self._handle, wanted, self.at + left)
         if len(more) < min(wanted, count - left):
             raise ValueError("the file was cut while it was read")

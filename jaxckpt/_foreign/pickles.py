@@ -40,8 +40,8 @@ def unpickle(
 ) -> Any:
     """What a pickle in a file holds: Python's own data, `Object`s, `Global`s, NumPy arrays as ForeignArrays.
 
-    `calls` has what may be called besides; it is given the arguments that the pickle has, and raises ValueError or
-    TypeError where they are wrong. `persistent` takes the ids of what the pickle refers to. Not for a tree before
+    `calls` has what else may be called; it is given the arguments that the pickle has, and raises ValueError or
+    TypeError if they are wrong. `persistent` takes the ids of what the pickle refers to. Not for a tree before
     `as_tree`: what it returns may contain itself. Raises DataError, StorageError.
     """
     with opened(path) as handle:
@@ -146,7 +146,7 @@ def _numpy_array(data: Any, dtype: Any, shape: Any, fortran: bool, kind: Any) ->
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """A shape, or the strides of one. Raises ValueError, TypeError where it is none that an array can have."""
+    """A shape, or the strides of one. Raises ValueError, TypeError if no array can have it."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"a shape is a {type(value).__name__}")
     numbers = cast("Sequence[Any]", value)
@@ -191,7 +191,7 @@ CALLS: Mapping[str, Call] = {
 
 
 def unreadable(reason: str) -> ForeignArray:
-    """A leaf that cannot be read: an error where it is, none where it is left out."""
+    """A leaf that cannot be read: restoring it raises; leaving it out does not."""
     return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
 
 
@@ -238,7 +238,7 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
         if kind is Object and (leaf := rebuild(node)) is not None:
             return leaf
         if kind is Object:
-            return unreadable(f"holds what {node.name[:200]} would make, which only running code could tell")
+            return unreadable(f"holds what {node.name[:200]} would make, which only running its code would show")
         if kind is Global:
             return unreadable(f"holds the name {node.name[:200]}")
         return unreadable(f"holds a {kind.__name__.strip('_')}")
@@ -253,7 +253,7 @@ def array_in(value: Any) -> ForeignArray | None:
 
 
 def required(value: Any, name: str, where: str) -> Object:
-    """An Object of a class, by the last part of its name. Raises DataError where it is something else."""
+    """An Object of a class, by the last part of its name. Raises DataError if it is something else."""
     if isinstance(value, Object) and value.name.rpartition(".")[2] == name:
         return value
     named = value.name if isinstance(value, (Object, Global)) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Checkpoints of one file a rank, made at home: which file holds which box of which array is told by the caller.
+"""Checkpoints of one file a rank, without a format: the caller says which file holds which box of which array.
 
 files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
 """
@@ -207,8 +207,8 @@ def _boxes(
             except TypeError:
                 start = []
             if starts is None or not len(start) == len(shard.shape) == len(shapes[name]):
-                told = "no offset" if starts is None else f"offset {starts!r}"
-                problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {told}")
+                given = "no offset" if starts is None else f"offset {starts!r}"
+                problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {given}")
                 continue
             boxes.setdefault(name, {})[rank] = box_at(start, shard.shape)
     if problems:

@@ -79,7 +79,7 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
-    """Read a strided array: in place where it lies in one piece, in one go where it lies close together, else index by
+    """Read a strided array: in place if it lies in one piece, in one go if it lies close together, else index by
     index of the dimension with the longest stride."""
     shape = target.shape
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
@@ -96,7 +96,7 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
     else:
         dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
         rest = (*strides[:dim], *strides[dim + 1 :])
-        # Several at once where they are small: else each row of a wide array would take a call of its own.
+        # Several at once if they are small: else each row of a wide array would take a call of its own.
         per = max(1, SPAN_BYTES // max(1, strides[dim]))
         for first in range(0, shape[dim], per):
             rows = target[(slice(None),) * dim + (slice(first, first + per),)]
@@ -152,7 +152,7 @@ class Replicas(ArrayData):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable(ArrayData):
-    """What a checkpoint holds and nobody can read, so that the leaves around it can be."""
+    """What a checkpoint holds and cannot be read; the leaves around it can."""
 
     reason: str
 
@@ -164,8 +164,8 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
     """The array at a leaf path from what each rank holds of it, split as `spec` says.
 
     Ranks are numbered row by row over the mesh. Ranks that hold the same box are replicas, one of which is enough, and
-    all of which must be equal. Raises DataError where ranks disagree about shape or dtype, or where none has a box;
-    SpecError where the spec does not fit.
+    all of which must be equal. Raises DataError if ranks disagree about shape or dtype, or if none has a box;
+    SpecError if the spec does not fit.
     """
     _, first = min(shards.items())
     sides = tuple(axes.values())

@@ -68,7 +68,7 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _few(items: Collection[Any]) -> str:
-    """Names for a message: they are anybody's, and there may be millions."""
+    """Names for a message, shortened: any user chose them, and there may be millions."""
     return ", ".join(str(item)[:40] for item in itertools.islice(items, 8)) + (", …" if len(items) > 8 else "")
 
 
@@ -84,7 +84,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
     if numbers != list(range(len(leaves))):
         seen = next((seen for seen, number in enumerate(numbers) if number != seen), len(numbers))
         named = f"leaf {numbers[seen]}" if seen < len(numbers) else "no more"
-        yield f"tree names {named} where leaf {seen} of {len(leaves)} would come"
+        yield f"tree names {named} instead of leaf {seen} of {len(leaves)}"
         return
     if places != paths:
         at, path = next((at, path) for at, path in zip(places, paths, strict=True) if at != path)
@@ -97,7 +97,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _leaves_fit(manifest: Manifest) -> bool:
-    """Whether no leaf has a problem, told by the stack: there leaves of one kind and layout are looked at once."""
+    """Whether no leaf has a problem. Of the leaves of a stack, those of one kind and layout are checked once."""
     count = len(manifest.stacks)
     members: list[list[LeafRecord]] = [[] for _ in range(count)]
     for leaf in manifest.leaves:

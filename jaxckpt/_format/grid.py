@@ -45,7 +45,7 @@ def volume(box: Box) -> int:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The common region, or None where it would be empty."""
+    """The common region, or None if it would be empty."""
     common = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
@@ -89,7 +89,7 @@ def spec_of(partition_spec: Iterable[object]) -> Spec:
 
 
 def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
-    """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None where it can."""
+    """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None if it can."""
     if len(spec) > len(shape):
         return (
             f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
@@ -169,7 +169,7 @@ def show_axes(axes: Mapping[str, int]) -> str:
     return "×".join(f"{name}={size}" for name, size in axes.items())
 
 
-# Layouts: the regular grid of cells and who holds each ----------------------------------------------------
+# Layouts: the regular grid of cells and their holders ----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) 
 def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout:
     """The layout of an array whose (box, process) pairs are given, as a JAX sharding gives them.
 
-    Raises SpecError where the boxes are no regular grid; no JAX sharding is known to make such.
+    Raises SpecError if the boxes are no regular grid; no known JAX sharding makes such boxes.
     """
     holders: dict[Box, set[int]] = {}
     for box, process in held:
@@ -266,7 +266,7 @@ def coarsen(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=256)
 def both(layout: Layout, held: Layout) -> Layout | None:
-    """The cells of `layout` with those holders that have each whole in `held` too; None where one is left without."""
+    """The cells of `layout` with those holders that have each whole in `held` too; None if one is left without."""
     cut: Layout | None = held
     # Dimensions that get coarser first: so what lies between is never finer than both grids.
     for dim in sorted(range(len(held.grid)), key=lambda dim: layout.grid[dim] / held.grid[dim]):
@@ -282,11 +282,11 @@ def both(layout: Layout, held: Layout) -> Layout | None:
 
 
 def _cut_along(layout: Layout, dim: int, count: int) -> Layout | None:
-    """The layout with `count` cells along one dimension; None where no process holds all of one of them."""
+    """The layout with `count` cells along one dimension; None if no process holds all of one of them."""
     if count == layout.grid[dim]:
         return layout
     grid = (*layout.grid[:dim], count, *layout.grid[dim + 1 :])
-    # The cells that each new one touches: as many for all, the last one repeated where there are fewer.
+    # The cells that each new one touches: as many for all, the last one repeated if there are fewer.
     borders = np.arange(count + 1) * layout.grid[dim]
     first, last = borders[:-1] // count, -(-borders[1:] // count) - 1
     touched = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
@@ -369,7 +369,7 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
 
 
 def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
-    """`box` cut at borders of the first grid, then of the next ones where a cell does not fit.
+    """`box` cut at borders of the first grid, then of the next ones if a cell does not fit.
 
     What does not fit lies in one cell of the last grid. Boxes along leading dimensions come first, and the
     leading dimensions are cut first, so that boxes are as contiguous as may be.

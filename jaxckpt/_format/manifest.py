@@ -120,7 +120,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
-    """What `encode_state` was given. Raises ValueError where it is something else."""
+    """What `encode_state` was given. Raises ValueError if it is something else."""
     if nesting(content) > MAX_NESTING:
         raise ValueError(f"nested deeper than {MAX_NESTING}")
     state: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def _through_json(value: Any, what: str) -> Any:
     """A user's value as it comes back from JSON. Raises InputError unless that is equal."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        if nesting(text) > MAX_NESTING - 2:  # where it lies two deep, in a file of its own or in the manifest
+        if nesting(text) > MAX_NESTING - 2:  # it lies two deep, in a file of its own or in the manifest
             raise ValueError(f"nested deeper than {MAX_NESTING - 2}")
         plain = json.loads(text)
         same = bool(plain == value)
@@ -165,7 +165,7 @@ def _through_json(value: Any, what: str) -> Any:
 
 
 def without(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
-    """The manifest without the subtrees at `paths`; None where they share a stack with other leaves, or are not there.
+    """The manifest without the subtrees at `paths`; None if they share a stack with other leaves, or do not exist.
 
     What it names no more can be deleted once it is published.
     """
@@ -213,7 +213,7 @@ _PLAIN = bytes(set(range(256)) - set(b'"[]{}'))
 
 
 def nesting(text: bytes) -> int:
-    """How deep the arrays and objects of JSON nest, told without recursion.
+    """How deep the arrays and objects of JSON nest, found without recursion.
 
     Up to the first error in the text, where every parser stops, it sees the strings as a parser does.
     """

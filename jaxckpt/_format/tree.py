@@ -53,7 +53,7 @@ Structure = int | Container | None
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
-    """A value of the tree and where it stands."""
+    """A value of the tree and its path."""
 
     path: str
     value: Any
@@ -294,7 +294,7 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
 
 
 def keys_of(node: Container) -> Sequence[Key]:
-    """Keys of a container's children. Raises ValueError where its record is malformed."""
+    """Keys of a container's children. Raises ValueError if its record is malformed."""
     count = len(node.children)
     match node:
         case Container(type="list" | "tuple", name=None, keys=None):
@@ -325,7 +325,7 @@ def _decoded(keys: tuple[Any, ...]) -> Sequence[Key]:
 
 
 def _are_fields(names: Sequence[str]) -> bool:
-    """Whether Python can tell these fields of a namedtuple apart: it compares identifiers by their NFKC form."""
+    """Whether these fields of a namedtuple differ for Python, which compares identifiers by their NFKC form."""
     plain = [name if name.isascii() else unicodedata.normalize("NFKC", name) for name in names]
     hidden = any(keyword.iskeyword(seen) and seen != name for name, seen in zip(names, plain, strict=True))
     return len(set(plain)) == len(plain) and not hidden
@@ -335,7 +335,7 @@ _MOST_COLLISIONS = 64
 
 
 def _ambiguity(keys: Sequence[Key]) -> str | None:
-    """Why keys cannot be a dict's, or not in linear time; None where they can.
+    """Why keys cannot be a dict's, or not in linear time; None if they can.
 
     Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
     hours to build.
@@ -367,7 +367,7 @@ def places(structure: Structure) -> Iterator[str]:
 
 
 def subtree(structure: Structure, path: str) -> Structure:
-    """What lies in a structure at a path. Raises KeyError where there is none."""
+    """What lies in a structure at a path. Raises KeyError if nothing is there."""
     if not path:
         return structure
     for name in path.split("/"):
@@ -443,7 +443,7 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def nested(values: Mapping[str, Any]) -> Tree:
-    """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError where a leaf is also a container."""
+    """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError if a leaf is also a container."""
     if set(values) == {""}:
         return values[""]
     tree: dict[str, Any] = {}

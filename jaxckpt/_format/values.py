@@ -20,7 +20,7 @@ INLINE_BYTES = 4096
 
 
 def encode_float(value: float) -> str:
-    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr cannot tell apart."""
+    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr writes alike."""
     return repr(value) if math.isfinite(value) else f"0x{struct.pack('>d', value).hex()}"
 
 

@@ -28,7 +28,7 @@ COLOURS: tuple[str, ...] = (
     "#bbcc33",
     "#aaaa00",
 )
-"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can tell them apart,
+"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can distinguish them,
 and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 _GREY = "#cccccc"

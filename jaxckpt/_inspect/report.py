@@ -220,10 +220,10 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
         if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating)
     ]
     n_bytes = sum(source.manifest.leaf_bytes(leaf) for _, leaf in leaves)
-    with reporting("report", n_bytes, options.progress) as tell:
+    with reporting("report", n_bytes, options.progress) as advance:
         for number, _ in leaves:
             values = _Values()
-            for slab in Stored(source, number, options, tell).slabs():
+            for slab in Stored(source, number, options, advance).slabs():
                 values.add(slab)
             histograms[number] = values.summary()
     return histograms

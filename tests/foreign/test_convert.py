@@ -286,8 +286,8 @@ def test_an_index_that_tells_something_else_is_refused(tmp_path: Path) -> None:
     numpy.save_file({"a": np.zeros(3), "b": np.ones(2)}, tmp_path / "1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     for weights, told in (
-        ({"a": "1.safetensors"}, "'b' is there but not in the index"),
-        ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not there"),
+        ({"a": "1.safetensors"}, "'b' is in the file but not in the index"),
+        ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not in the file"),
         ({"b": "2.safetensors"}, "2.safetensors', which is not in its folder"),
         ({"a": "../1.safetensors"}, "of its folder"),
     ):

@@ -159,7 +159,7 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("long", r"distcp is \d+ bytes long, expected at least 1099"),
         ("list", r"the list .*param_groups' has the places"),
         ("negative", "an entry of its storage_data is damaged"),
-        ("path", "is there twice"),
+        ("path", "occurs twice"),
         ("same path", "two of its names have the path 'step'"),
         ("hostile place", "an entry of its storage_data is damaged"),
     ],

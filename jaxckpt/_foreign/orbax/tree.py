@@ -51,7 +51,7 @@ def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth
 
 
 def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
-    """The tree with its tuples and namedtuples; None where it has other leaves, as Orbax's own bug left it."""
+    """The tree with its tuples and namedtuples; None if it has other leaves, as a bug of Orbax leaves it."""
     used: list[Keys] = []
 
     def grown(node: Any, keys: Keys) -> Tree:
@@ -67,7 +67,7 @@ def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
                 fields = {str(one["key"]): grown(one["value"], (*keys, str(one["key"]))) for one in children}
                 name, numbers = name.rpartition(".")[2], tuple(range(len(fields)))
                 node = Container(type="namedtuple", name=name, keys=tuple(fields), children=numbers)
-                keys_of(node)  # raises where they are no names
+                keys_of(node)  # raises if they are no names
                 return unflatten(node, list(fields.values()))
             case dict():
                 return {key: grown(child, (*keys, key)) for key, child in cast("dict[str, Any]", node).items()}

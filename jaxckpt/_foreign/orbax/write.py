@@ -125,7 +125,7 @@ def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> 
 
 
 def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, LeafRecord]) -> None:
-    """Raise TreeError unless Orbax can hold every leaf, and tell them apart."""
+    """Raise TreeError unless Orbax can hold every leaf under a name of its own."""
     if not leaves:
         raise TreeError("Orbax has no checkpoints without leaves")
     problems: list[str] = []
@@ -137,23 +137,23 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
             problems.append(f"{', '.join(sharing)} would all be named {name!r}: Orbax joins keys with '.'")
     arrays = {entry.name for entry, leaf in leaves.items() if leaf.kind != "str"}
     for entry, leaf in leaves.items():
-        told, name = show(leaf.path), entry.name
+        shown, name = show(leaf.path), entry.name
         folders = name.split("/")
         above = next((head for head in ("/".join(folders[:n]) for n in range(1, len(folders))) if head in arrays), None)
         if above is not None:
-            problems.append(f"{told} would lie in the folder of {above!r}")
+            problems.append(f"{shown} would lie in the folder of {above!r}")
         if entry.keys and (
             not {"", ".", ".."}.isdisjoint(folders) or not {"\0", "\\"}.isdisjoint(name) or folders[0] in _RESERVED
         ):
-            problems.append(f"{told} has a name that Orbax keeps for itself, or that is no folder's")
+            problems.append(f"{shown} has a name that Orbax keeps for itself, or that is no folder's")
         elif any(len(folder.encode()) > 255 for folder in folders):
-            problems.append(f"{told} has a name of more than 255 bytes")
+            problems.append(f"{shown} has a name of more than 255 bytes")
         if leaf.kind == "bytes" or (leaf.kind == "str" and "~" in name):
-            problems.append(f"{told} is a {leaf.kind}" + (" with a '~' in its name" if leaf.kind == "str" else ""))
+            problems.append(f"{shown} is a {leaf.kind}" + (" with a '~' in its name" if leaf.kind == "str" else ""))
         elif leaf.kind == "int" and not -(1 << 63) <= decode_int(leaf.value or "") < 1 << 63:
-            problems.append(f"{told} is an int beyond 64 bits")
+            problems.append(f"{shown} is an int beyond 64 bits")
         elif leaf.stack is not None and source.manifest.stacks[leaf.stack].dtype in _UNKNOWN_DTYPES:
-            problems.append(f"{told} has dtype {source.manifest.stacks[leaf.stack].dtype}")
+            problems.append(f"{shown} has dtype {source.manifest.stacks[leaf.stack].dtype}")
     if problems:
         raise TreeError(
             f"Orbax cannot hold {len(problems)} of these leaves; leave them out with select=, or give rename=:\n"
