@@ -71,9 +71,7 @@ def _tree_of(path: str) -> dict[str, Tree]:
     stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
     for name, item in items.items():
-        at = mapping.get(name, (name,))
-        if not _is_path(at):
-            raise DataError(f"{where}: {show(name)} has no path of str and int")
+        at = converted(f"{where}: the path of {show(name)}", mapping.get(name, (name,)), _Path)
         if at in leaves:
             raise DataError(f"{where}: two of its names have the path {show('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, stored)
@@ -86,16 +84,10 @@ def _by_name(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _is_path(value: Any) -> bool:
-    if not isinstance(value, tuple):
-        return False
-    keys = cast("tuple[Any, ...]", value)
-    return (
-        0 < len(keys) <= MAX_DEPTH
-        and type(keys[0]) is str
-        and all(type(key) is str or (type(key) is int and 0 <= key < 1 << 31) for key in keys)
-    )
-
+_Path = Annotated[
+    tuple[str | Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1, max_length=MAX_DEPTH)
+]
+"""The keys that lead to a leaf: an int leads into a list."""
 
 _Sides = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_RANK)]
 _Record = TypeVar("_Record", bound=msgspec.Struct)

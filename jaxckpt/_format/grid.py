@@ -195,21 +195,16 @@ class Layout:
         """All that hold any cell."""
         return frozenset(itertools.chain.from_iterable(self.groups))
 
-    @property
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The distinct sets of holders, in order of their first cells."""
-        return self._grouped[0]
-
-    @property
-    def group_of(self) -> Numbers:
-        """For each cell in row-major order, the number of its set among `groups`."""
-        return self._grouped[1]
+        return tuple(dict.fromkeys(self.holders))
 
     @cached_property
-    def _grouped(self) -> tuple[tuple[tuple[int, ...], ...], Numbers]:
-        numbers: dict[tuple[int, ...], int] = {}
-        of_cells = [numbers.setdefault(holders, len(numbers)) for holders in self.holders]
-        return tuple(numbers), np.array(of_cells, np.int64)
+    def group_of(self) -> Numbers:
+        """For each cell in row-major order, the number of its set among `groups`."""
+        numbers = {group: number for number, group in enumerate(self.groups)}
+        return np.array([numbers[holders] for holders in self.holders], np.int64)
 
 
 def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) -> Layout:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -139,24 +139,18 @@ def decode_state(content: bytes) -> dict[str, Any]:
 
 def require_json(value: Any, what: str) -> Any:
     """A user's value as it comes back from the JSON of a manifest. Raises InputError unless that is equal."""
-    plain = _through_json(value, what)
-    try:
-        same = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)) == plain
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{what} must be plain JSON: {error}") from error
-    if not same:
-        raise InputError(f"{what} must be plain JSON: it would not come back equal")
-    return plain
+    return _through_json(value, what, lambda: msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)))
 
 
-def _through_json(value: Any, what: str) -> Any:
-    """A user's value as it comes back from JSON. Raises InputError unless that is equal."""
+def _through_json(value: Any, what: str, encoded: Callable[[], Any] | None = None) -> Any:
+    """A user's value as it comes back from JSON, and if it is `encoded` otherwise, from that. Raises InputError unless
+    it is equal."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         if nesting(text) > MAX_NESTING - 2:  # it lies two deep, in a file of its own or in the manifest
             raise ValueError(f"nested deeper than {MAX_NESTING - 2}")
         plain = json.loads(text)
-        same = bool(plain == value)
+        same = bool(plain == value) and (encoded is None or encoded() == plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{what} must be plain JSON: {error}") from error
     if not same:
