@@ -56,6 +56,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         if not able:
             break
         widths[max(able, key=lambda n: widths[n])] -= 1
+    color = False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
     for number, row in enumerate([titles, *cells]):
         texts: list[str] = []
         for cell, column, width in zip(row, columns, widths, strict=True):
@@ -63,7 +64,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
             padding = " " * (width - _cells(text))
             texts.append(padding + text if column.right else text + padding)
         line = "  ".join(texts).rstrip()
-        click.echo(line if number else click.style(line, bold=True), color=_color())
+        click.echo(line if number else click.style(line, bold=True), color=color)
 
 
 def terminal_width() -> int | None:
@@ -72,10 +73,6 @@ def terminal_width() -> int | None:
     if columns.isdecimal() and int(columns):
         return int(columns)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _color() -> bool | None:
-    return False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
 
 
 def _cells(text: str) -> int:

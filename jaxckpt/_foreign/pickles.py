@@ -124,10 +124,12 @@ class _NumpyArray(Unbuilt):
 
     def build(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
-        self.array = _numpy_array(data, dtype, shape, bool(fortran), "numpy")
+        self.array = _numpy_array(data, dtype, shape, bool(fortran))
 
 
-def _numpy_array(data: Any, dtype: Any, shape: Any, fortran: bool, kind: Any) -> ForeignArray | Object:
+def _numpy_array(
+    data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy"
+) -> ForeignArray | Object:
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("the dtype of a NumPy array is none")
     name = dtype.known
@@ -158,14 +160,6 @@ def sizes(value: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _numpy_scalar(dtype: Any, data: Any = None) -> ForeignArray | Object:
-    return _numpy_array(data, dtype, (), False, "numpy_scalar")
-
-
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C") -> ForeignArray | Object:
-    return _numpy_array(data, dtype, shape, order == "F", "numpy")
-
-
 CALLS: Mapping[str, Call] = {
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": lambda factory=None: {},
@@ -179,8 +173,11 @@ CALLS: Mapping[str, Call] = {
         for core in ("core", "_core")
         for name, call in (
             ("multiarray._reconstruct", _NumpyArray),
-            ("multiarray.scalar", _numpy_scalar),
-            ("numeric._frombuffer", _from_buffer),
+            ("multiarray.scalar", lambda dtype, data=None: _numpy_array(data, dtype, (), kind="numpy_scalar")),
+            (
+                "numeric._frombuffer",
+                lambda data, dtype, shape, order="C": _numpy_array(data, dtype, shape, order == "F"),
+            ),
         )
     },
 }

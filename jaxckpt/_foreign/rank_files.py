@@ -76,16 +76,9 @@ def rank_files(
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """
     paths = paths_of(files)
-    return compose(
-        common_url(paths),
-        nested(assemble({rank: _read(path) for rank, path in paths.items()}, mesh_shape, specs, offsets, shapes)),
-        "rank files",
-        files=paths.values(),
-    )
-
-
-def _read(path: str) -> Mapping[str, ForeignArray | str | bytes]:
-    return read_npz(path) if head(path, 2) == b"PK" else read_header(path)
+    held = {rank: read_npz(path) if head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()}
+    tree = nested(assemble(held, mesh_shape, specs, offsets, shapes))
+    return compose(common_url(paths), tree, "rank files", files=paths.values())
 
 
 def paths_of(files: Files) -> dict[int, str]:

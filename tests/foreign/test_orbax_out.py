@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
+from orbax_states import mesh, on
 from processes import PROGRAMS
 
 import jaxckpt
@@ -26,16 +26,6 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._runtime.errors import CheckpointExistsError, TreeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
-
-Moments = collections.namedtuple("Moments", "mu nu")
-
-
-def mesh(*shape: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("data", "model"))
-
-
-def on(array: Any, spec: P) -> jax.Array:
-    return jax.device_put(array, NamedSharding(mesh(2, 4), spec))
 
 
 def state() -> dict[str, Any]:
