@@ -124,12 +124,10 @@ class _NumpyArray(Unbuilt):
 
     def build(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
-        self.array = _numpy_array(data, dtype, shape, bool(fortran))
+        self.array = _ndarray(data, dtype, shape, bool(fortran))
 
 
-def _numpy_array(
-    data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy"
-) -> ForeignArray | Object:
+def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy") -> ForeignArray | Object:
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("the dtype of a NumPy array is none")
     name = dtype.known
@@ -173,10 +171,10 @@ CALLS: Mapping[str, Call] = {
         for core in ("core", "_core")
         for name, call in (
             ("multiarray._reconstruct", _NumpyArray),
-            ("multiarray.scalar", lambda dtype, data=None: _numpy_array(data, dtype, (), kind="numpy_scalar")),
+            ("multiarray.scalar", lambda dtype, data=None: _ndarray(data, dtype, (), kind="numpy_scalar")),
             (
                 "numeric._frombuffer",
-                lambda data, dtype, shape, order="C": _numpy_array(data, dtype, shape, order == "F"),
+                lambda data, dtype, shape, order="C": _ndarray(data, dtype, shape, order == "F"),
             ),
         )
     },
