@@ -172,10 +172,7 @@ CALLS: Mapping[str, Call] = {
         for name, call in (
             ("multiarray._reconstruct", _NumpyArray),
             ("multiarray.scalar", lambda dtype, data=None: _ndarray(data, dtype, (), kind="numpy_scalar")),
-            (
-                "numeric._frombuffer",
-                lambda data, dtype, shape, order="C": _ndarray(data, dtype, shape, order == "F"),
-            ),
+            ("numeric._frombuffer", lambda data, dtype, shape, order="C": _ndarray(data, dtype, shape, order == "F")),
         )
     },
 }
