@@ -134,7 +134,7 @@ def test_shards_that_are_missing_short_or_overlap_are_named(tmp_path: Path, writ
     with pytest.raises(DataError, match=r"'w'.*\n.*\[3:4, 0:6\] is in no shard"):
         jaxckpt.rank_files(files, offsets=offsets, shapes={"w": (8, 6)})
     write(tmp_path, writer, [{"w": W[:2]}, {"w": W[2:4].astype(np.float64)}])
-    with pytest.raises(DataError, match="'w' is float64 in rank 1, float32 in rank 0"):
+    with pytest.raises(DataError, match=r"'w' is float64\[2, 6\] in rank 1, float32\[2, 6\] in rank 0"):
         jaxckpt.rank_files(files, offsets=offsets, shapes={"w": (8, 6)})
     with pytest.raises(DataError, match=r"'w'.*not the same in rank 0 and rank 2"):
         jaxckpt.load_numpy(jaxckpt.rank_files({0: files[0], 2: files[2]}))
