@@ -38,13 +38,13 @@ def axis_sizes(text: str) -> dict[str, int]:
 
 def rule(text: str) -> Rule:
     """GLOB=P(…), or P(…) for all leaves."""
-    found = re.fullmatch(r"(?:(.+?)=)?\s*((?:P|PartitionSpec)\(.*\))\s*", text, re.DOTALL)
+    match = re.fullmatch(r"(?:(.+?)=)?\s*((?:P|PartitionSpec)\(.*\))\s*", text, re.DOTALL)
     with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as literal_eval says
-        call = ast.parse(found[2], mode="eval").body if found else None
+        call = ast.parse(match[2], mode="eval").body if match else None
         if isinstance(call, ast.Call) and not call.keywords:
             entries = tuple(ast.literal_eval(entry) for entry in call.args)
             if all(map(_is_entry, entries)):
-                return found[1] if found else None, entries
+                return match[1] if match else None, entries
     raise click.BadParameter(f"{text!r}: expected a spec such as 'params/*/kernel=P(\"data\", None)'")
 
 
@@ -56,10 +56,10 @@ def _is_entry(entry: object) -> bool:
 
 def n_bytes(text: str) -> int:
     """65536, 64KiB, 1MiB."""
-    found = re.fullmatch(r"(\d+)\s*(|[KMG]iB)", text.strip(), re.IGNORECASE)
-    if found is None or not int(found[1]):
+    match = re.fullmatch(r"(\d+)\s*(|[KMG]iB)", text.strip(), re.IGNORECASE)
+    if match is None or not int(match[1]):
         raise click.BadParameter(f"{text!r}: expected bytes, such as 65536, 64KiB or 1MiB")
-    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2][:1].lower()]
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2][:1].lower()]
 
 
 def old_and_new(text: str) -> tuple[str, str]:
@@ -129,11 +129,11 @@ def closest_path(path: str) -> str:
     with contextlib.suppress(OSError):
         names = os.listdir(folder or ".")
         if name.isdecimal():
-            found = [other for other in names if other.isdecimal() and int(other) == int(name)]
+            near = [other for other in names if other.isdecimal() and int(other) == int(name)]
         else:
-            found = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        if found:
-            return f"; did you mean {os.path.join(folder, found[0])}?"
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        if near:
+            return f"; did you mean {os.path.join(folder, near[0])}?"
     return ""
 
 

@@ -34,10 +34,10 @@ def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLea
 
 def indexed(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
     """(leaf, index or None) of `LEAF` or `LEAF[index]`; a leaf's own name may have brackets. Raises InputError."""
-    found = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
-    index = _index(found[2]) if found else None
+    match = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
+    index = _index(match[2]) if match else None
     try:
-        return checkpoint[found[1] if found else text], index
+        return checkpoint[match[1] if match else text], index
     except KeyError as error:
         raise InputError(str(error.args[0])) from None
 

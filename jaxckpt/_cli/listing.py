@@ -95,10 +95,10 @@ def list_checkpoints(path: str) -> list[Entry]:
         return _entries([path])
     # On an object store `folders` costs a request for each checkpoint, `names` one for each thousand objects.
     names = list(store.folders()) or store.names()
-    found = _entries(store.child(name).url for name in sorted(names, key=natural))
-    if not found and nothing is not None:
+    entries = _entries(store.child(name).url for name in sorted(names, key=natural))
+    if not entries and nothing is not None:
         raise nothing
-    return found
+    return entries
 
 
 def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:
@@ -145,8 +145,8 @@ def _entry(path: str) -> Entry | None:
 
 def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:
     """Its metrics; for another library's checkpoint, the numbers under "metrics" in its metadata."""
-    found: Any = checkpoint.metadata
-    if checkpoint.format == "jaxckpt" or not isinstance(found, dict):
+    metrics: Any = checkpoint.metadata
+    if checkpoint.format == "jaxckpt" or not isinstance(metrics, dict):
         return dict(checkpoint.metrics)
-    found = found.get("metrics")  # pyright: ignore[reportUnknownMemberType]
-    return {name: value for name, value in found.items() if isinstance(value, int | float)} if found else {}
+    metrics = metrics.get("metrics")  # pyright: ignore[reportUnknownMemberType]
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)} if metrics else {}

@@ -6,9 +6,11 @@ A command imports its work when it runs, and JAX with it: `--help`, `--version` 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -96,11 +98,6 @@ def _message(error: Exception) -> tuple[str, int]:
             return f"unexpected {what}\nThis is a bug; --debug shows where.", BUG
 
 
-def _answer(yes: bool) -> None:
-    if not yes:
-        raise click.exceptions.Exit(NO)
-
-
 @click.group(cls=_Program, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="jaxckpt")
 @debug_option
@@ -112,49 +109,60 @@ def main() -> None:
     """
 
 
+def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[[], None]], click.Command]:
+    """A command with these arguments and options; the function of its name in a module of `_cli` does the work.
+
+    The module is imported when the command runs, and JAX with it. If the function returns False, the exit code is NO.
+    """
+
+    def command(described: Callable[[], None]) -> click.Command:
+        def run(**arguments: Any) -> None:
+            work = getattr(importlib.import_module(f"jaxckpt._cli.{module}"), described.__name__)
+            if work(**arguments) is False:
+                raise click.exceptions.Exit(NO)
+
+        run.__doc__ = described.__doc__
+        for option in (debug_option, json_option, *reversed(options)):
+            run = option(run)
+        return main.command(described.__name__)(run)
+
+    return command
+
+
 # Looking --------------------------------------------------------------------------------------------------
 
 
-@main.command()
-@location("path")
-@json_option
-@debug_option
-def ls(**arguments: Any) -> None:
+@_command("listing", location("path"))
+def ls() -> None:
     """List the checkpoints in a folder: size, age, metrics.
 
     Nothing is changed, even if a killed run left unfinished saves. If PATH is itself a checkpoint, only that is listed.
     """
-    from jaxckpt._cli import listing
-
-    listing.ls(**arguments)
 
 
-@main.command()
-@location("path")
-@select_option
-@click.option("--depth", type=click.IntRange(min=1), help="Show containers down to this level only.")
-@click.option("--all", "every", is_flag=True, help="Show each container, also if many are alike, such as layers.")
-@json_option
-@debug_option
-def show(**arguments: Any) -> None:
+@_command(
+    "tree_view",
+    location("path"),
+    select_option,
+    click.option("--depth", type=click.IntRange(min=1), help="Show containers down to this level only."),
+    click.option("--all", "every", is_flag=True, help="Show each container, also if many are alike, such as layers."),
+)
+def show() -> None:
     """Show the tree: shapes, dtypes, specs and bytes. No array is read.
 
     \b
     jaxckpt show run1/00000100
     jaxckpt show run1/00000100 --select 'params/**/kernel' --depth 2
     """
-    from jaxckpt._cli import tree_view
-
-    tree_view.show(**arguments)
 
 
-@main.command()
-@location("path")
-@click.argument("leaf", shell_complete=complete_leaf)
-@click.option("--save", type=click.Path(dir_okay=False, path_type=str), help="Write it to a .npy file instead.")
-@json_option
-@debug_option
-def cat(**arguments: Any) -> None:
+@_command(
+    "tree_view",
+    location("path"),
+    click.argument("leaf", shell_complete=complete_leaf),
+    click.option("--save", type=click.Path(dir_okay=False, path_type=str), help="Write it to a .npy file instead."),
+)
+def cat() -> None:
     """Print a leaf, or a part of it. Only the chunks that hold it are read.
 
     \b
@@ -165,160 +173,122 @@ def cat(**arguments: Any) -> None:
     An index consists of integers, slices and "...". NumPy lacks some dtypes: a .npy file holds bfloat16 and others as
     float32, int4 as int8, without loss.
     """
-    from jaxckpt._cli import tree_view
-
-    tree_view.cat(**arguments)
 
 
-@main.command()
-@location("path")
-@click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size.")
-@json_option
-@debug_option
-def verify(**arguments: Any) -> None:
-    """Read every byte of a checkpoint and check it. The exit code is 1 if it has problems."""
-    from jaxckpt._cli import results
-
-    _answer(results.verify(**arguments))
-
-
-@main.command()
-@location("a")
-@location("b")
-@select_option
-@json_option
-@debug_option
-def diff(**arguments: Any) -> None:
-    """Compare two checkpoints leaf by leaf, whatever their meshes and formats. The exit code is 1 if they differ."""
-    from jaxckpt._cli import results
-
-    _answer(results.diff(**arguments))
-
-
-@main.command()
-@location("path")
-@mesh_option(required=True)
-@specs_option
-@select_option
-@click.option(
-    "--devices-per-process", type=click.IntRange(min=1), default=8, show_default=True, help="Devices of each process."
+@_command(
+    "results",
+    location("path"),
+    click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size."),
 )
-@json_option
-@debug_option
-def plan(**arguments: Any) -> None:
+def verify() -> None:
+    """Read every byte of a checkpoint and check it. The exit code is 1 if it has problems."""
+
+
+@_command("results", location("a"), location("b"), select_option)
+def diff() -> None:
+    """Compare two checkpoints leaf by leaf, whatever their meshes and formats. The exit code is 1 if they differ."""
+
+
+@_command(
+    "results",
+    location("path"),
+    mesh_option(required=True),
+    specs_option,
+    select_option,
+    click.option(
+        "--devices-per-process",
+        type=click.IntRange(min=1),
+        default=8,
+        show_default=True,
+        help="Devices of each process.",
+    ),
+)
+def plan() -> None:
     """Show what a restore onto a mesh would read. Nothing is read, and this machine need not have the mesh.
 
     \b
     jaxckpt plan run1/00000100 --mesh data=4,model=2
     jaxckpt plan run1/00000100 --mesh model=8 --specs 'params/**/kernel=P(None, "model")'
     """
-    from jaxckpt._cli import results
-
-    results.plan(**arguments)
 
 
 # Writing and deleting -------------------------------------------------------------------------------------
 
 
-@main.command()
-@location("source")
-@location("destination")
-@click.option(
-    "--format", type=click.Choice(FORMATS), help="Format to write. By default DESTINATION's suffix determines it."
+@_command(
+    "writing",
+    location("source"),
+    location("destination"),
+    click.option(
+        "--format", type=click.Choice(FORMATS), help="Format to write. By default DESTINATION's suffix determines it."
+    ),
+    mesh_option(),
+    specs_option,
+    select_option,
+    click.option(
+        "--rename", type=old_and_new, metavar="OLD=NEW", multiple=True, help="Give a leaf or container another path."
+    ),
+    click.option("--chunk-bytes", type=n_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."),
+    overwrite_option,
 )
-@mesh_option()
-@specs_option
-@select_option
-@click.option(
-    "--rename", type=old_and_new, metavar="OLD=NEW", multiple=True, help="Give a leaf or container another path."
-)
-@click.option("--chunk-bytes", type=n_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB.")
-@overwrite_option
-@json_option
-@debug_option
-def convert(**arguments: Any) -> None:
+def convert() -> None:
     """Write a checkpoint again in another format or layout, or only some of its leaves.
 
     \b
     jaxckpt convert run1/00000100 model.safetensors --select params
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
     """
-    from jaxckpt._cli import writing
-
-    writing.convert(**arguments)
 
 
-@main.command()
-@location("path")
-@output_option
-@mesh_option()
-@specs_option
-@click.option("--histograms", is_flag=True, help="Also read the arrays, and draw the distribution of their values.")
-@json_option
-@debug_option
-def report(**arguments: Any) -> None:
+@_command(
+    "writing",
+    location("path"),
+    output_option,
+    mesh_option(),
+    specs_option,
+    click.option("--histograms", is_flag=True, help="Also read the arrays, and draw the distribution of their values."),
+)
+def report() -> None:
     """Draw a checkpoint as one HTML file, which needs no network and no other file.
 
     With --mesh the page also shows what a restore onto that mesh would read.
     """
-    from jaxckpt._cli import writing
-
-    writing.report(**arguments)
 
 
-@main.command()
-@click.argument("old")
-@location("new")
-@location("strategy")
-@click.argument("n", type=click.IntRange(min=1))
-@overwrite_option
-@json_option
-@debug_option
-def integrate(**arguments: Any) -> None:
+@_command(
+    "writing",
+    click.argument("old"),
+    location("new"),
+    location("strategy"),
+    click.argument("n", type=click.IntRange(min=1)),
+    overwrite_option,
+)
+def integrate() -> None:
     """Merge the files of MindSpore's ranks, with the arguments of its tutorial's integrate_checkpoint.py.
 
     OLD is the name of each rank's file: ./node0/OLD, ./node1/OLD, …; NEW is where the checkpoint goes, STRATEGY is
     the strategy file (protobuf or JSON), and N is the number of ranks.
     """
-    from jaxckpt._cli import writing
-
-    writing.integrate(**arguments)
 
 
-@main.command()
-@location("path")
-@click.option("--name", required=True, help="Letters, digits, '_', '-' and '.'; the step is PATH's run@NAME then.")
-@json_option
-@debug_option
-def pin(**arguments: Any) -> None:
+@_command(
+    "writing",
+    location("path"),
+    click.option("--name", required=True, help="Letters, digits, '_', '-' and '.'; the step is PATH's run@NAME then."),
+)
+def pin() -> None:
     """Give a step of a run a name; no rule of a Checkpointer deletes a step that has one."""
-    from jaxckpt._cli import writing
-
-    writing.pin(**arguments)
 
 
-@main.command()
-@location("path")
-@json_option
-@debug_option
-def unpin(**arguments: Any) -> None:
+@_command("writing", location("path"))
+def unpin() -> None:
     """Take the name of a pinned step, such as run@paper, back."""
-    from jaxckpt._cli import writing
-
-    writing.unpin(**arguments)
 
 
-@main.command()
-@location("path")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@json_option
-@debug_option
-def rm(**arguments: Any) -> None:
+@_command("writing", location("path"), click.option("--yes", "-y", is_flag=True, help="Do not ask."))
+def rm() -> None:
     """Delete a jaxckpt checkpoint, such as a step of a run.
 
     The manifest is deleted first, so a reader finds either the whole checkpoint or none. Other files in the folder
     are kept.
     """
-    from jaxckpt._cli import writing
-
-    writing.rm(**arguments)

@@ -94,16 +94,16 @@ def plan(
     as_json: bool,
 ) -> None:
     checkpoint = open_checkpoint(path)
-    found = checkpoint.plan(
+    restore = checkpoint.plan(
         mesh=mesh,
         specs=spec_tree(checkpoint, specs, select),
         select=select or None,
         devices_per_process=devices_per_process,
     )
     if as_json:
-        print_json({"path": path, "mesh": mesh, **_plan_record(found)})
+        print_json({"path": path, "mesh": mesh, **_plan_record(restore)})
     else:
-        _print_plan(found)
+        _print_plan(restore)
 
 
 def _plan_record(plan: RestorePlan) -> dict[str, Any]:
@@ -111,11 +111,11 @@ def _plan_record(plan: RestorePlan) -> dict[str, Any]:
         **fields(plan, "needed_bytes read_bytes over_read requests peak_host_bytes"),
         "processes": [
             {
-                "process": part.process,
-                **fields(part.cost, "needed_bytes read_bytes requests peak_host_bytes"),
-                "device_bytes": {str(device): size for device, size in part.device_bytes.items()},
+                "process": process.process,
+                **fields(process.cost, "needed_bytes read_bytes requests peak_host_bytes"),
+                "device_bytes": {str(device): size for device, size in process.device_bytes.items()},
             }
-            for part in plan.processes
+            for process in plan.processes
         ],
         "leaves": [
             {
@@ -129,14 +129,14 @@ def _plan_record(plan: RestorePlan) -> dict[str, Any]:
 
 
 def _print_plan(plan: RestorePlan) -> None:
-    devices = sum(len(part.device_bytes) for part in plan.processes)
+    devices = sum(len(process.device_bytes) for process in plan.processes)
     click.echo(
         f"{counted(len(plan.leaves), 'array')} onto {counted(devices, 'device')} of"
         f" {counted(len(plan.processes), 'process')}"
     )
     click.echo()
     titles = ["process", "needed", "read", "over-read", "requests", "host memory", "each device"]
-    rows = [_process_row(part) for part in plan.processes[:_SHOWN_ROWS]]
+    rows = [_process_row(process) for process in plan.processes[:_SHOWN_ROWS]]
     if len(plan.processes) > _SHOWN_ROWS:
         rows.append([f"… {len(plan.processes) - _SHOWN_ROWS:,} more", *[""] * (len(titles) - 1)])
     if len(plan.processes) > 1:
@@ -168,16 +168,16 @@ def _print_plan(plan: RestorePlan) -> None:
 
 def _numberless(path: str) -> str:
     """A path with `*` for each number: the glob of all paths that differ only in these, as those of layers do."""
-    return "/".join("*" if part.isdecimal() else part for part in path.split("/"))
+    return "/".join("*" if key.isdecimal() else key for key in path.split("/"))
 
 
-def _process_row(part: ProcessPlan) -> list[str]:
-    cost = part.cost
+def _process_row(process: ProcessPlan) -> list[str]:
+    cost = process.cost
     over_read = cost.read_bytes / cost.needed_bytes if cost.needed_bytes else 1.0
-    sizes = sorted(part.device_bytes.values())
+    sizes = sorted(process.device_bytes.values())
     ends = list(dict.fromkeys(show_bytes(size) for size in (sizes[0], sizes[-1]))) if sizes else []
     return [
-        str(part.process),
+        str(process.process),
         show_bytes(cost.needed_bytes),
         show_bytes(cost.read_bytes),
         f"{over_read:.3f} ×",

@@ -56,6 +56,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         if not able:
             break
         widths[max(able, key=lambda n: widths[n])] -= 1
+    color = False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
     for number, row in enumerate([titles, *cells]):
         texts: list[str] = []
         for cell, column, width in zip(row, columns, widths, strict=True):
@@ -63,7 +64,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
             padding = " " * (width - _cells(text))
             texts.append(padding + text if column.right else text + padding)
         line = "  ".join(texts).rstrip()
-        click.echo(line if number else click.style(line, bold=True), color=_color())
+        click.echo(line if number else click.style(line, bold=True), color=color)
 
 
 def terminal_width() -> int | None:
@@ -72,10 +73,6 @@ def terminal_width() -> int | None:
     if columns.isdecimal() and int(columns):
         return int(columns)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _color() -> bool | None:
-    return False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
 
 
 def _cells(text: str) -> int:
@@ -111,7 +108,7 @@ def elided_middle(text: str, width: int | None) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text for a terminal: anybody can have written a checkpoint, and its names could hold control characters."""
+    """A text for a terminal: a checkpoint can come from a stranger, and its names could hold control characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
@@ -119,7 +116,7 @@ def printable(text: str, keep: str = "") -> str:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts numbers in names by their value."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d+)", name)]
 
 
 def show_age(created: str | None) -> str:

@@ -174,14 +174,14 @@ def _runs(node: _Node, one_mesh: bool) -> list[list[str]]:
     runs: list[list[str]] = []
     previous: Any = None
     for name in node:
-        found = form(node[name])
+        alike = form(node[name])
         # The names of leaves matter, unless they are numbers.
-        if runs and found == previous and found != (None,) and (isinstance(node[name], dict) or name.isdecimal()):
+        if runs and alike == previous and alike != (None,) and (isinstance(node[name], dict) or name.isdecimal()):
             runs[-1].append(name)
         else:
             runs.append([name])
-        previous = found
-    return [part for run in runs for part in ([run] if len(run) > 2 else [[name] for name in run])]
+        previous = alike
+    return [group for run in runs for group in ([run] if len(run) > 2 else [[name] for name in run])]
 
 
 def _run_label(names: Sequence[str]) -> str:
@@ -201,17 +201,17 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
 
 
 def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
-    found, index = indexed(open_checkpoint(path), leaf)
+    held, index = indexed(open_checkpoint(path), leaf)
     if save is not None:
-        _save_npy(found, index, save)
+        _save_npy(held, index, save)
         if as_json:
-            print_json({"path": path, "leaf": found.path, "saved": save})
+            print_json({"path": path, "leaf": held.path, "saved": save})
         return
-    value = _read_value(found, index, leaf)
+    value = _read_value(held, index, leaf)
     is_array = isinstance(value, np.ndarray)
     if as_json:
         dtype, shape = (value.dtype.name, value.shape) if is_array else (None, None)
-        named = {"path": path, "leaf": found.path, "kind": found.kind}
+        named = {"path": path, "leaf": held.path, "kind": held.kind}
         print_json({**named, "dtype": dtype, "shape": shape, "value": value})
     elif is_array and value.ndim:
         click.echo(np.array2string(value, max_line_width=terminal_width() or 80, separator=", "))

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -20,7 +20,8 @@ from jaxckpt._foreign.pickles import as_tree, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import FileData, joined, replicated
 from jaxckpt._foreign.torch import read_saved
-from jaxckpt._format.grid import Box
+from jaxckpt._format.grid import Box, box_at
+from jaxckpt._format.records import Size
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, InputError, show
@@ -35,7 +36,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether it is an index of ours; one of whole tensors in safetensors files is nobody's in particular."""
+    """Whether it is an index of ours; many libraries write one of whole tensors in safetensors files."""
     match = _INDEX.fullmatch(name)
     return match is not None and (match["kind"] == "bin" or match["what"] == "pytorch_optim")
 
@@ -77,18 +78,16 @@ def open_colossalai(path: str) -> Foreign:
 
 # A file for each rank -------------------------------------------------------------------------------------
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
 
 class _Shard(msgspec.Struct, frozen=True):
-    offsets: tuple[_Size, ...]
-    lengths: tuple[_Size, ...]
-    global_shape: tuple[_Size, ...]
+    offsets: tuple[Size, ...]
+    lengths: tuple[Size, ...]
+    global_shape: tuple[Size, ...]
     file: str
 
     @property
     def box(self) -> Box:
-        return tuple((start, start + side) for start, side in zip(self.offsets, self.lengths, strict=True))
+        return box_at(self.offsets, self.lengths)
 
 
 class _Meta(msgspec.Struct, frozen=True):

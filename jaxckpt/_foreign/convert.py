@@ -6,7 +6,6 @@ source ─▶ its manifest, narrowed to what is wanted ─▶ ours: a Draft whos
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -54,13 +53,13 @@ def convert(
 ) -> None:
     """Write a checkpoint again: in another format, for another mesh, in other chunks, or only some of its leaves.
 
-    Any host can do it: no devices are used, and at most about `options.host_bytes` of memory beside Python and JAX. In
-    a job of several processes all of them call it, and process 0 writes.
+    Any host can do it: no devices are used, and at most about `options.host_bytes` of memory in addition to Python and
+    JAX. In a job of several processes all of them call it, and process 0 writes.
 
     Args:
         source: A checkpoint of any format that `restore` takes, or what `rank_files` and its kind have made.
         destination: Where the new one goes: as for `save`, or a local path in other formats.
-        format: "jaxckpt"; "safetensors" (a file where `destination` ends in ".safetensors", else a folder of shards
+        format: "jaxckpt"; "safetensors" (a file if `destination` ends in ".safetensors", else a folder of shards
             with their index); "npz"; "zarr" (a group with one array a leaf); "orbax". By default it follows from the
             destination's suffix: .safetensors, .npz, .zarr, or "jaxckpt" if it has none. Any other suffix, such as .pt
             or .h5, is an error unless `format` is given.
@@ -182,7 +181,7 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
         fitted, problems = lay_out(axes, alike, options)
         require_fit(problems)
         chosen = dict(zip(on_devices, fitted, strict=True))
-        table.meshes = [MeshRecord(axes, list(range(math.prod(axes.values()))), ["Auto"] * len(axes))]
+        table.meshes = [MeshRecord.numbered(tuple(axes.items()))]
         table.layouts = []
     for number, leaf in enumerate(leaves):
         layout = leaf.record.layout

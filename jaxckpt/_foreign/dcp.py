@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
 
 .metadata: a pickle: for each name its chunks, or that it is a Python object ─▶ where each lies in __<rank>_<n>.distcp
-shard-*.safetensors, as its HuggingFaceStorageWriter writes them: where each chunk belongs is told by its file's header
+shard-*.safetensors, as its HuggingFaceStorageWriter writes them: each file has in its header where its chunks belong
 common.pt, metadata.json: in a folder of Megatron Core, what is not sharded, merged at the root of the tree
 """
 
@@ -20,10 +20,11 @@ from jaxckpt._foreign.local_files import converted, from_json, inside, read_json
 from jaxckpt._foreign.pickle_machine import Global, Object
 from jaxckpt._foreign.pickles import required, sizes, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
-from jaxckpt._foreign.shards import tiled
+from jaxckpt._foreign.shards import require_alike, tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
-from jaxckpt._format.grid import Box
+from jaxckpt._format.grid import Box, box_at
+from jaxckpt._format.records import Size
 from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show
@@ -66,13 +67,11 @@ def _tree_of(path: str) -> dict[str, Tree]:
     items = _by_name(metadata.get("state_dict_metadata"))
     if items is None:
         raise DataError(f"{where}: its state_dict_metadata is no dict of names")
-    mapping = _by_name(metadata.get("planner_data")) or {}  # None where the planner flattened nothing
+    mapping = _by_name(metadata.get("planner_data")) or {}  # None if the planner flattened nothing
     stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
     for name, item in items.items():
-        at = mapping.get(name, (name,))
-        if not _is_path(at):
-            raise DataError(f"{where}: {show(name)} has no path of str and int")
+        at = converted(f"{where}: the path of {show(name)}", mapping.get(name, (name,)), _Path)
         if at in leaves:
             raise DataError(f"{where}: two of its names have the path {show('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, stored)
@@ -85,19 +84,12 @@ def _by_name(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _is_path(value: Any) -> bool:
-    if not isinstance(value, tuple):
-        return False
-    keys = cast("tuple[Any, ...]", value)
-    return (
-        0 < len(keys) <= MAX_DEPTH
-        and type(keys[0]) is str
-        and all(type(key) is str or (type(key) is int and 0 <= key < 1 << 31) for key in keys)
-    )
+_Path = Annotated[
+    tuple[str | Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1, max_length=MAX_DEPTH)
+]
+"""The keys that lead to a leaf: an int leads into a list."""
 
-
-_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Sides = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_RANK)]
+_Sides = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_RANK)]
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
@@ -109,8 +101,8 @@ class MetadataIndex(msgspec.Struct):
 
 class _StorageInfo(msgspec.Struct):
     relative_path: str
-    offset: _Size
-    length: _Size
+    offset: Size
+    length: Size
     transform_descriptors: Sequence[str] | None = None
     """The encodings of its bytes; none if they are as they are."""
 
@@ -175,8 +167,9 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
             raise DataError(
                 f"{where}: a chunk of {show(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
             )
-        box = tuple((start, start + side) for start, side in zip(chunk.offsets, chunk.sizes, strict=True))
-        pieces[box] = SavedTensor(info.relative_path, info.offset, info.length, dtype, chunk.sizes)
+        pieces[box_at(chunk.offsets, chunk.sizes)] = SavedTensor(
+            info.relative_path, info.offset, info.length, dtype, chunk.sizes
+        )
     return ForeignArray(dtype, tensor.size, tiled(name, tensor.size, pieces.items()))
 
 
@@ -228,7 +221,7 @@ def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> dict[st
 
 def _set(where: str, node: dict[Any, Any], path: Sequence[str | int], value: Tree) -> None:
     if path[-1] in node:
-        raise DataError(f"{where}: {show('/'.join(map(str, path)))} is there twice")
+        raise DataError(f"{where}: {show('/'.join(map(str, path)))} occurs twice")
     node[path[-1]] = value
 
 
@@ -282,7 +275,7 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    saved_offsets: list[_Size]
+    saved_offsets: list[Size]
 
 
 def _sharded(path: str, names: Sequence[str]) -> Tree:
@@ -292,32 +285,26 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
         raise DataError(f"{path} has no file of shard {lost}, but one of shard {max(ranks)}")
     warnings.warn(
         f"{path} records neither how many files it has nor the shapes of its arrays: both are taken from the files of"
-        f" {len(ranks)} ranks that are there; check that the job had as many",
+        f" {len(ranks)} ranks that exist; check that the job had as many",
         stacklevel=2,
     )
     chunks: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
     for name in names:
         where = os.path.join(path, name)
         text = read_metadata(where).get("DCP_SHARDING_INFO", "")
-        told = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _Saved])
+        placed = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _Saved])
         for tensor, array in read_header(where).items():
-            offsets = told[tensor].saved_offsets if tensor in told else []
+            offsets = placed[tensor].saved_offsets if tensor in placed else []
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show(tensor)} of shape {list(array.shape)} is at {offsets}")
-            box = tuple((start, start + side) for start, side in zip(offsets, array.shape, strict=True))
-            chunks.setdefault(tensor, []).append((box, array, where))
+            chunks.setdefault(tensor, []).append((box_at(offsets, array.shape), array, where))
     return {tensor: _together(tensor, held) for tensor, held in chunks.items()}
 
 
 def _together(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
     """A tensor from its chunks. Its shape is what they reach to: the format does not record it."""
-    first, where = chunks[0][1:]
-    for _, array, other in chunks:
-        if (array.dtype, len(array.shape)) != (first.dtype, len(first.shape)):
-            raise DataError(
-                f"{show(name)} is {first.dtype}{list(first.shape)} in {where},"
-                f" {array.dtype}{list(array.shape)} in {other}"
-            )
+    require_alike(name, [(where, array) for _, array, where in chunks], shapes=False)
+    first = chunks[0][1]
     shape = tuple(max(box[dim][1] for box, _, _ in chunks) for dim in range(len(first.shape)))
     if math.prod(shape) and first.dtype not in DTYPES:
         return unreadable(f"has dtype {first.dtype}, which NumPy and JAX lack")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -12,19 +11,22 @@ import uuid
 import warnings
 from collections.abc import Collection, Generator
 
+from jaxckpt._foreign.local_files import listed
 from jaxckpt._foreign.registry import FORMATS
 from jaxckpt._format.names import MANIFEST, is_data
 from jaxckpt._restore.source import Foreign, Location
-from jaxckpt._runtime.errors import CheckpointExistsError, JaxckptError, StorageError
+from jaxckpt._runtime.errors import CheckpointExistsError, JaxckptError
 from jaxckpt._runtime.options import Options
+from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.folder import sync_path
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import local_path, store_at
 
 
 def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
-    """Raise CheckpointExistsError where what is at `path` is to be kept."""
+    """Raise CheckpointExistsError unless what is at `path` may be replaced."""
     if not overwrite:
-        raise CheckpointExistsError(f"{path} is there already; pass overwrite=True to replace it")
+        raise CheckpointExistsError(f"{path} exists already; pass overwrite=True to replace it")
     if os.path.islink(path):
         return
     origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
@@ -34,12 +36,8 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
             raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
     if not os.path.isdir(path):
         return
-    try:
-        names = os.listdir(path)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot list {path}: {error.strerror}") from error
-    # A mistyped path must not cost somebody their home folder.
-    if odd := _strangers(path, names):
+    # A mistyped path must not cost a user the home folder.
+    if odd := _strangers(path, listed(path)):
         raise CheckpointExistsError(
             f"{path} holds other files than one checkpoint ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
             " overwrite=True does not delete them; give another path"
@@ -49,8 +47,8 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
 def _strangers(path: str, names: Collection[str]) -> list[str]:
     """The names in a local folder that are not of one checkpoint or of what `convert` writes; all, if there is none.
 
-    What cannot be opened is no checkpoint. A folder of several steps is not one either: who means one of them must not
-    lose them all.
+    What cannot be opened is no checkpoint. A folder of several steps is not one either: replacing one of them must
+    not delete them all.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -81,29 +79,26 @@ def replacing(path: str) -> Generator[str]:
     """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
     parent, name = os.path.split(path)
     folder, lock = "", -1
-    try:
-        os.makedirs(parent, exist_ok=True)
-        _clear(path)
-        folder, lock = _locked_folder(path)
-        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
-        yield draft
-        _sync(draft)
-        _put_in_place(draft, path)
-        _sync(parent, deep=False)
-    except OSError as error:
-        if isinstance(error, JaxckptError):
-            raise
-        raise StorageError(error.errno or errno.EIO, f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if folder:
-            # What could not be put back waits for the next conversion.
-            if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+    with system_errors(f"cannot write {path}"):
+        try:
+            os.makedirs(parent, exist_ok=True)
+            _clear(path)
+            folder, lock = _locked_folder(path)
+            draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
+            yield draft
+            _sync(draft)
+            _put_in_place(draft, path)
+            sync_path(parent)
+        finally:
+            if folder:
+                # What could not be put back waits for the next conversion.
+                if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
+                    shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def _locked_folder(path: str) -> tuple[str, int]:
-    """A hidden folder beside `path` for what is not whole yet, and a lock that is held while this process lives."""
+    """A hidden folder next to `path` for what is not whole yet, and a lock that is held while this process lives."""
     while True:
         folder = f"{_drafts(path)}{uuid.uuid4().hex}"
         os.mkdir(folder)
@@ -113,11 +108,11 @@ def _locked_folder(path: str) -> tuple[str, int]:
             ours = os.path.isdir(folder)
         except BlockingIOError:
             ours = False
-        except OSError:  # a file system without locks, where nobody clears up either
+        except OSError:  # a file system without locks, where no process clears up either
             ours = True
         if ours:
             return folder, lock
-        os.close(lock)  # somebody took it for left behind, before it was locked
+        os.close(lock)  # another process deleted it as left behind, before it was locked
 
 
 def _drafts(path: str) -> str:
@@ -163,13 +158,9 @@ _OLD = ".old"
 """In the folder of a draft, what was at the destination."""
 
 
-def _sync(path: str, *, deep: bool = True) -> None:
+def _sync(path: str) -> None:
     """Make a file, or a folder with all it holds, durable."""
-    if deep and os.path.isdir(path):
+    if os.path.isdir(path):
         for name in os.listdir(path):
             _sync(os.path.join(path, name))
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_path(path)

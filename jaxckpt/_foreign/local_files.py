@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -13,7 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt._runtime.errors import DataError, StorageError, show
+from jaxckpt._format.manifest import distinct
+from jaxckpt._runtime.errors import DataError, show
+from jaxckpt._storage.errors import system_errors
 
 T = TypeVar("T")
 
@@ -24,21 +25,18 @@ MAX_INDEX_BYTES = 1 << 28
 @contextlib.contextmanager
 def opened(path: str) -> Generator[int]:
     """A file to read. Raises DataError if it is missing or not a plain file, StorageError if it cannot be read."""
-    try:
-        # Opening a pipe without O_NONBLOCK would wait for a writer.
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with system_errors(f"cannot read {path}"):
+        try:
+            # Opening a pipe without O_NONBLOCK would wait for a writer.
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is missing") from error
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise DataError(f"{path} is no plain file")
             yield handle
         finally:
             os.close(handle)
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing") from error
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot read {path}: {error.strerror}") from error
 
 
 def head(path: str, count: int) -> bytes:
@@ -60,10 +58,8 @@ def read_small(path: str, limit: int) -> bytes:
 
 def listed(folder: str) -> list[str]:
     """The names in a folder, sorted. Raises StorageError."""
-    try:
+    with system_errors(f"cannot list {folder}"):
         return sorted(os.listdir(folder))
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot list {folder}: {error.strerror}") from error
 
 
 def names_in(folder: str) -> list[str]:
@@ -86,7 +82,7 @@ def from_json(what: str, text: str | bytes, kind: type[T]) -> T:
     """A value from JSON. Raises DataError, which calls the text `what`."""
     try:
         # Python's decoder, not msgspec's: Orbax writes NaN, which JSON lacks.
-        record = json.loads(text if isinstance(text, str) else str(text, "utf-8-sig"), object_pairs_hook=_distinct)
+        record = json.loads(text if isinstance(text, str) else str(text, "utf-8-sig"), object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
     return converted(what, record, kind)
@@ -98,14 +94,6 @@ def converted(what: str, value: Any, kind: type[T]) -> T:
         return msgspec.convert(value, kind)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of two equal keys, each reader would take another.
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("two of its keys are the same")
-    return record
 
 
 # What index files name ------------------------------------------------------------------------------------
@@ -144,8 +132,9 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
             raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
         held = read(path)
         if odd := {*map(str, held)} ^ expected:
-            told = "is in the index but not there" if min(odd) in expected else "is there but not in the index"
-            raise DataError(f"{path}: the tensor {show(min(odd))} {told} ({os.path.basename(index)})")
+            has, lacks = ("index", "file") if min(odd) in expected else ("file", "index")
+            tensor = f"the tensor {show(min(odd))} is in the {has} but not in the {lacks}"
+            raise DataError(f"{path}: {tensor} ({os.path.basename(index)})")
         tensors |= held
     return tensors
 
@@ -163,9 +152,7 @@ def _require_named(folder: str, named: Collection[str], index: str) -> None:
 
 def require_length(path: str, end: int) -> None:
     """Raise DataError if a file ends before what it should hold."""
-    try:
-        length = os.stat(path).st_size
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing") from error
+    with opened(path) as handle:
+        length = os.fstat(handle).st_size
     if length < end:
         raise DataError(f"{path} is {length} bytes long, expected at least {end}")

@@ -13,23 +13,24 @@ stay in the file until they are asked for.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from jaxckpt._foreign.local_files import converted, from_json, head, listed, opened, read_small
-from jaxckpt._foreign.protobuf import LENGTH, VARINT, Field, Message
+from jaxckpt._foreign.protobuf import Field, Message, Table
 from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_name, common_url, paths_in, paths_of
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import FileData, flat_boxes, from_boxes, from_ranks, replicated, tiled
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
-from jaxckpt._format.grid import Box, Spec
+from jaxckpt._format.grid import Box, Spec, extent, pieces_along, volume
 from jaxckpt._format.paths import component
 from jaxckpt._format.specs import Specs
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
@@ -94,10 +95,10 @@ def mindspore_ranks(
     Examples:
         >>> import jax, numpy as np, jaxckpt
         >>> for rank in range(2):
-        ...     info = jaxckpt.save("/tmp/jaxckpt-doc/part", {"w": np.arange(3) + 3 * rank}, overwrite=True)
+        ...     info = jaxckpt.save("/tmp/jaxckpt-doc/rank", {"w": np.arange(3) + 3 * rank}, overwrite=True)
         ...     jaxckpt.convert(info.path, f"/tmp/jaxckpt-doc/ranks/rank_{rank}/w.safetensors", overwrite=True)
-        >>> found = jaxckpt.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
-        >>> jaxckpt.load_numpy(found)
+        >>> ranks = jaxckpt.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
+        >>> jaxckpt.load_numpy(ranks)
         {'w': array([0, 1, 2, 3, 4, 5])}
     """
     if strategy is not None and (mesh_shape is not None or specs is not None):
@@ -105,10 +106,10 @@ def mindspore_ranks(
     paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
     held = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
     if strategy is None:
-        found = assemble(held, mesh_shape, specs)
+        tree = assemble(held, mesh_shape, specs)
     else:
-        found = _put_together(held, read_strategy(os.path.abspath(os.path.expanduser(os.fspath(strategy)))))
-    return compose(common_url(paths), found, "mindspore", files=paths.values())
+        tree = _put_together(held, read_strategy(os.path.abspath(os.path.expanduser(os.fspath(strategy)))))
+    return compose(common_url(paths), tree, "mindspore", files=paths.values())
 
 
 # Strategies -----------------------------------------------------------------------------------------------
@@ -241,11 +242,11 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
         )
     if layout.field > 0:
         raise DataError(f"{show(name)} is split within each of {layout.field} fields, which is not read")
-    sides = _optimizer_shards(name, layout)
-    names = [f"d{number}" for number in range(len(sides.dev_matrix))]
-    spec = tuple(tuple(names[-1 - dim] for dim in dims) for dims in sides.tensor_map)
+    sides, tensor_map = _optimizer_shards(name, layout)
+    names = [f"d{number}" for number in range(len(sides))]
+    spec = tuple(tuple(names[-1 - dim] for dim in dims) for dims in tensor_map)
     axes = {"stage": n_stages} if n_stages > 1 else {}
-    axes |= zip(names, sides.dev_matrix, strict=True)
+    axes |= zip(names, sides, strict=True)
     if layout.param_split_shape and layout.indices_offset and spec and spec[0]:
         array = _by_hand(name, shards, layout.param_split_shape, axes, spec)
     else:
@@ -257,22 +258,16 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
     return array
 
 
-@dataclass(frozen=True, slots=True)
-class _Sides:
-    dev_matrix: tuple[int, ...]
-    tensor_map: tuple[tuple[int, ...], ...]
-    """For each dimension of the array those of the grid that split it, counted from the right."""
-
-
-def _optimizer_shards(name: str, layout: Layout) -> _Sides:
-    """The grid with the optimizer's own split of rows, as MindSpore's _construct_tensor_layout_for_opt_shard has it.
+def _optimizer_shards(name: str, layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The grid with the optimizer's own split of rows; and for each dimension of the array those of the grid that split
+    it, counted from the right. As MindSpore's _construct_tensor_layout_for_opt_shard computes them.
 
     The ranks that hold a shard of the model lie `step` apart, and each has one `size`th of the shard's rows.
     """
     split = [1 if dim < 0 else layout.dev_matrix[-1 - dim] for dim in layout.tensor_map]
     step, size = layout.opt_weight_shard_step, layout.opt_weight_shard_size
     if step == 0 or size == 0:
-        return _Sides(layout.dev_matrix, tuple(() if dim < 0 else (dim,) for dim in layout.tensor_map))
+        return layout.dev_matrix, tuple(() if dim < 0 else (dim,) for dim in layout.tensor_map)
     count = math.prod(layout.dev_matrix)
     size = count // step if size == -1 and step > 0 else size
     if not split or step != math.prod(split) or size < 1 or count % (step * size):
@@ -282,14 +277,14 @@ def _optimizer_shards(name: str, layout: Layout) -> _Sides:
         )
     rank = len(split)
     own = [(rank - 1 - dim,) if side > 1 else () for dim, side in enumerate(split)]
-    return _Sides((count // (step * size), size, *split), ((*own[0], rank), *own[1:]))
+    return (count // (step * size), size, *split), ((*own[0], rank), *own[1:])
 
 
 def _by_hand(
     name: str, shards: Mapping[int, ForeignArray], rows: Sequence[int], axes: Mapping[str, int], spec: Spec
 ) -> ForeignArray:
     """An array whose rows are split unevenly, its columns evenly."""
-    split = [math.prod(axes[axis] for axis in names) for names in spec]
+    split = pieces_along(axes, spec, len(spec))
     if len(rows) != math.prod(split) or any(side > 1 for side in split[1:]):
         raise DataError(f"{show(name)} has param_split_shape {list(rows)}, which does not fit its split {split}")
     boxes: dict[int, Box] = {}
@@ -304,155 +299,135 @@ def _by_hand(
 # Checkpoints ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Tensor(msgspec.Struct, frozen=True):
     """A tensor, or a run of its elements."""
 
-    tag: str
     type: str
-    dims: tuple[int, ...]
-    start: int
-    """Of its content, in the file."""
+    content: tuple[int, int]
+    """Where it starts and stops in the file."""
 
-    stop: int
+    dims: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_RANK)] = ()
+
+    @property
+    def n_bytes(self) -> int:
+        return self.content[1] - self.content[0]
+
+
+class _Value(msgspec.Struct, frozen=True):
+    tag: str
+    tensor: _Tensor
+
+
+_TENSOR: Table = {1: ("dims", None), 2: ("type", Message.text), 3: ("content", Message.span)}
+_VALUE: Table = {
+    1: ("tag", Message.text),
+    2: ("tensor", lambda wire, field: wire.read(field, "a tensor", _TENSOR, only=True)),
+    3: ("map", Message.span),
+}
 
 
 def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
     """What a .ckpt file holds, by name as a key of a dict. Only what lies between the tensors is read.
 
-    Raises DataError where it is damaged or encrypted, or holds what is no tensor.
+    Raises DataError if it is damaged or encrypted, or holds what is no tensor.
     """
     tensors: dict[str, ForeignArray | str] = {}
     with opened(path) as handle:
         size = os.fstat(handle).st_size
         if size >= 17 and os.pread(handle, len(_TRAILER), size - 17) == _TRAILER:
             size -= 17
-        wire = Message(path, handle, size)
-        runs: list[_Value] = []
-        for value in _values(wire):
-            if runs and value.tag != runs[0].tag:
-                _add(path, tensors, handle, runs)
-                runs = []
-            if runs and (value.dims, value.type) != (runs[0].dims, runs[0].type):
-                raise DataError(
-                    f"{path}: {show(value.tag)} is {runs[0].type}{list(runs[0].dims)} and then"
-                    f" {value.type}{list(value.dims)}"
-                )
-            runs.append(value)
-        if runs:
-            _add(path, tensors, handle, runs)
+        for tag, values in itertools.groupby(_values(Message(path, handle, size)), key=lambda value: value.tag):
+            if tag in tensors:
+                raise DataError(f"{path} has {show(tag)} twice")
+            tensors[tag] = _read_tensor(path, tag, [value.tensor for value in values], handle)
     if not tensors:
         raise DataError(f"{path} is empty")
     return tensors
-
-
-def _add(path: str, tensors: dict[str, ForeignArray | str], handle: int, runs: Sequence[_Value]) -> None:
-    """Enter the tensor, or text, that lies in one or more runs."""
-    first = runs[0]
-    if first.tag in tensors:
-        raise DataError(f"{path} has {show(first.tag)} twice")
-    n_bytes = sum(run.stop - run.start for run in runs)
-    if first.type == "str":
-        tensors[first.tag] = _text(path, first, handle, n_bytes)
-        return
-    if first.type not in _DTYPES:
-        tensors[first.tag] = ForeignArray(first.type[:40], first.dims, FileData(path, first.start, "uint8", (n_bytes,)))
-        return
-    dtype = _DTYPES[first.type]
-    size = DTYPES[dtype].itemsize
-    shape = () if first.dims == (0,) and n_bytes else first.dims  # older versions write a scalar so
-    if math.prod(side or 1 for side in shape) * size >= 1 << 63 or n_bytes != math.prod(shape) * size:
-        raise DataError(
-            f"{path}: {show(first.tag)} has {n_bytes} bytes, expected {math.prod(shape) * size} of"
-            f" {first.type}{list(shape)}"
-        )
-    if len(runs) == 1:
-        tensors[first.tag] = ForeignArray(dtype, shape, FileData(path, first.start, dtype, shape))
-        return
-    pieces: list[tuple[Box, FileData]] = []
-    element = 0
-    for run in runs:
-        count, rest = divmod(run.stop - run.start, size)
-        if rest:
-            raise DataError(f"{path}: {show(first.tag)} lies in several values, one of which ends within an element")
-        offset = run.start
-        for box in flat_boxes(shape, element, element + count):
-            sides = tuple(stop - start for start, stop in box)
-            pieces.append((box, FileData(path, offset, dtype, sides)))
-            offset += size * math.prod(sides)
-        element += count
-    tensors[first.tag] = ForeignArray(dtype, shape, tiled(component(first.tag), shape, pieces))
-
-
-def _text(path: str, value: _Value, handle: int, n_bytes: int) -> str:
-    # As NumPy has it: UTF-32, filled up with zeros.
-    if n_bytes > MAX_TEXT_BYTES or n_bytes != value.stop - value.start:
-        raise DataError(f"{path}: {show(value.tag)} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
-    try:
-        return os.pread(handle, n_bytes, value.start).decode("utf-32-le", "surrogatepass").rstrip("\0")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: {show(value.tag)} is no text: {error}") from error
 
 
 def _values(wire: Message) -> Iterator[_Value]:
     for field in wire.fields(0, wire.size):
         if field.number != 1:
             raise wire.damaged(field.start, f"there is field {field.number}, which the format lacks")
-        yield _value(wire, field)
+        value = wire.read(field, "a value", _VALUE, only=True)
+        if "map" in value:
+            tag = show(value.get("tag", ""))
+            raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX lacks")
+        yield converted(wire.path, value, _Value)
 
 
-def _value(wire: Message, outer: Field) -> _Value:
-    fields = wire.once(outer, "a value", {1, 2, 3}, others=())
-    tag = wire.text(fields.get(1), "its name")
-    if 3 in fields:
-        raise DataError(f"{wire.path}: {show(tag)} is a MapParameter, a table of hashed keys, which JAX lacks")
-    if 2 not in fields:
-        raise DataError(f"{wire.path} is damaged: {show(tag)} has no tensor")
-    tensor = wire.once(fields[2], f"the tensor {show(tag)}", {2, 3}, others={1})
-    dims = tuple(wire.integers(fields[2], 1, MAX_RANK))
-    kind = wire.text(tensor.get(2), f"the type of {show(tag)}")
-    if 3 not in tensor or tensor[3].kind != LENGTH:
-        raise DataError(f"{wire.path} is damaged: {show(tag)} has no content")
-    if any(side < 0 for side in dims):
-        raise DataError(f"{wire.path} is damaged: {show(tag)} has shape {list(dims)}")
-    return _Value(tag, kind, dims, tensor[3].start, tensor[3].stop)
+def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> ForeignArray | str:
+    """The tensor, or text, that lies in one or more runs."""
+    first, where = runs[0], f"{path}: {show(tag)}"
+    if odd := [run for run in runs if (run.dims, run.type) != (first.dims, first.type)]:
+        raise DataError(f"{where} is {first.type}{list(first.dims)} and then {odd[0].type}{list(odd[0].dims)}")
+    n_bytes = sum(run.n_bytes for run in runs)
+    offset = first.content[0]
+    if first.type == "str":
+        # As NumPy has it: UTF-32, filled up with zeros.
+        if n_bytes > MAX_TEXT_BYTES or len(runs) > 1:
+            raise DataError(f"{where} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
+        try:
+            return os.pread(handle, n_bytes, offset).decode("utf-32-le", "surrogatepass").rstrip("\0")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} is no text: {error}") from error
+    if first.type not in _DTYPES:
+        return ForeignArray(first.type[:40], first.dims, FileData(path, offset, "uint8", (n_bytes,)))
+    dtype = _DTYPES[first.type]
+    size = DTYPES[dtype].itemsize
+    shape = () if first.dims == (0,) and n_bytes else first.dims  # older versions write a scalar so
+    expected = math.prod(shape) * size
+    if math.prod(side or 1 for side in shape) * size >= 1 << 63 or n_bytes != expected:
+        raise DataError(f"{where} has {n_bytes} bytes, expected {expected} of {first.type}{list(shape)}")
+    if len(runs) == 1:
+        return ForeignArray(dtype, shape, FileData(path, offset, dtype, shape))
+    pieces: list[tuple[Box, FileData]] = []
+    element = 0
+    for run in runs:
+        count, rest = divmod(run.n_bytes, size)
+        if rest:
+            raise DataError(f"{where} lies in several values, one of which ends within an element")
+        offset = run.content[0]
+        for box in flat_boxes(shape, element, element + count):
+            pieces.append((box, FileData(path, offset, dtype, extent(box))))
+            offset += size * volume(box)
+        element += count
+    return ForeignArray(dtype, shape, tiled(component(tag), shape, pieces))
+
+
+# Strategies as messages -----------------------------------------------------------------------------------
+
+
+def _numbers(wire: Message, field: Field) -> list[int]:
+    """A message that is a list."""
+    return wire.read(field, "a list", {1: ("numbers", None)}).get("numbers", [])
+
+
+_LAYOUT: Table = {
+    1: ("dev_matrix", _numbers),
+    2: ("tensor_map", _numbers),
+    3: ("param_split_shape", _numbers),
+    4: ("indices_offset", _numbers),
+    5: ("field", Message.number),
+    6: ("opt_weight_shard_step", Message.number),
+    7: ("opt_weight_shard_size", Message.number),
+}
+_ITEMS: Mapping[int, tuple[str, str, Table]] = {
+    2: ("parallel_strategy_item", "an operator", {1: ("stage", Message.number)}),
+    3: ("parallel_layout_item", "a layout", _LAYOUT),
+}
+"""For each field of a strategy: its name in JSON, and what a name in it is given."""
 
 
 def _from_wire(wire: Message) -> _StrategyFile:
-    layouts: dict[str, Any] = {}
-    operators: dict[str, Any] = {}
+    items: dict[str, dict[str, Any]] = {name: {} for name, _, _ in _ITEMS.values()}
     for outer in wire.fields(0, wire.size):
-        if outer.number not in (2, 3):
+        if outer.number not in _ITEMS:
             continue
-        item = wire.once(outer, "an item", {1, 2})
-        name = wire.text(item.get(1), "a name")
-        if 2 not in item:
-            raise wire.damaged(outer.start, f"{show(name)} has no layout")
-        if outer.number == 2:
-            stage = wire.once(item[2], "an operator", {1}).get(1)
-            operators[name] = {"stage": stage.value if stage else 0}
-            continue
-        if name in layouts:
-            raise wire.damaged(outer.start, f"{show(name)} is there twice")
-        layouts[name] = _layout(wire, item[2])
-    items = {"parallel_layout_item": layouts, "parallel_strategy_item": operators}
+        name, what, table = _ITEMS[outer.number]
+        read = functools.partial(Message.read, what=what, table=table)
+        item = wire.read(outer, "an item", {1: ("name", Message.text), 2: ("value", read)})
+        if not {"name", "value"} <= item.keys() or item["name"] in items[name]:
+            raise wire.damaged(outer.start, f"{what} has no name of its own, or nothing else")
+        items[name][item["name"]] = item["value"]
     return converted(f"the strategy file {wire.path}", items, _StrategyFile)
-
-
-_LISTS = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape", 4: "indices_offset"}
-_NUMBERS = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
-
-
-def _layout(wire: Message, outer: Field) -> dict[str, Any]:
-    fields = wire.once(outer, "a layout", _LISTS.keys() | _NUMBERS.keys())
-    if not {1, 2} <= fields.keys():
-        raise wire.damaged(outer.start, "a layout has no dev_matrix or no tensor_map")
-    record: dict[str, Any] = {}
-    for number, field in fields.items():
-        if number in _LISTS:
-            record[_LISTS[number]] = wire.integers(field, 1, MAX_RANKS)
-        elif field.kind != VARINT:
-            raise wire.damaged(field.start, f"{_NUMBERS[number]} is no number")
-        else:
-            record[_NUMBERS[number]] = field.value
-    return record

@@ -49,14 +49,14 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def open_npz(path: str) -> Foreign:
-    """Arrays by name, nested dicts where names have "/": what `convert` writes, and numpy.savez. Raises DataError."""
+    """Arrays by name, nested dicts if names have "/": what `convert` writes, and numpy.savez. Raises DataError."""
     return compose(path, nested(read_npz(path)), "npz")
 
 
 def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
     """What an .npz file holds, by name. Only headers are read.
 
-    Raises DataError where the file is damaged, or holds what is no array of numbers.
+    Raises DataError if the file is damaged, or holds what is no array of numbers.
     """
     arrays: dict[str, ForeignArray | str | bytes] = {}
     with opened_archive(path) as archive:
@@ -229,7 +229,7 @@ class Deflated(ArrayData):
             for position, data in self.stream.read(handle, self.start + first * target.itemsize):
                 at = at if held else position
                 held += data
-                # What comes before the array, and what is left of an element where a stream starts within it.
+                # What comes before the array, and what is left of an element if a stream starts within it.
                 skip = self.start - at if at < self.start else (self.start - at) % target.itemsize
                 held, at = held[skip:], min(at + skip, at + len(held))
                 if not held:

@@ -1,6 +1,6 @@
 """OneFlow's checkpoints, what `flow.save` writes, read without it: of one rank, or of all put together.
 
-pickled_data in the folder: a pickle of the object ─▶ its tensors: folders beside it, each with "meta" (shape and dtype,
+pickled_data in the folder: a pickle of the object ─▶ its tensors: other folders, each with "meta" (shape and dtype,
   as protobuf text) and "out" (the bytes)
 a file, as OneFlow 1.0 writes by default: a pickle of the object with its tensors as NumPy arrays
 """
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._foreign.local_files import head, inside, opened, read_small
+from jaxckpt._foreign.local_files import head, inside, names_in, opened, read_small
 from jaxckpt._foreign.pickle_machine import Object
 from jaxckpt._foreign.pickles import array_in, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
-from jaxckpt._foreign.shards import FileData, c_strides
+from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Structure, Tree, flatten, nested, unflatten
@@ -69,12 +69,8 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 def owned(path: str, names: Collection[str]) -> set[str]:
     """The names in its folder that are its own."""
-    folders = {name for name in names if set(_names(os.path.join(path, name))) == {_META, _DATA}}
+    folders = {name for name in names if {*names_in(os.path.join(path, name))} == {_META, _DATA}}
     return folders | {_PICKLE, _DONE, _GRAPH}
-
-
-def _names(path: str) -> list[str]:
-    return os.listdir(path) if os.path.isdir(path) else []
 
 
 def open_oneflow(path: str) -> Foreign:
@@ -85,9 +81,9 @@ def open_oneflow(path: str) -> Foreign:
 def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None) -> Foreign:
     """The checkpoint that each rank of a OneFlow job saved for itself, as one of global arrays.
 
-    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. OneFlow does not note
-    how local tensors belong together, so this is told here. Only what describes the arrays is read; they are read from
-    the files where they lie, box by box. Call it on every process.
+    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. OneFlow does not record
+    how local tensors belong together, so the caller passes it here. Only what describes the arrays is read now; they
+    are read from the files where they lie, box by box. Call it on every process.
 
     What one rank has saved of global tensors (`flow.save(…, global_dst_rank=0)`) needs none of this: it opens by its
     path.
@@ -124,11 +120,11 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
         leaves, structure = flatten(_saved(path))
         held[rank] = {leaf.path: leaf.value for leaf in leaves}
         structures.append(structure)
-    found = assemble(held, mesh_shape, specs)
+    whole = assemble(held, mesh_shape, specs)
     if all(structure == structures[0] for structure in structures):
-        tree = unflatten(structures[0], [found[path] for path in next(iter(held.values()))])
+        tree = unflatten(structures[0], [whole[path] for path in next(iter(held.values()))])
     else:  # stages of a pipeline
-        tree = nested(found)
+        tree = nested(whole)
     return compose(common_url(paths), tree, "oneflow", files=paths.values())
 
 
@@ -141,16 +137,13 @@ def _saved(path: str) -> Tree:
     names = os.listdir(path)
     if _PICKLE in names:
         return _unpickled(os.path.join(path, _PICKLE), path)
-    found = {name: _tensor_in(os.path.join(path, name)) for name in names if _has_tensor(os.path.join(path, name))}
-    if not found:
+    folders = {name: os.path.join(path, name) for name in names}
+    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_in(at)}}
+    if not tensors:
         raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
-    if all(map(_OF_A_PICKLE.fullmatch, found)):
+    if all(map(_OF_A_PICKLE.fullmatch, tensors)):
         raise DataError(f"{path}/{_PICKLE} is missing: flow.save had not finished, or the file was deleted")
-    return found
-
-
-def _has_tensor(path: str) -> bool:
-    return os.path.exists(os.path.join(path, _META)) and os.path.exists(os.path.join(path, _DATA))
+    return tensors
 
 
 def _unpickled(path: str, folder: str | None) -> Tree:
@@ -163,7 +156,7 @@ def _unpickled(path: str, folder: str | None) -> Tree:
     content = unpickle(path, calls={name: functools.partial(tensor, name) for name in _TENSORS})
     match content:
         case {"protocol_version": 1, "data": data}:
-            tree = as_tree(data, path, lambda found: _tensor(found, path, folder))
+            tree = as_tree(data, path, lambda made: _tensor(made, path, folder))
         case _:
             raise DataError(f"{path} is not a file that flow.save writes: it has no protocol_version 1 with data")
     if folder is not None:
@@ -187,11 +180,11 @@ def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> Non
         raise DataError(f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or of another save")
 
 
-def _tensor(found: Object, path: str, folder: str | None) -> Tree | None:
+def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
     """A tensor from what `Tensor.__getstate__` says of it."""
-    if found.name not in _TENSORS:
+    if made.name not in _TENSORS:
         return None
-    match found.fields:
+    match made.fields:
         case {"path": str(name)} if folder is not None:
             return _tensor_in(inside(folder, name, path))
         case {"data": data, "dtype": Object(state=int(number))}:
@@ -218,8 +211,8 @@ def _upper_half(stored: FileData | Memory) -> ArrayData:
         array = np.ascontiguousarray(stored.array)
         halves = array.view("<u2").reshape(*stored.array.shape, 2)[..., 1]
         return Memory(np.ascontiguousarray(halves).view(DTYPES["bfloat16"]).reshape(stored.array.shape))
-    strides = c_strides(stored.shape) if stored.strides is None else stored.strides
-    return replace(stored, offset=stored.offset + 2, dtype="bfloat16", strides=tuple(2 * stride for stride in strides))
+    strides = tuple(2 * step for step in stored.steps)
+    return replace(stored, offset=stored.offset + 2, dtype="bfloat16", strides=strides)
 
 
 def _tensor_in(folder: str) -> ForeignArray:
@@ -230,7 +223,7 @@ def _tensor_in(folder: str) -> ForeignArray:
         size = os.fstat(handle).st_size
     message = _MESSAGE.fullmatch(text.decode("ascii", "replace"))
     if message is None:
-        raise DataError(f"{meta} tells no shape and data_type: {text[:200]!r}")
+        raise DataError(f"{meta} has no shape and data_type: {text[:200]!r}")
     if message["dtype"] not in _DTYPES:
         return unreadable(f"is a tensor of OneFlow's data type {message['dtype'][:40]}, which NumPy and JAX lack")
     dtype = _DTYPES[message["dtype"]][1]

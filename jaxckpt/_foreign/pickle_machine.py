@@ -132,7 +132,7 @@ class Machine:
         self._read += wanted
         self._budget += 16 * wanted
         if self._read > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes besides its arrays")
+            raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
         more = os.pread(self._handle, wanted, self.at + left)
         if len(more) < min(wanted, count - left):
             raise ValueError("the file was cut while it was read")
@@ -150,22 +150,22 @@ class Machine:
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> bytes:
-        found = self._window.find(b"\n", self._next)
-        while found < 0:
+        end = self._window.find(b"\n", self._next)
+        while end < 0:
             held = len(self._window) - self._next
             self._fill(min(2 * held + 1, self._end - self.at) if held < self._end - self.at else held + 1)
-            found = self._window.find(b"\n", held)
-        return self.take(found + 1 - self._next)[:-1]
+            end = self._window.find(b"\n", held)
+        return self.take(end + 1 - self._next)[:-1]
 
     def bytes_of(self, count: int) -> bytes | FoundBytes:
         if count < FOUND_BYTES:
             return self.take(count)
-        found = FoundBytes(self._path, self.at, count)
-        if found.offset + count > self._end:
+        skipped = FoundBytes(self._path, self.at, count)
+        if skipped.offset + count > self._end:
             raise ValueError(f"it ends within bytes of length {count}")
-        self._first, self._window, self._next = found.offset + count, b"", 0
+        self._first, self._window, self._next = skipped.offset + count, b"", 0
         self._ahead = _WINDOW_BYTES[0]
-        return found
+        return skipped
 
     # Stack
 
@@ -177,8 +177,8 @@ class Machine:
         self.stack = []
 
     def from_mark(self) -> list[Any]:
-        found, self.stack = self.stack, self._marks.pop()
-        return found
+        values, self.stack = self.stack, self._marks.pop()
+        return values
 
     def pop(self) -> None:
         if self.stack:
@@ -189,11 +189,12 @@ class Machine:
     def put(self, number: int) -> None:
         self.memo[number] = self.stack[-1]
 
-    def tuple_of(self, count: int) -> None:
-        stack = self.stack
-        if len(stack) < count:
+    def popped(self, count: int) -> list[Any]:
+        values = self.stack[-count:]
+        if len(values) < count:
             raise IndexError
-        stack[-count:] = [tuple(stack[-count:])]
+        del self.stack[-count:]
+        return values
 
     def long(self, width: int) -> None:
         self.push(int.from_bytes(self.take(self.number(width)), "little", signed=True))
@@ -210,20 +211,12 @@ class Machine:
 
     # Containers
 
-    def append(self) -> None:
-        value = self.stack.pop()
-        self.extend([value])
-
     def extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, list):
             cast("list[Any]", target).extend(values)
         elif not isinstance(target, Object):
             raise TypeError(f"items are appended to a {type(target).__name__}")
-
-    def set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.update([key, value])
 
     def update(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -237,15 +230,6 @@ class Machine:
         if not isinstance(self.stack[-1], Object):
             raise TypeError("items are added to what is no set")
 
-    def dict_from_mark(self) -> None:
-        made: dict[Any, Any] = {}
-        insert(made, self.from_mark())
-        self.push(made)
-
-    def set_from_mark(self) -> None:
-        self.from_mark()
-        self.push(Object("builtins.set"))
-
     # Names and calls
 
     def name(self, module: Any, name: Any) -> None:
@@ -254,16 +238,11 @@ class Machine:
         known = f"{_MODULES.get(module, module)}.{name}"
         self.push(self._globals.setdefault(known, Global(known)))
 
-    def stack_name(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        self.name(module, name)
-
     def reduce(self) -> None:
-        args, called = self.stack.pop(), self.stack.pop()
-        self._call(called, args)
+        self._call(*self.popped(2))
 
     def new_with_keywords(self) -> None:
-        keywords, args, called = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        called, args, keywords = self.popped(3)
         if keywords:
             called = Object(called.name if isinstance(called, (Global, Object)) else "")
         self._call(called, args)
@@ -281,18 +260,18 @@ class Machine:
     def _call(self, called: Any, args: Any) -> None:
         if not isinstance(args, tuple):
             raise TypeError(f"the arguments of a call are a {type(args).__name__}")
-        found = cast("tuple[Any, ...]", args)
+        values = cast("tuple[Any, ...]", args)
         if isinstance(called, Global):
             function = self._calls.get(called.name)
             if function is not None:
-                self._budget -= len(found) + sum([len(arg) for arg in found if isinstance(arg, _SIZED)])
+                self._budget -= len(values) + sum([len(arg) for arg in values if isinstance(arg, _SIZED)])
                 if self._budget < 0:
                     raise ValueError("its calls would copy far more than it holds")
-                self.push(function(*found))
+                self.push(function(*values))
                 return
         elif not isinstance(called, Object):
             raise TypeError(f"a {type(called).__name__} is called")
-        self.push(Object(called.name, found))
+        self.push(Object(called.name, values))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -313,8 +292,8 @@ _SIZED = (str, bytes, tuple, list, dict)
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, as protocols 0 to 2 write them
 
 
-def insert(target: dict[Any, Any], items: list[Any]) -> None:
-    """Set the items of a dict: a key, its value, the next key and so on. Raises ValueError if a key is there twice."""
+def insert(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
+    """The dict with more items: a key, its value, the next key and so on. Raises ValueError if a key repeats."""
     if len(items) % 2:
         raise ValueError("a key has no value")
     keys = [key if type(key) in _KEYS or (type(key) is int and abs(key) < 1 << 63) else _odd(key) for key in items[::2]]
@@ -322,6 +301,7 @@ def insert(target: dict[Any, Any], items: list[Any]) -> None:
     target.update(zip(keys, items[1::2], strict=True))
     if len(target) < expected:
         raise ValueError("a dict has one key twice")
+    return target
 
 
 _KEYS = (str, float, bool, bytes, type(None), Object, Global)
@@ -378,20 +358,20 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"\x96": lambda m: m.push(m.bytes_of(m.number(8))),  # BYTEARRAY8
         b"]": lambda m: m.push([]),
         b"l": lambda m: m.push(m.from_mark()),
-        b"a": m.append,
+        b"a": lambda m: m.extend([m.stack.pop()]),
         b"e": lambda m: m.extend(m.from_mark()),
         b"}": lambda m: m.push({}),
-        b"d": m.dict_from_mark,
-        b"s": m.set_item,
+        b"d": lambda m: m.push(insert({}, m.from_mark())),
+        b"s": lambda m: m.update(m.popped(2)),
         b"u": lambda m: m.update(m.from_mark()),
         b")": lambda m: m.push(()),
         b"t": lambda m: m.push(tuple(m.from_mark())),
-        b"\x85": lambda m: m.tuple_of(1),
-        b"\x86": lambda m: m.tuple_of(2),
-        b"\x87": lambda m: m.tuple_of(3),
+        b"\x85": lambda m: m.push(tuple(m.popped(1))),
+        b"\x86": lambda m: m.push(tuple(m.popped(2))),
+        b"\x87": lambda m: m.push(tuple(m.popped(3))),
         b"\x8f": lambda m: m.push(Object("builtins.set")),
         b"\x90": m.add_items,
-        b"\x91": m.set_from_mark,
+        b"\x91": lambda m: m.push(Object("builtins.set", tuple(m.from_mark()))),
         b"g": lambda m: m.push(m.memo[int(m.line())]),
         b"h": lambda m: m.push(m.memo[m.take(1)[0]]),
         b"j": lambda m: m.push(m.memo[m.number(4)]),
@@ -400,7 +380,7 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"r": lambda m: m.put(m.number(4)),
         b"\x94": lambda m: m.put(len(m.memo)),
         b"c": lambda m: m.name(m.line().decode(), m.line().decode()),
-        b"\x93": m.stack_name,
+        b"\x93": lambda m: m.name(*m.popped(2)),
         b"R": m.reduce,
         b"\x81": m.reduce,  # NEWOBJ
         b"\x92": m.new_with_keywords,

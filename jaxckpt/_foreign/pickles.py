@@ -40,8 +40,8 @@ def unpickle(
 ) -> Any:
     """What a pickle in a file holds: Python's own data, `Object`s, `Global`s, NumPy arrays as ForeignArrays.
 
-    `calls` has what may be called besides; it is given the arguments that the pickle has, and raises ValueError or
-    TypeError where they are wrong. `persistent` takes the ids of what the pickle refers to. Not for a tree before
+    `calls` has what else may be called; it is given the arguments that the pickle has, and raises ValueError or
+    TypeError if they are wrong. `persistent` takes the ids of what the pickle refers to. Not for a tree before
     `as_tree`: what it returns may contain itself. Raises DataError, StorageError.
     """
     with opened(path) as handle:
@@ -124,10 +124,10 @@ class _NumpyArray(Unbuilt):
 
     def build(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
-        self.array = _numpy_array(data, dtype, shape, bool(fortran), "numpy")
+        self.array = _ndarray(data, dtype, shape, bool(fortran))
 
 
-def _numpy_array(data: Any, dtype: Any, shape: Any, fortran: bool, kind: Any) -> ForeignArray | Object:
+def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy") -> ForeignArray | Object:
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("the dtype of a NumPy array is none")
     name = dtype.known
@@ -146,24 +146,16 @@ def _numpy_array(data: Any, dtype: Any, shape: Any, fortran: bool, kind: Any) ->
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """A shape, or the strides of one. Raises ValueError, TypeError where it is none that an array can have."""
+    """A shape, or the strides of one. Raises ValueError, TypeError if no array can have it."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"a shape is a {type(value).__name__}")
-    found = cast("Sequence[Any]", value)
-    if len(found) > MAX_RANK:
-        raise ValueError(f"an array has {len(found)} dimensions; at most {MAX_RANK} can be read")
-    for side in found:
+    numbers = cast("Sequence[Any]", value)
+    if len(numbers) > MAX_RANK:
+        raise ValueError(f"an array has {len(numbers)} dimensions; at most {MAX_RANK} can be read")
+    for side in numbers:
         if type(side) is not int or not 0 <= side < 1 << 63:
             raise ValueError("a shape has something else than sizes")
-    return tuple(found)
-
-
-def _numpy_scalar(dtype: Any, data: Any = None) -> ForeignArray | Object:
-    return _numpy_array(data, dtype, (), False, "numpy_scalar")
-
-
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C") -> ForeignArray | Object:
-    return _numpy_array(data, dtype, shape, order == "F", "numpy")
+    return tuple(numbers)
 
 
 CALLS: Mapping[str, Call] = {
@@ -179,8 +171,8 @@ CALLS: Mapping[str, Call] = {
         for core in ("core", "_core")
         for name, call in (
             ("multiarray._reconstruct", _NumpyArray),
-            ("multiarray.scalar", _numpy_scalar),
-            ("numeric._frombuffer", _from_buffer),
+            ("multiarray.scalar", lambda dtype, data=None: _ndarray(data, dtype, (), kind="numpy_scalar")),
+            ("numeric._frombuffer", lambda data, dtype, shape, order="C": _ndarray(data, dtype, shape, order == "F")),
         )
     },
 }
@@ -191,11 +183,11 @@ CALLS: Mapping[str, Call] = {
 
 
 def unreadable(reason: str) -> ForeignArray:
-    """A leaf that cannot be read: an error where it is, none where it is left out."""
+    """A leaf that cannot be read: restoring it raises; leaving it out does not."""
     return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
 
 
-def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda found: None) -> Tree:
+def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda made: None) -> Tree:
     """What was unpickled as a tree that `compose` takes; leaves that are no data become unreadable ones.
 
     `rebuild` knows some Objects: it returns leaves for them, and None for the others. A dict whose keys JAX cannot
@@ -235,10 +227,10 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
             return walk(node.array, depth + 1)
         if kind is Object and node.name in ("builtins.set", "builtins.frozenset"):
             return unreadable("is a set, which no pytree has")
-        if kind is Object and (found := rebuild(node)) is not None:
-            return found
+        if kind is Object and (leaf := rebuild(node)) is not None:
+            return leaf
         if kind is Object:
-            return unreadable(f"holds what {node.name[:200]} would make, which only running code could tell")
+            return unreadable(f"holds what {node.name[:200]} would make, which only running its code would show")
         if kind is Global:
             return unreadable(f"holds the name {node.name[:200]}")
         return unreadable(f"holds a {kind.__name__.strip('_')}")
@@ -248,13 +240,13 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
 
 def array_in(value: Any) -> ForeignArray | None:
     """A NumPy array that was unpickled; None for what is none, or of a dtype that is none of ours."""
-    found = value.array if isinstance(value, _NumpyArray) else value
-    return found if isinstance(found, ForeignArray) else None
+    array = value.array if isinstance(value, _NumpyArray) else value
+    return array if isinstance(array, ForeignArray) else None
 
 
 def required(value: Any, name: str, where: str) -> Object:
-    """An Object of a class, by the last part of its name. Raises DataError where it is something else."""
+    """An Object of a class, by the last part of its name. Raises DataError if it is something else."""
     if isinstance(value, Object) and value.name.rpartition(".")[2] == name:
         return value
-    found = value.name if isinstance(value, (Object, Global)) else type(value).__name__
-    raise DataError(f"{where} is {found[:200]}, expected {name}")
+    named = value.name if isinstance(value, (Object, Global)) else type(value).__name__
+    raise DataError(f"{where} is {named[:200]}, expected {name}")

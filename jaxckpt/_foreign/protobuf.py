@@ -6,15 +6,18 @@ Every length is held against the message around it before anything is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxckpt._runtime.errors import DataError
 
-VARINT, LENGTH = 0, 2
-_EIGHT, _FOUR = 1, 5
+_VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
 
 MAX_TEXT_BYTES = 1 << 16
+
+MAX_NUMBERS = 1 << 17
+"""Of a list."""
 
 _WINDOW_BYTES = 4096
 """What is read at once of the small fields between large ones."""
@@ -71,10 +74,10 @@ class Message:
             key, start = self._varint(at, end)
             number, kind = key >> 3, key & 7
             value = 0
-            if kind == VARINT:
+            if kind == _VARINT:
                 value, stop = self._varint(start, end)
                 value -= value >> 63 << 64
-            elif kind == LENGTH:
+            elif kind == _LENGTH:
                 length, start = self._varint(start, end)
                 stop = start + length
             elif kind in (_EIGHT, _FOUR):
@@ -86,46 +89,56 @@ class Message:
             yield Field(number, kind, start, stop, value)
             at = stop
 
-    def once(
-        self, outer: Field, what: str, numbers: Collection[int], others: Collection[int] | None = None
-    ) -> dict[int, Field]:
-        """The fields of an inner message that occur once, by number. If `others` are given, only those may be there
-        in addition."""
-        fields: dict[int, Field] = {}
-        for field in self.inner(outer, what):
-            if others is not None and field.number not in numbers and field.number not in others:
-                raise self.damaged(field.start, f"{what} has field {field.number}, which the format lacks")
-            if field.number in numbers and fields.setdefault(field.number, field) is not field:
-                raise self.damaged(field.start, f"{what} has field {field.number} twice")
-        return fields
-
-    def inner(self, outer: Field, what: str) -> Iterator[Field]:
-        """The fields of an inner message."""
-        if outer.kind != LENGTH:
-            raise self.damaged(outer.start, f"{what} is no message")
-        return self.fields(outer.start, outer.stop)
-
-    def text(self, field: Field | None, what: str) -> str:
-        """The value of a field that must be there."""
-        if field is None or field.kind != LENGTH or field.stop - field.start > MAX_TEXT_BYTES:
-            raise self.damaged(field.start if field else self.size, f"{what} is missing or too long")
-        try:
-            return os.pread(self._handle, field.stop - field.start, field.start).decode()
-        except UnicodeDecodeError as error:
-            raise self.damaged(field.start, f"{what} is no text") from error
-
-    def integers(self, outer: Field, number: int, most: int) -> list[int]:
-        """A repeated field of signed integers, packed or not."""
-        numbers: list[int] = []
-        for field in self.inner(outer, "a list"):
-            if field.number != number:
+    def read(self, outer: Field, what: str, table: Table, *, only: bool = False) -> dict[str, Any]:
+        """The fields of an inner message by name, as a table says. With `only`, no others may be in it."""
+        values: dict[str, Any] = {}
+        for field in self.fields(*self.span(outer)):
+            if field.number not in table:
+                if only:
+                    raise self.damaged(field.start, f"{what} has field {field.number}, which the format lacks")
                 continue
-            if field.kind not in (VARINT, LENGTH):
-                raise self.damaged(field.start, "a list has what is no integer")
-            at = field.start
-            while at < field.stop:
-                value, at = self._varint(at, field.stop)
-                numbers.append(value - (value >> 63 << 64))
-                if len(numbers) > most:
-                    raise self.damaged(at, f"a list is longer than {most}")
-        return numbers
+            name, read = table[field.number]
+            if read is None:
+                self._extend(values.setdefault(name, []), field)
+            elif name in values:
+                raise self.damaged(field.start, f"{what} has field {field.number} twice")
+            else:
+                values[name] = read(self, field)
+        return values
+
+    def _extend(self, numbers: list[int], field: Field) -> None:
+        """Append the integers of a repeated field, packed or not."""
+        if field.kind not in (_VARINT, _LENGTH):
+            raise self.damaged(field.start, "a list has what is no integer")
+        at = field.start
+        while at < field.stop:
+            value, at = self._varint(at, field.stop)
+            numbers.append(value - (value >> 63 << 64))
+            if len(numbers) > MAX_NUMBERS:
+                raise self.damaged(at, f"a list is longer than {MAX_NUMBERS}")
+
+    def number(self, field: Field) -> int:
+        """A field as an integer."""
+        if field.kind != _VARINT:
+            raise self.damaged(field.start, f"field {field.number} is no number")
+        return field.value
+
+    def span(self, field: Field) -> tuple[int, int]:
+        """Where the bytes of a field lie in the file."""
+        if field.kind != _LENGTH:
+            raise self.damaged(field.start, f"field {field.number} has no length")
+        return field.start, field.stop
+
+    def text(self, field: Field) -> str:
+        """A field as text."""
+        start, stop = self.span(field)
+        if stop - start > MAX_TEXT_BYTES:
+            raise self.damaged(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")
+        try:
+            return os.pread(self._handle, stop - start, start).decode()
+        except UnicodeDecodeError as error:
+            raise self.damaged(start, f"field {field.number} is no text") from error
+
+
+Table = Mapping[int, tuple[str, Callable[[Message, Field], Any] | None]]
+"""For each field of a message, by number: its name, and what reads it; None for integers that repeat."""

@@ -1,4 +1,4 @@
-"""Checkpoints of one file a rank, made at home: which file holds which box of which array is told by the caller.
+"""Checkpoints of one file a rank, without a format: the caller says which file holds which box of which array.
 
 files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
 """
@@ -18,7 +18,7 @@ from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import from_boxes, from_ranks
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box
+from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.paths import closest
 from jaxckpt._format.specs import Specs, mesh_axes, resolve_specs
 from jaxckpt._format.tree import flatten, nested
@@ -71,21 +71,14 @@ def rank_files(
         >>> for rank in range(2):
         ...     np.savez(f"/tmp/jaxckpt-doc/{rank}.npz", w=np.arange(3) + 3 * rank, step=np.int64(7))
         >>> ranks = {rank: f"/tmp/jaxckpt-doc/{rank}.npz" for rank in range(2)}
-        >>> found = jaxckpt.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
-        >>> jaxckpt.load_numpy(found)
+        >>> checkpoint = jaxckpt.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
+        >>> jaxckpt.load_numpy(checkpoint)
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """
     paths = paths_of(files)
-    return compose(
-        common_url(paths),
-        nested(assemble({rank: _read(path) for rank, path in paths.items()}, mesh_shape, specs, offsets, shapes)),
-        "rank files",
-        files=paths.values(),
-    )
-
-
-def _read(path: str) -> Mapping[str, ForeignArray | str | bytes]:
-    return read_npz(path) if head(path, 2) == b"PK" else read_header(path)
+    held = {rank: read_npz(path) if head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()}
+    tree = nested(assemble(held, mesh_shape, specs, offsets, shapes))
+    return compose(common_url(paths), tree, "rank files", files=paths.values())
 
 
 def paths_of(files: Files) -> dict[int, str]:
@@ -104,7 +97,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
     folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     if not os.path.isdir(folder):
         raise NotACheckpointError(f"there is no folder {folder}")
-    found: dict[int, str] = {}
+    files: dict[int, str] = {}
     problems: list[str] = []
     for name in listed(folder):
         match, inner = rank_name.fullmatch(name), os.path.join(folder, name)
@@ -113,16 +106,16 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
         held = [file for file in listed(inner) if file.endswith((".ckpt", ".safetensors"))]
         if len(held) != 1:
             problems.append(f"{inner} has {len(held)}" + (f": {', '.join(held[:5])}" if held else ""))
-        elif found.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
-            problems.append(f"{inner} is of the same rank as {found[int(match[1])]}")
+        elif files.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
+            problems.append(f"{inner} is of the same rank as {files[int(match[1])]}")
     if problems:
         raise InputError(
             "each rank's folder must hold one .ckpt or .safetensors file; else name them as {rank: path}:\n"
             + listing(problems)
         )
-    if not found:
+    if not files:
         raise NotACheckpointError(f"{folder} has no folder rank_0, rank_1, …")
-    return paths_of(found)
+    return paths_of(files)
 
 
 def common_url(paths: Mapping[int, str]) -> str:
@@ -207,11 +200,10 @@ def _boxes(
             except TypeError:
                 start = []
             if starts is None or not len(start) == len(shard.shape) == len(shapes[name]):
-                told = "no offset" if starts is None else f"offset {starts!r}"
-                problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {told}")
+                given = "no offset" if starts is None else f"offset {starts!r}"
+                problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {given}")
                 continue
-            box = tuple((first, first + side) for first, side in zip(start, shard.shape, strict=True))
-            boxes.setdefault(name, {})[rank] = box
+            boxes.setdefault(name, {})[rank] = box_at(start, shard.shape)
     if problems:
         raise InputError(f"offsets= and shapes= do not fit the files:\n{listing(problems)}")
     return boxes

@@ -67,7 +67,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_header(path: str) -> dict[str, ForeignArray]:
     """The tensors of a .safetensors file, in order of their offsets. Only the header is read.
 
-    Raises DataError where the file is cut, or its tensors overlap, leave a hole, or do not fit their shapes.
+    Raises DataError if the file is cut, or its tensors overlap, leave a hole, or do not fit their shapes.
     """
     with opened(path) as handle:
         size = os.fstat(handle).st_size
@@ -101,7 +101,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
 
 
 def read_metadata(path: str) -> dict[str, str]:
-    """What the header of a .safetensors file says besides. Raises DataError."""
+    """The metadata in the header of a .safetensors file. Raises DataError."""
     with opened(path) as handle:
         return _header(path, handle, os.fstat(handle).st_size)[0]
 
@@ -117,8 +117,8 @@ def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str
         raise DataError(f"{what} is damaged: it does not start with '{{'")
     record = from_json(what, text, dict[str, Any])
     metadata = record.pop("__metadata__", None)
-    found = converted(what, {} if metadata is None else metadata, dict[str, str])
-    return found, converted(what, record, dict[str, _Entry])
+    notes = converted(what, {} if metadata is None else metadata, dict[str, str])
+    return notes, converted(what, record, dict[str, _Entry])
 
 
 # Files and folders as checkpoints --------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def owned(path: str, names: Collection[str]) -> set[str]:
 
 
 def open_safetensors(path: str) -> Foreign:
-    """Tensors by name: nested dicts where names have "/", as ours have, else one flat dict, as Hugging Face's are."""
+    """Tensors by name: nested dicts if names have "/", as ours have, else one flat dict, as Hugging Face's are."""
     return compose(path, _as_tree(_tensors(path)), "safetensors")
 
 

@@ -15,7 +15,17 @@ import numpy as np
 
 from jaxckpt._foreign.local_files import opened
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Spec, extent, intersection, spec_box, spec_problem, volume, within
+from jaxckpt._format.grid import (
+    Box,
+    Spec,
+    extent,
+    intersection,
+    pieces_along,
+    spec_box,
+    spec_problem,
+    volume,
+    within,
+)
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._restore.source import ArrayData, ForeignArray
@@ -44,19 +54,22 @@ class FileData(ArrayData):
     def read(self, box: Box, target: Array) -> None:
         if not target.size:
             return
-        size = DTYPES[self.dtype].itemsize
-        strides = c_strides(self.shape) if self.strides is None else self.strides
-        offset = self.offset + size * sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+        size, steps = DTYPES[self.dtype].itemsize, self.steps
+        offset = self.offset + size * sum(start * step for (start, _), step in zip(box, steps, strict=True))
         with opened(self.path) as handle:
-            _fill(self.path, handle, offset, tuple(size * stride for stride in strides), as_bits(target))
+            _fill(self.path, handle, offset, tuple(size * step for step in steps), as_bits(target))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, also if the array is in C order."""
+        return c_strides(self.shape) if self.strides is None else self.strides
 
     @property
     def end(self) -> int:
         """Bytes from the start of the file to the end of the last element."""
-        strides = c_strides(self.shape) if self.strides is None else self.strides
         if 0 in self.shape:
             return self.offset
-        last = sum((side - 1) * stride for side, stride in zip(self.shape, strides, strict=True))
+        last = sum((side - 1) * step for side, step in zip(self.shape, self.steps, strict=True))
         return self.offset + DTYPES[self.dtype].itemsize * (last + 1)
 
 
@@ -66,7 +79,7 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
-    """Read a strided array: in place where it lies in one piece, in one go where it lies close together, else index by
+    """Read a strided array: in place if it lies in one piece, in one go if it lies close together, else index by
     index of the dimension with the longest stride."""
     shape = target.shape
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
@@ -83,14 +96,14 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
     else:
         dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
         rest = (*strides[:dim], *strides[dim + 1 :])
-        # Several at once where they are small: else each row of a wide array would take a call of its own.
+        # Several at once if they are small: else each row of a wide array would take a call of its own.
         per = max(1, SPAN_BYTES // max(1, strides[dim]))
         for first in range(0, shape[dim], per):
-            part = target[(slice(None),) * dim + (slice(first, first + per),)]
+            rows = target[(slice(None),) * dim + (slice(first, first + per),)]
             if per == 1:
-                _fill(path, handle, offset + first * strides[dim], rest, part.squeeze(dim))
+                _fill(path, handle, offset + first * strides[dim], rest, rows.squeeze(dim))
             else:
-                _fill(path, handle, offset + first * strides[dim], strides, part)
+                _fill(path, handle, offset + first * strides[dim], strides, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +152,7 @@ class Replicas(ArrayData):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable(ArrayData):
-    """What a checkpoint holds and nobody can read, so that the leaves around it can be."""
+    """What a checkpoint holds and cannot be read; the leaves around it can."""
 
     reason: str
 
@@ -151,30 +164,37 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
     """The array at a leaf path from what each rank holds of it, split as `spec` says.
 
     Ranks are numbered row by row over the mesh. Ranks that hold the same box are replicas, one of which is enough, and
-    all of which must be equal. Raises DataError where ranks disagree about shape or dtype, or where none has a box;
-    SpecError where the spec does not fit.
+    all of which must be equal. Raises DataError if ranks disagree about shape or dtype, or if none has a box;
+    SpecError if the spec does not fit.
     """
-    first_rank, first = min(shards.items())
+    _, first = min(shards.items())
     sides = tuple(axes.values())
     # Of any length a dimension divides: each rank has its shard already.
     problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
     if problem:
         raise SpecError(f"{show(path)}: {problem}")
-    entries = (*spec, *[()] * (len(first.shape) - len(spec)))
-    shape = tuple(
-        side * math.prod(axes[axis] for axis in names) for side, names in zip(first.shape, entries, strict=True)
-    )
+    counts = pieces_along(axes, spec, len(first.shape))
+    shape = tuple(side * count for side, count in zip(first.shape, counts, strict=True))
+    require_alike(path, [(f"rank {rank}", shard) for rank, shard in sorted(shards.items())])
     boxes: dict[int, Box] = {}
-    for rank, shard in sorted(shards.items()):
-        if (shard.shape, shard.dtype) != (first.shape, first.dtype):
-            raise DataError(
-                f"{show(path)} is {shard.dtype}{list(shard.shape)} in rank {rank}, {first.dtype}{list(first.shape)} in"
-                f" rank {first_rank}: every rank must hold an equal shard"
-            )
+    for rank in shards:
         if rank >= math.prod(sides):
             raise DataError(f"{show(path)}: rank {rank} is beyond the mesh {dict(axes)}")
         boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
     return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.numbered(tuple(axes.items())), spec=spec)
+
+
+def require_alike(path: str, held: Sequence[tuple[str, ForeignArray]], *, shapes: bool = True) -> None:
+    """Raise DataError unless what files or ranks, each called by a name, hold of an array has one dtype and one
+    shape; or, without `shapes`, one rank."""
+    (first_name, first), *others = held
+    for name, array in others:
+        fits = array.shape == first.shape if shapes else len(array.shape) == len(first.shape)
+        if array.dtype != first.dtype or not fits:
+            raise DataError(
+                f"{show(path)} is {array.dtype}{list(array.shape)} in {name}, {first.dtype}{list(first.shape)} in"
+                f" {first_name}"
+            )
 
 
 def from_boxes(
@@ -194,11 +214,9 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
     The same box in several are replicas. Raises DataError if an array has another shape than its box, if dtypes differ,
     or if no box has an element.
     """
-    first_name, _, first = held[0]
+    require_alike(path, [(name, array) for name, _, array in held], shapes=False)
     copies: dict[Box, list[tuple[str, ArrayData]]] = {}
     for name, box, array in held:
-        if array.dtype != first.dtype:
-            raise DataError(f"{show(path)} is {array.dtype} in {name}, {first.dtype} in {first_name}")
         if array.shape != extent(box):
             raise DataError(
                 f"{show(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
@@ -206,20 +224,15 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
             )
         copies.setdefault(box, []).append((name, array.data))
     pieces = [(box, _replicas(path, data)) for box, data in copies.items()]
-    return replace(first, shape=shape, data=tiled(path, shape, pieces))
+    return replace(held[0][2], shape=shape, data=tiled(path, shape, pieces))
 
 
 def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
     """The array at a leaf path that files or ranks, each called by a name, all hold whole; they are compared when it is
     read. Raises DataError if shapes or dtypes differ."""
-    (name, first), *others = copies.items()
-    for other, array in others:
-        if (array.dtype, array.shape) != (first.dtype, first.shape):
-            raise DataError(
-                f"{show(path)} is {array.dtype}{list(array.shape)} in {other}, {first.dtype}{list(first.shape)} in"
-                f" {name}"
-            )
-    return replace(first, data=_replicas(path, [(name, array.data) for name, array in copies.items()]))
+    held = list(copies.items())
+    require_alike(path, held)
+    return replace(held[0][1], data=_replicas(path, [(name, array.data) for name, array in held]))
 
 
 def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:

@@ -117,7 +117,7 @@ class _TensorData(ArrayData):
         self.data.read(box, target)
 
     def check(self) -> None:
-        if self.member.crc32:  # torch writes 0 if it was told to compute none
+        if self.member.crc32:  # torch writes 0 if it computes none
             self.member.check()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, Literal
 
 import crc32c
@@ -15,6 +15,7 @@ from jaxckpt._foreign.export import Data, arrays_of, slabs, write_json
 from jaxckpt._foreign.local_files import read_json
 from jaxckpt._format import zarr
 from jaxckpt._format.chunking import chunk_shape, object_shape
+from jaxckpt._format.paths import heads
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.source import Source
@@ -33,7 +34,7 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
     name the dtype. The tree's other values are attributes of the group.
     """
     arrays = arrays_of(source, options, report, _problem, keep_values=True)
-    groups = {"", *(head for name in arrays for head in _heads(name.rpartition("/")[0]))}
+    groups = {"", *(head for name in arrays for head in heads(name.rpartition("/")[0]))}
     if clashing := groups & arrays.keys():
         raise TreeError(f"{show(min(clashing))} is both a leaf and a container of others; give rename=")
     values = {
@@ -85,13 +86,6 @@ def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
         for name in path.split("/")
     )
     return None if fine else "has a name that Zarr does not allow"
-
-
-def _heads(path: str) -> Iterator[str]:
-    """All containers above a path, itself included."""
-    while path:
-        yield path
-        path = path.rpartition("/")[0]
 
 
 # A group that is to be replaced ---------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Archive:
         return iter(self._entries)
 
     def __getitem__(self, name: str) -> Member:
-        """A member with the place of its bytes, which its own header tells."""
+        """A member with the place of its bytes, which its own header gives."""
         entry = self._entries[name]
         if entry.flags & _ENCRYPTED or entry.method not in (_STORED, _DEFLATED):
             raise ValueError(f"{name[:80]!r} is encrypted, or compressed by a method other than deflate")

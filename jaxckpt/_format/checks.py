@@ -13,7 +13,7 @@ from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import spec_problem
 from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
 from jaxckpt._format.tree import paths_of
-from jaxckpt._format.values import decode_value, encode_value
+from jaxckpt._format.values import KINDS, decode_value, encode_value
 from jaxckpt._runtime.errors import show
 
 FORMAT = "jaxckpt"
@@ -27,7 +27,6 @@ _ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at lea
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 
-
 SHOWN = 500
 """Characters of a problem that a message shows."""
 
@@ -35,8 +34,8 @@ SHOWN = 500
 def problems(manifest: Manifest) -> list[str]:
     """What is wrong with a manifest, 20 problems at most. Each check trusts what the ones before it have looked at."""
     checks = (_head_problems, _layout_problems, _tree_problems)
-    found = (list(itertools.islice(check(manifest), 20)) for check in checks)
-    return [problem[:SHOWN] for problem in next(filter(None, found), [])]
+    lists = (list(itertools.islice(check(manifest), 20)) for check in checks)
+    return [problem[:SHOWN] for problem in next(filter(None, lists), [])]
 
 
 def _head_problems(manifest: Manifest) -> Iterator[str]:
@@ -69,7 +68,7 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _few(items: Collection[Any]) -> str:
-    """Names for a message: they are anybody's, and there may be millions."""
+    """Names for a message, shortened: any user chose them, and there may be millions."""
     return ", ".join(str(item)[:40] for item in itertools.islice(items, 8)) + (", …" if len(items) > 8 else "")
 
 
@@ -78,17 +77,17 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
     paths = [leaf.path for leaf in leaves]
     try:
         # Some more than there are, so that a leaf at fault can be named.
-        found, numbers = paths_of(manifest.tree, len(paths) + 1000, sum(map(len, paths)) + (1 << 20))
+        places, numbers = paths_of(manifest.tree, len(paths) + 1000, sum(map(len, paths)) + (1 << 20))
     except ValueError as error:
         yield f"tree: {error}"
         return
     if numbers != list(range(len(leaves))):
         seen = next((seen for seen, number in enumerate(numbers) if number != seen), len(numbers))
         named = f"leaf {numbers[seen]}" if seen < len(numbers) else "no more"
-        yield f"tree names {named} where leaf {seen} of {len(leaves)} would come"
+        yield f"tree names {named} instead of leaf {seen} of {len(leaves)}"
         return
-    if found != paths:
-        at, path = next((at, path) for at, path in zip(found, paths, strict=True) if at != path)
+    if places != paths:
+        at, path = next((at, path) for at, path in zip(places, paths, strict=True) if at != path)
         yield f"leaf {show(path[:200])} stands at {show(at[:200])} in the tree"
         return
     if len(manifest.numbers) != len(leaves):
@@ -98,7 +97,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _leaves_fit(manifest: Manifest) -> bool:
-    """Whether no leaf has a problem, told by the stack: there leaves of one kind and layout are looked at once."""
+    """Whether no leaf has a problem. Of the leaves of a stack, those of one kind and layout are checked once."""
     count = len(manifest.stacks)
     members: list[list[LeafRecord]] = [[] for _ in range(count)]
     for leaf in manifest.leaves:
@@ -109,7 +108,7 @@ def _leaves_fit(manifest: Manifest) -> bool:
             return False
         else:
             members[leaf.stack].append(leaf)
-    return all(_fill(manifest, stack, found) for stack, found in zip(manifest.stacks, members, strict=True))
+    return all(_fill(manifest, stack, leaves) for stack, leaves in zip(manifest.stacks, members, strict=True))
 
 
 def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
@@ -156,31 +155,28 @@ def _value_problem(leaf: LeafRecord) -> str | None:
 
 def _array_problem(manifest: Manifest, leaf: LeafRecord) -> str | None:
     """What is wrong with a leaf that has none, whatever its path and row."""
-    if leaf.kind not in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
+    kind = KINDS.get(leaf.kind)
+    if kind is None or kind.holds is None:
         return f"is of unknown kind {leaf.kind[:40]!r}"
     if leaf.stack is None or leaf.stack >= len(manifest.stacks):
         return f"is in stack {leaf.stack}, of {len(manifest.stacks)}"
     stack = manifest.stacks[leaf.stack]
     if leaf.layout is not None and leaf.layout >= len(manifest.layouts):
         return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
-    if leaf.layout is not None and leaf.kind not in ("jax", "key"):
+    if leaf.layout is not None and not kind.on_devices:
         return f"is of kind {leaf.kind!r} and has a layout"
     if (leaf.kind == "key") != (leaf.impl is not None):
         return "must name a PRNG implementation if, and only if, it is a key"
     if leaf.weak and leaf.kind != "jax":
         return f"is of kind {leaf.kind!r} and has a weak type"
-    if leaf.kind == "key" and (stack.dtype != "uint32" or not stack.shape):
-        return f"is a key but is stored as {stack.dtype} of shape {stack.shape}"
-    if leaf.kind == "numpy_scalar" and stack.shape:
-        return f"is a scalar but is stored with shape {stack.shape}"
+    if not kind.holds(stack.dtype, len(stack.shape)):
+        return f"is of kind {leaf.kind!r} but is stored as {stack.dtype} of shape {stack.shape}"
     if leaf.layout is not None:
         mesh, spec, _ = manifest.leaf_layout(leaf)
         shape = stack.shape[:-1] if leaf.kind == "key" else stack.shape
         problem = spec_problem(mesh.axes if mesh else {}, spec, shape)
         if problem:
             return f"has an impossible layout: {problem}"
-    if leaf.kind in ("str", "bytes") and (stack.dtype != "uint8" or len(stack.shape) != 1):
-        return f"is {leaf.kind} but is stored as {stack.dtype} of shape {stack.shape}"
     return None
 
 

@@ -32,6 +32,10 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
+def box_at(starts: Iterable[int], sides: Iterable[int]) -> Box:
+    return tuple((start, start + side) for start, side in zip(starts, sides, strict=True))
+
+
 def extent(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
@@ -41,7 +45,7 @@ def volume(box: Box) -> int:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The common region, or None where it would be empty."""
+    """The common region, or None if it would be empty."""
     common = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
@@ -85,7 +89,7 @@ def spec_of(partition_spec: Iterable[object]) -> Spec:
 
 
 def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
-    """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None where it can."""
+    """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None if it can."""
     if len(spec) > len(shape):
         return (
             f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
@@ -98,27 +102,29 @@ def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> s
             return f"PartitionSpec {show_spec(spec)} names mesh axis {axis!r} twice"
     dim = indivisible_dim(axes, spec, shape)
     if dim is not None:
-        parts = math.prod(axes[axis] for axis in spec[dim])
+        count = pieces_along(axes, spec, len(shape))[dim]
         return (
-            f"dimension {dim} of {tuple(shape)} does not divide by {parts}, the size of mesh axes {spec[dim]}"
+            f"dimension {dim} of {tuple(shape)} does not divide by {count}, the size of mesh axes {spec[dim]}"
             f" in PartitionSpec {show_spec(spec)}"
         )
     return None
 
 
+def pieces_along(axes: Mapping[str, int], spec: Spec, rank: int) -> list[int]:
+    """Into how many pieces `spec` cuts each dimension."""
+    return [math.prod(axes[axis] for axis in entry) for entry in (*spec, *[()] * (rank - len(spec)))]
+
+
 def indivisible_dim(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> int | None:
     """The first dimension that its mesh axes do not divide."""
-    for dim, entry in enumerate(spec):
-        if shape[dim] % math.prod(axes[axis] for axis in entry):
-            return dim
-    return None
+    counts = pieces_along(axes, spec, len(shape))
+    return next((dim for dim, (n, count) in enumerate(zip(shape, counts, strict=True)) if n % count), None)
 
 
 def replicate_indivisible(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Spec:
     """`spec` with each dimension that its mesh axes do not divide left unsplit."""
-    return tuple(
-        () if shape[dim] % math.prod(axes[axis] for axis in entry) else entry for dim, entry in enumerate(spec)
-    )
+    counts = pieces_along(axes, spec, len(shape))
+    return tuple(() if n % count else entry for n, count, entry in zip(shape, counts, spec, strict=False))
 
 
 def spec_boxes(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Iterator[Box]:
@@ -135,11 +141,11 @@ def spec_box(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], position
     at = dict(zip(axes, position, strict=True))
     box: list[tuple[int, int]] = []
     for dim, length in enumerate(shape):
-        index, parts = 0, 1
+        index, count = 0, 1
         for axis in spec[dim] if dim < len(spec) else ():
             index = index * axes[axis] + at[axis]
-            parts *= axes[axis]
-        piece = length // parts
+            count *= axes[axis]
+        piece = length // count
         box.append((index * piece, (index + 1) * piece))
     return tuple(box)
 
@@ -163,7 +169,7 @@ def show_axes(axes: Mapping[str, int]) -> str:
     return "×".join(f"{name}={size}" for name, size in axes.items())
 
 
-# Layouts: the regular grid of cells and who holds each ----------------------------------------------------
+# Layouts: the regular grid of cells and their holders ----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -189,21 +195,16 @@ class Layout:
         """All that hold any cell."""
         return frozenset(itertools.chain.from_iterable(self.groups))
 
-    @property
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The distinct sets of holders, in order of their first cells."""
-        return self._grouped[0]
-
-    @property
-    def group_of(self) -> Numbers:
-        """For each cell in row-major order, the number of its set among `groups`."""
-        return self._grouped[1]
+        return tuple(dict.fromkeys(self.holders))
 
     @cached_property
-    def _grouped(self) -> tuple[tuple[tuple[int, ...], ...], Numbers]:
-        numbers: dict[tuple[int, ...], int] = {}
-        of_cells = [numbers.setdefault(holders, len(numbers)) for holders in self.holders]
-        return tuple(numbers), np.array(of_cells, np.int64)
+    def group_of(self) -> Numbers:
+        """For each cell in row-major order, the number of its set among `groups`."""
+        numbers = {group: number for number, group in enumerate(self.groups)}
+        return np.array([numbers[holders] for holders in self.holders], np.int64)
 
 
 def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) -> Layout:
@@ -213,15 +214,15 @@ def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) 
     grid = tuple(math.prod(processes.shape[axes.index(axis)] for axis in entry) for entry in entries)
     others = [axis for axis in range(len(axes)) if axis not in split]
     by_cell = np.sort(processes.transpose(split + others).reshape(math.prod(grid), -1), axis=1)
-    found, number = np.unique(by_cell, axis=0, return_inverse=True)
-    groups = [tuple(dict.fromkeys(row)) for row in found.tolist()]
+    rows, number = np.unique(by_cell, axis=0, return_inverse=True)
+    groups = [tuple(dict.fromkeys(row)) for row in rows.tolist()]
     return Layout(grid, tuple(groups[i] for i in number.ravel().tolist()))
 
 
 def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout:
     """The layout of an array whose (box, process) pairs are given, as a JAX sharding gives them.
 
-    Raises SpecError where the boxes are no regular grid; no JAX sharding is known to make such.
+    Raises SpecError if the boxes are no regular grid; no known JAX sharding makes such boxes.
     """
     holders: dict[Box, set[int]] = {}
     for box, process in held:
@@ -240,7 +241,7 @@ def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout
 
 
 def cell_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(n // parts for n, parts in zip(shape, layout.grid, strict=True))
+    return tuple(n // count for n, count in zip(shape, layout.grid, strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -250,8 +251,8 @@ def coarsen(layout: Layout) -> Layout:
     Small leaves are stored on this grid: devices of one process write together, so their cut need not show on disk.
     """
     for dim in reversed(range(len(layout.grid))):
-        for parts in divisors(layout.grid[dim]):
-            merged = _cut_along(layout, dim, parts)
+        for count in divisors(layout.grid[dim]):
+            merged = _cut_along(layout, dim, count)
             if merged is not None:
                 layout = merged
                 break
@@ -260,29 +261,29 @@ def coarsen(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=256)
 def both(layout: Layout, held: Layout) -> Layout | None:
-    """The cells of `layout` with those holders that have each whole in `held` too; None where one is left without."""
-    found: Layout | None = held
+    """The cells of `layout` with those holders that have each whole in `held` too; None if one is left without."""
+    cut: Layout | None = held
     # Dimensions that get coarser first: so what lies between is never finer than both grids.
     for dim in sorted(range(len(held.grid)), key=lambda dim: layout.grid[dim] / held.grid[dim]):
-        found = None if found is None else _cut_along(found, dim, layout.grid[dim])
-    if found is None:
+        cut = None if cut is None else _cut_along(cut, dim, layout.grid[dim])
+    if cut is None:
         return None
     pairs = {
         (ours, theirs): tuple(sorted(set(ours).intersection(theirs)))
-        for ours, theirs in dict.fromkeys(zip(layout.holders, found.holders, strict=True))
+        for ours, theirs in dict.fromkeys(zip(layout.holders, cut.holders, strict=True))
     }
-    holders = tuple(pairs[pair] for pair in zip(layout.holders, found.holders, strict=True))
+    holders = tuple(pairs[pair] for pair in zip(layout.holders, cut.holders, strict=True))
     return Layout(layout.grid, holders) if all(holders) else None
 
 
-def _cut_along(layout: Layout, dim: int, parts: int) -> Layout | None:
-    """The layout with `parts` cells along one dimension; None where no process holds all of one of them."""
-    if parts == layout.grid[dim]:
+def _cut_along(layout: Layout, dim: int, count: int) -> Layout | None:
+    """The layout with `count` cells along one dimension; None if no process holds all of one of them."""
+    if count == layout.grid[dim]:
         return layout
-    grid = (*layout.grid[:dim], parts, *layout.grid[dim + 1 :])
-    # The cells that each new one touches: as many for all, the last one repeated where there are fewer.
-    borders = np.arange(parts + 1) * layout.grid[dim]
-    first, last = borders[:-1] // parts, -(-borders[1:] // parts) - 1
+    grid = (*layout.grid[:dim], count, *layout.grid[dim + 1 :])
+    # The cells that each new one touches: as many for all, the last one repeated if there are fewer.
+    borders = np.arange(count + 1) * layout.grid[dim]
+    first, last = borders[:-1] // count, -(-borders[1:] // count) - 1
     touched = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
     cells = np.take(layout.group_of.reshape(layout.grid), touched, axis=dim)
     cells = np.moveaxis(cells, dim + 1, -1).reshape(math.prod(grid), -1)
@@ -363,10 +364,10 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
 
 
 def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
-    """`box` cut at borders of the first grid, then of the next ones where a cell does not fit.
+    """`box` cut at borders of the first grid, then of the next ones if a cell does not fit.
 
-    A part that does not fit lies in one cell of the last grid. Parts along leading dimensions come first, and the
-    leading dimensions are cut first, so that parts are as contiguous as may be.
+    What does not fit lies in one cell of the last grid. Boxes along leading dimensions come first, and the
+    leading dimensions are cut first, so that boxes are as contiguous as may be.
     """
     if not grids:
         yield box
@@ -381,5 +382,5 @@ def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], boo
         first, last = touched(box, sides)[dims[0]]
         border = (first + last) // 2 * sides[dims[0]]
         (start, stop), before, after = box[dims[0]], box[: dims[0]], box[dims[0] + 1 :]
-        for part in ((start, border), (border, stop)):
-            yield from cut_down((*before, part, *after), grids, fits)
+        for side in ((start, border), (border, stop)):
+            yield from cut_down((*before, side, *after), grids, fits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +67,7 @@ class SavedLeaf:
     @property
     def nbytes(self) -> int:
         """Bytes of its data; 0 for a value in the manifest."""
-        return math.prod(self.stored_shape) * self.stored_dtype.itemsize if self.is_array else 0
+        return self.manifest.leaf_bytes(self.record)
 
     @property
     def value(self) -> Any:

@@ -5,11 +5,10 @@ Decoding checks everything that can be checked without opening another file, bef
 
 from __future__ import annotations
 
-import base64
 import collections
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from jaxckpt._format.names import MANIFEST, SEAL, is_sealed
 from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._format.select import selector
 from jaxckpt._format.tree import prune
-from jaxckpt._format.values import is_utf8
+from jaxckpt._format.values import decode_bytes, encode_bytes, is_utf8
 from jaxckpt._runtime.errors import InputError, ManifestError, listing
 
 LARGEST_BYTES = 64 << 20
@@ -83,12 +82,12 @@ def decode(content: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(body, type=Manifest)
         # What encodes to the same bytes repeats no member; msgspec would have kept the last of them without a word.
         if msgspec.json.encode(manifest) != body:
-            json.loads(body, object_pairs_hook=_distinct)
+            json.loads(body, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise _refusal(content, where, f"is malformed: {str(error)[:SHOWN]}") from error
-    found = problems(manifest)
-    if found:
-        raise _refusal(content, where, f"contradicts itself:\n{listing(found)}")
+    wrong = problems(manifest)
+    if wrong:
+        raise _refusal(content, where, f"contradicts itself:\n{listing(wrong)}")
     return manifest
 
 
@@ -114,23 +113,23 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
         if not isinstance(name, str) or not is_utf8(name):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"the names in process_state must be str (UTF-8), found {ascii(name)[:80]}")
         if isinstance(value, bytes):
-            items[name] = {"base64": base64.b64encode(value).decode()}
+            items[name] = {"base64": encode_bytes(value)}
         else:
             items[name] = {"json": _through_json(value, f"process_state[{name!r}]")}
     return json.dumps(items, ensure_ascii=False).encode()
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
-    """What `encode_state` was given. Raises ValueError where it is something else."""
+    """What `encode_state` was given. Raises ValueError if it is something else."""
     if nesting(content) > MAX_NESTING:
         raise ValueError(f"nested deeper than {MAX_NESTING}")
     state: dict[str, Any] = {}
     for name, item in msgspec.convert(
-        json.loads(content, object_pairs_hook=_distinct), dict[str, dict[str, Any]]
+        json.loads(content, object_pairs_hook=distinct), dict[str, dict[str, Any]]
     ).items():
         match item:
             case {"base64": str(text), **rest} if not rest:
-                state[name] = base64.b64decode(text, validate=True)
+                state[name] = decode_bytes(text)
             case {"json": value, **rest} if not rest:
                 state[name] = value
             case _:
@@ -140,24 +139,18 @@ def decode_state(content: bytes) -> dict[str, Any]:
 
 def require_json(value: Any, what: str) -> Any:
     """A user's value as it comes back from the JSON of a manifest. Raises InputError unless that is equal."""
-    plain = _through_json(value, what)
-    try:
-        same = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)) == plain
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{what} must be plain JSON: {error}") from error
-    if not same:
-        raise InputError(f"{what} must be plain JSON: it would not come back equal")
-    return plain
+    return _through_json(value, what, lambda: msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)))
 
 
-def _through_json(value: Any, what: str) -> Any:
-    """A user's value as it comes back from JSON. Raises InputError unless that is equal."""
+def _through_json(value: Any, what: str, encoded: Callable[[], Any] | None = None) -> Any:
+    """A user's value as it comes back from JSON, and if it is `encoded` otherwise, from that. Raises InputError unless
+    it is equal."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        if nesting(text) > MAX_NESTING - 2:  # where it lies two deep, in a file of its own or in the manifest
+        if nesting(text) > MAX_NESTING - 2:  # it lies two deep, in a file of its own or in the manifest
             raise ValueError(f"nested deeper than {MAX_NESTING - 2}")
         plain = json.loads(text)
-        same = bool(plain == value)
+        same = bool(plain == value) and (encoded is None or encoded() == plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{what} must be plain JSON: {error}") from error
     if not same:
@@ -166,7 +159,7 @@ def _through_json(value: Any, what: str) -> Any:
 
 
 def without(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
-    """The manifest without the subtrees at `paths`; None where they share a stack with other leaves, or are not there.
+    """The manifest without the subtrees at `paths`; None if they share a stack with other leaves, or do not exist.
 
     What it names no more can be deleted once it is published.
     """
@@ -214,22 +207,22 @@ _PLAIN = bytes(set(range(256)) - set(b'"[]{}'))
 
 
 def nesting(text: bytes) -> int:
-    """How deep the arrays and objects of JSON nest, told without recursion.
+    """How deep the arrays and objects of JSON nest, found without recursion.
 
     Up to the first error in the text, where every parser stops, it sees the strings as a parser does.
     """
     if b"\\" in text:  # pairs first: a quote after one more backslash ends no string
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Two quotes without a bracket between them are nothing.
-    found = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
-    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0
-    return int(np.cumsum(_STEPS[found[outside]], dtype=np.int32).max(initial=0))
+    marks = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
+    outside = np.cumsum(marks == ord('"'), dtype=np.uint8) & 1 == 0
+    return int(np.cumsum(_STEPS[marks[outside]], dtype=np.int32).max(initial=0))
 
 
-def _distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError where a member repeats."""
-    found = dict(members)
-    if len(found) != len(members):
+def distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if a member repeats: each reader could take another of the two."""
+    value = dict(members)
+    if len(value) != len(members):
         counted = collections.Counter(name for name, _ in members)
         raise ValueError(f"the member {counted.most_common(1)[0][0][:80]!r} repeats")
-    return found
+    return value

@@ -127,7 +127,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     number: Size
     metrics: dict[str, float | None] = {}
-    """None where the value was not finite."""
+    """None if the value was not finite."""
 
     dropped: list[str] = []
     """Paths of the subtrees that were dropped since it was saved."""
@@ -153,7 +153,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     stacks: list[StackRecord]
 
     process_states: list[tuple[Size, str]] = []
-    """For each process that saved, length and SHA-256 of the file of its own state; none where none was given."""
+    """For each process that saved, length and SHA-256 of the file of its own state; none if none was given."""
 
     step: StepRecord | None = None
     """Where a Checkpointer saved it."""
@@ -184,7 +184,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return leaf.stack, leaf.row
 
     def leaf_shape(self, leaf: LeafRecord) -> tuple[int, ...]:
-        """Shape of a leaf that lies in a stack, of the raw data where it is a PRNG key."""
+        """Shape of a leaf that lies in a stack, of the raw data if it is a PRNG key."""
         return tuple(self.stacks[self.place(leaf)[0]].shape)
 
     def leaf_bytes(self, leaf: LeafRecord) -> int:

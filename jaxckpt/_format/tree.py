@@ -6,7 +6,6 @@ a key is written "~1", a "~" is written "~0" (RFC 6901) and an empty key "~2", s
 
 from __future__ import annotations
 
-import base64
 import collections
 import functools
 import keyword
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._format.paths import are_texts, component, components, key_of
-from jaxckpt._format.values import decode_float, encode_float, is_utf8
+from jaxckpt._format.values import decode_bytes, decode_float, encode_bytes, encode_float, is_utf8
 from jaxckpt._runtime.errors import TreeError, listing, show
 
 MAX_DEPTH = 200
@@ -54,7 +53,7 @@ Structure = int | Container | None
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
-    """A value of the tree and where it stands."""
+    """A value of the tree and its path."""
 
     path: str
     value: Any
@@ -90,12 +89,12 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
     keys, below = level
     head = "" if root else f"{path}/"
     children: list[Structure] = []
-    for part, child in zip(components(keys), below, strict=True):
+    for key, child in zip(components(keys), below, strict=True):
         if type(child) in _LEAF_TYPES:  # most are, and a call for each is spared
             children.append(len(leaves))
-            leaves.append(Leaf(head + part, child))
+            leaves.append(Leaf(head + key, child))
         else:
-            children.append(_flatten(child, head + part, False, depth + 1, leaves))
+            children.append(_flatten(child, head + key, False, depth + 1, leaves))
     return _container(node, path, keys, tuple(children))
 
 
@@ -155,7 +154,7 @@ def _checked_key(key: object, path: str, depth: int = 0) -> Key:
         key = key.item()
     match key:
         case tuple() if depth < MAX_KEY_DEPTH:
-            return tuple(_checked_key(part, path, depth + 1) for part in cast("tuple[object, ...]", key))
+            return tuple(_checked_key(inner, path, depth + 1) for inner in cast("tuple[object, ...]", key))
         case tuple():
             raise TreeError(
                 f"the container at {show(path)} has a key of tuples nested deeper than {MAX_KEY_DEPTH}; make it a str"
@@ -218,8 +217,8 @@ def _encode_key(key: Key) -> Any:
     if isinstance(key, float):
         return {"float": encode_float(key)}
     if isinstance(key, bytes):
-        return {"bytes": base64.b64encode(key).decode()}
-    return {"tuple": [_encode_key(part) for part in key]}
+        return {"bytes": encode_bytes(key)}
+    return {"tuple": [_encode_key(inner) for inner in key]}
 
 
 def _decode_key(record: Any) -> Key:
@@ -235,9 +234,9 @@ def _decode_key(record: Any) -> Key:
         case {"float": str(text)}:
             return decode_float(text)
         case {"bytes": str(text)}:
-            return base64.b64decode(text, validate=True)
-        case {"tuple": list(parts)}:
-            return tuple(_decode_key(part) for part in cast("list[Any]", parts))
+            return decode_bytes(text)
+        case {"tuple": list(inner)}:
+            return tuple(_decode_key(key) for key in cast("list[Any]", inner))
         case _:
             pass
     raise ValueError(f"{record!r} is no key")
@@ -272,22 +271,22 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
             raise ValueError("its paths are not those of the leaves")
         # Texts alone: Python's hashes of numbers are no secret, and a dict of equal ones is slow.
         form = (node.keys, node.type, node.name, len(children)) if node.keys and are_texts(node.keys) else None
-        parts = known.get(form) if form else None
-        if parts is None:
-            parts = components(keys_of(node))
+        names = known.get(form) if form else None
+        if names is None:
+            names = components(keys_of(node))
             if form:
-                known[form] = parts
+                known[form] = names
         # Only above a leaf is it put together: long keys above no leaf cost nothing.
         head = "/".join((*heads, "")) if leaves else ""
         if len(leaves) == len(children):
-            paths.extend(map(head.__add__, parts))
+            paths.extend(map(head.__add__, names))
             numbers.extend(leaves)
             return
-        for part, child in zip(parts, children, strict=True):
+        for name, child in zip(names, children, strict=True):
             if isinstance(child, Container):
-                below(child, (*heads, part), n_characters + len(part) + 1)
+                below(child, (*heads, name), n_characters + len(name) + 1)
             elif child is not None:
-                paths.append(head + part)
+                paths.append(head + name)
                 numbers.append(child)
 
     below(structure, (), 0)
@@ -295,7 +294,7 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
 
 
 def keys_of(node: Container) -> Sequence[Key]:
-    """Keys of a container's children. Raises ValueError where its record is malformed."""
+    """Keys of a container's children. Raises ValueError if its record is malformed."""
     count = len(node.children)
     match node:
         case Container(type="list" | "tuple", name=None, keys=None):
@@ -326,9 +325,9 @@ def _decoded(keys: tuple[Any, ...]) -> Sequence[Key]:
 
 
 def _are_fields(names: Sequence[str]) -> bool:
-    """Whether Python can tell these fields of a namedtuple apart: it compares identifiers by their NFKC form."""
+    """Whether these fields of a namedtuple differ for Python, which compares identifiers by their NFKC form."""
     plain = [name if name.isascii() else unicodedata.normalize("NFKC", name) for name in names]
-    hidden = any(keyword.iskeyword(found) and found != name for name, found in zip(names, plain, strict=True))
+    hidden = any(keyword.iskeyword(seen) and seen != name for name, seen in zip(names, plain, strict=True))
     return len(set(plain)) == len(plain) and not hidden
 
 
@@ -336,7 +335,7 @@ _MOST_COLLISIONS = 64
 
 
 def _ambiguity(keys: Sequence[Key]) -> str | None:
-    """Why keys cannot be a dict's, or not in linear time; None where they can.
+    """Why keys cannot be a dict's, or not in linear time; None if they can.
 
     Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
     hours to build.
@@ -362,19 +361,19 @@ def structure_of(tree: Tree) -> Structure:
 def places(structure: Structure) -> Iterator[str]:
     """The path of everything below a structure: containers, leaves and empty places."""
     if isinstance(structure, Container):
-        for part, child in zip(components(keys_of(structure)), structure.children, strict=True):
-            yield part
-            yield from (f"{part}/{below}" for below in places(child))
+        for name, child in zip(components(keys_of(structure)), structure.children, strict=True):
+            yield name
+            yield from (f"{name}/{below}" for below in places(child))
 
 
 def subtree(structure: Structure, path: str) -> Structure:
-    """The part of a structure at a path. Raises KeyError where there is none."""
+    """What lies in a structure at a path. Raises KeyError if nothing is there."""
     if not path:
         return structure
-    for part in path.split("/"):
+    for name in path.split("/"):
         if not isinstance(structure, Container):
             raise KeyError(path)
-        structure = dict(zip(map(component, keys_of(structure)), structure.children, strict=True))[part]
+        structure = dict(zip(map(component, keys_of(structure)), structure.children, strict=True))[name]
     return structure
 
 
@@ -444,12 +443,12 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def nested(values: Mapping[str, Any]) -> Tree:
-    """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError where a leaf is also a container."""
+    """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError if a leaf is also a container."""
     if set(values) == {""}:
         return values[""]
     tree: dict[str, Any] = {}
     for path, value in values.items():
-        *parents, last = (key_of(part) for part in path.split("/"))
+        *parents, last = (key_of(name) for name in path.split("/"))
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})

@@ -20,7 +20,7 @@ INLINE_BYTES = 4096
 
 
 def encode_float(value: float) -> str:
-    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr cannot tell apart."""
+    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr writes alike."""
     return repr(value) if math.isfinite(value) else f"0x{struct.pack('>d', value).hex()}"
 
 
@@ -31,6 +31,10 @@ def decode_float(text: str) -> float:
     if len(text) != 18:
         raise ValueError(f"{text[:40]!r} is no float of 64 bits")
     return struct.unpack(">d", bytes.fromhex(text[2:]))[0]
+
+
+def _encode_int(value: int) -> str:
+    return str(value) if abs(value) < 1 << 63 else hex(value)
 
 
 def decode_int(text: str) -> int:
@@ -47,9 +51,23 @@ def _decode_bool(text: str) -> bool:
     return text == "true"
 
 
+def _encode_complex(value: complex) -> str:
+    return f"{encode_float(value.real)} {encode_float(value.imag)}"
+
+
 def _decode_complex(text: str) -> complex:
     real, imag = text.split(" ")
     return complex(decode_float(real), decode_float(imag))
+
+
+def encode_bytes(value: bytes) -> str:
+    """Bytes as text, in base64."""
+    return base64.b64encode(value).decode()
+
+
+def decode_bytes(text: str) -> bytes:
+    """The bytes that `encode_bytes` wrote. Raises ValueError."""
+    return base64.b64decode(text, validate=True)
 
 
 def is_utf8(text: str) -> bool:
@@ -63,14 +81,16 @@ def is_utf8(text: str) -> bool:
 # Kinds ----------------------------------------------------------------------------------------------------
 
 
+def _is_raw(dtype: str, rank: int) -> bool:
+    """Whether an array is a row of bytes."""
+    return dtype == "uint8" and rank == 1
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What a saved leaf was."""
 
     type: type
-
-    on_devices: bool = False
-    """Whether it is restored onto devices; without devices it comes back as kind "numpy"."""
 
     encode: Callable[[Any], str] | None = None
     """A value as text, for a kind whose small values are stored in the manifest."""
@@ -81,36 +101,24 @@ class Kind:
     from_array: Callable[[np.ndarray[Any, Any]], Any] = lambda array: array
     """The value from the array that is stored for it, without devices. Raises UnicodeDecodeError."""
 
+    holds: Callable[[str, int], bool] | None = None
+    """Whether an array of a dtype and rank can be stored for it; None for a kind that is never stored as an array."""
+
+    on_devices: bool = False
+    """Whether it is restored onto devices; without devices it comes back as kind "numpy"."""
+
 
 KINDS: Mapping[str, Kind] = {
-    "jax": Kind(jax.Array, on_devices=True),
-    "key": Kind(jax.Array, on_devices=True),
-    "numpy": Kind(np.ndarray),
-    "numpy_scalar": Kind(np.generic, from_array=lambda array: array[()]),
-    "bool": Kind(bool, False, lambda value: str(value).lower(), _decode_bool, lambda array: bool(array.item())),
-    "int": Kind(
-        int,
-        False,
-        lambda value: str(value) if abs(value) < 1 << 63 else hex(value),
-        decode_int,
-        lambda array: int(array.item()),
-    ),
-    "float": Kind(float, False, encode_float, decode_float, lambda array: float(array.item())),
-    "complex": Kind(
-        complex,
-        False,
-        lambda value: f"{encode_float(value.real)} {encode_float(value.imag)}",
-        _decode_complex,
-        lambda array: complex(array.item()),
-    ),
-    "str": Kind(str, False, str, str, lambda array: array.tobytes().decode("utf-8", "surrogatepass")),
-    "bytes": Kind(
-        bytes,
-        False,
-        lambda value: base64.b64encode(value).decode(),
-        lambda text: base64.b64decode(text, validate=True),
-        lambda array: array.tobytes(),
-    ),
+    "jax": Kind(jax.Array, holds=lambda dtype, rank: True, on_devices=True),
+    "key": Kind(jax.Array, holds=lambda dtype, rank: dtype == "uint32" and rank > 0, on_devices=True),
+    "numpy": Kind(np.ndarray, holds=lambda dtype, rank: True),
+    "numpy_scalar": Kind(np.generic, from_array=lambda array: array[()], holds=lambda dtype, rank: rank == 0),
+    "bool": Kind(bool, lambda value: str(value).lower(), _decode_bool, lambda array: bool(array.item())),
+    "int": Kind(int, _encode_int, decode_int, lambda array: int(array.item())),
+    "float": Kind(float, encode_float, decode_float, lambda array: float(array.item())),
+    "complex": Kind(complex, _encode_complex, _decode_complex, lambda array: complex(array.item())),
+    "str": Kind(str, str, str, lambda array: array.tobytes().decode("utf-8", "surrogatepass"), _is_raw),
+    "bytes": Kind(bytes, encode_bytes, decode_bytes, lambda array: array.tobytes(), _is_raw),
 }
 """Every kind of leaf; "key" is a typed PRNG key, which is stored as its raw data."""
 

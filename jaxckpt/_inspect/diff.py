@@ -36,20 +36,20 @@ class LeafDelta:
 
     a: str
     """Kind, dtype and shape in a, such as "jax float32[8, 4]"; for a PRNG key "threefry2x32 uint32[2]", its raw data;
-    for a value of Python's its kind, such as "int"; empty where a lacks it."""
+    for a value of Python's its kind, such as "int"; empty if a lacks it."""
 
     b: str
     """The same in b."""
 
     size: int = 0
-    """Elements that were compared; 0 where the shapes differ, one is a value of Python's and the other an array, or one
+    """Elements that were compared; 0 if the shapes differ, one is a value of Python's and the other an array, or one
     is missing."""
 
     differing: int = 0
-    """Elements that differ: in any bit where the dtypes are equal, else in value."""
+    """Elements that differ: in any bit if the dtypes are equal, else in value."""
 
     max_abs: float = 0.0
-    """The greatest |a − b|, in float64; inf where only one of two is NaN, or they are infinities of two signs, or it is
+    """The greatest |a − b|, in float64; inf if only one of two is NaN, or they are infinities of two signs, or it is
     beyond float64. 0 for texts."""
 
     max_rel: float = 0.0
@@ -149,7 +149,7 @@ def diff(
         (False, 1, 0.5)
     """
     options = given(options)
-    # Two buffers of each box, and what reading takes besides.
+    # Two buffers of each box, and what else reading takes.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
     either = a.leaves | b.leaves
@@ -241,7 +241,7 @@ def _as_array(value: Any) -> Array:
 
 
 def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
-    """A leaf's differences with those of one more part."""
+    """A leaf's differences with those of one more box."""
     a, b = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.size, _TOGETHER):  # in float64 and with all that lies between, each takes 100 bytes
         leaf = _with_few(leaf, a[start : start + _TOGETHER], b[start : start + _TOGETHER])

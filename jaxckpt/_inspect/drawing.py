@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxckpt._format.grid import Spec, show_axes, show_spec
+from jaxckpt._format.grid import Spec, pieces_along, show_axes, show_spec
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._runtime.progress import show_bytes
 
@@ -28,7 +28,7 @@ COLOURS: tuple[str, ...] = (
     "#bbcc33",
     "#aaaa00",
 )
-"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can tell them apart,
+"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can distinguish them,
 and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 _GREY = "#cccccc"
@@ -63,8 +63,8 @@ def element(tag: str, *children: str, **attributes: str | float) -> Markup:
     return Markup(f"<{tag}{written}>{inside}</{tag}>")
 
 
-def joined(parts: Iterable[Markup]) -> Markup:
-    return Markup("".join(parts))
+def joined(pieces: Iterable[Markup]) -> Markup:
+    return Markup("".join(pieces))
 
 
 def _number(value: float) -> str:
@@ -128,9 +128,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1
     return element("div", element("table", *lines), class_="wide")
 
 
-def notebook(*parts: Markup) -> Markup:
+def notebook(*drawings: Markup) -> Markup:
     """Drawings as a notebook shows them."""
-    return element("div", element("style", Markup(_NOTEBOOK)), *parts, class_="jaxckpt")
+    return element("div", element("style", Markup(_NOTEBOOK)), *drawings, class_="jaxckpt")
 
 
 def clipped(text: str, most: int) -> str:
@@ -152,11 +152,11 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
     box has its index along each dimension in `data-box`, for pages that know the leaf's shape.
     """
     axes = mesh.axes if mesh is not None else {}
-    parts = [math.prod(axes[axis] for axis in (spec[dim] if dim < len(spec) else ())) for dim in range(rank)]
-    cut = [dim for dim, count in enumerate(parts) if count > 1]
+    pieces = pieces_along(axes, spec, rank)
+    cut = [dim for dim, count in enumerate(pieces) if count > 1]
     across = cut[-1:] if len(cut) > 1 or cut == [rank - 1] else []
     down = [dim for dim in cut if dim not in across]
-    columns, rows = (math.prod(parts[dim] for dim in dims) for dims in (across, down))
+    columns, rows = (math.prod(pieces[dim] for dim in dims) for dims in (across, down))
     left, top = (16 if down else 0), (16 if across else 0)
     x_at, x_gap = _places(columns, LAYOUT_WIDTH - left)
     height = 34 if rows <= 4 else 30
@@ -165,7 +165,9 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
     drawn: list[Markup] = []
     for row, (y, tall) in y_at.items():
         for column, (x, wide) in x_at.items():
-            index = _unravelled(row, [parts[dim] for dim in down]) + _unravelled(column, [parts[dim] for dim in across])
+            index = _unravelled(row, [pieces[dim] for dim in down]) + _unravelled(
+                column, [pieces[dim] for dim in across]
+            )
             box = dict(zip([*down, *across], index, strict=True))
             held = holders(box)
             number = row * columns + column
@@ -174,19 +176,15 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
             drawn.append(
                 _box(left + x, top + y, wide, tall, colour, held, where, [box.get(dim, 0) for dim in range(rank)])
             )
-    drawn.extend(
-        _text(left + x, top + y_at[0][0] + y_at[0][1] / 2 + 4, "⋯", text_anchor="middle")
-        for x in ([x_gap] if x_gap else [])
-    )
-    drawn.extend(
-        _text(left + x_at[0][0] + x_at[0][1] / 2, top + y + 4, "⋮", text_anchor="middle")
-        for y in ([y_gap] if y_gap else [])
-    )
+    if x_gap:
+        drawn.append(_text(left + x_gap, top + y_at[0][0] + y_at[0][1] / 2 + 4, "⋯", text_anchor="middle"))
+    if y_gap:
+        drawn.append(_text(left + x_at[0][0] + x_at[0][1] / 2, top + y_gap + 4, "⋮", text_anchor="middle"))
     if across:
-        drawn.append(_text(left, 11, _cut_by(across, parts, spec, 44), class_="dim"))
+        drawn.append(_text(left, 11, _cut_by(across, pieces, spec, 44), class_="dim"))
     last = max(y + tall for y, tall in y_at.values())
     if down:
-        text = _cut_by(down, parts, spec, max(6, int(last / 6)))
+        text = _cut_by(down, pieces, spec, max(6, int(last / 6)))
         drawn.append(_text(-(top + last), 11, text, transform="rotate(-90)", class_="dim"))
     said = f"{show_spec(spec)} on {show_axes(axes)}" if mesh is not None else where
     return _svg(str(LAYOUT_WIDTH), top + last, clipped(f"layout: {said}", 200), *drawn)
@@ -204,18 +202,16 @@ def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], fl
     return first | last, 5 * each + gap / 2
 
 
-def _cut_by(dims: Sequence[int], parts: Sequence[int], spec: Spec, most: int) -> str:
-    text = ", ".join(f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({parts[dim]})" for dim in dims)
+def _cut_by(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -> str:
+    text = ", ".join(
+        f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({pieces[dim]})" for dim in dims
+    )
     return clipped(text, most)
 
 
 def _unravelled(number: int, counts: Sequence[int]) -> list[int]:
     """The index of an element in an array with these sides, from its number in row-major order."""
-    index: list[int] = []
-    for count in reversed(counts):
-        number, at = divmod(number, count)
-        index.append(at)
-    return index[::-1]
+    return [int(at) for at in np.unravel_index(number, tuple(counts))]
 
 
 class _Holders:
@@ -289,13 +285,11 @@ def show_ids(ids: Sequence[int], most: int = 4) -> str:
 
 def show_cuts(shape: Sequence[int], spec: Spec, axes: Mapping[str, int]) -> list[str]:
     """How each dimension is split: "dim 0: 4096 = 2 × 2048 by data"."""
-    cuts: list[str] = []
-    for dim, length in enumerate(shape):
-        names = spec[dim] if dim < len(spec) else ()
-        count = math.prod(axes[name] for name in names)
-        cut = f" = {count} × {length // count} by {', '.join(names)}" if count > 1 else ", whole"
-        cuts.append(f"dim {dim}: {length}{cut}")
-    return cuts
+    return [
+        f"dim {dim}: {length}"
+        + (f" = {count} × {length // count} by {', '.join(spec[dim])}" if count > 1 else ", whole")
+        for dim, (length, count) in enumerate(zip(shape, pieces_along(axes, spec, len(shape)), strict=True))
+    ]
 
 
 # Bars -----------------------------------------------------------------------------------------------------
@@ -307,7 +301,7 @@ class Bar:
 
     label: str
     figure: str
-    parts: tuple[tuple[int | None, float, str], ...]
+    sections: tuple[tuple[int | None, float, str], ...]
     """(colour, fraction of the whole width, what it is) from left to right."""
 
 
@@ -324,7 +318,7 @@ def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup
         drawn.append(_text(0, y + 12, bar.label))
         drawn.append(_text("100%", y + 12, bar.figure, text_anchor="end"))
         at = 0.0
-        for colour, fraction, title in bar.parts:
+        for colour, fraction, title in bar.sections:
             place = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
             drawn.append(element("rect", element("title", title), **place, **_filled(colour)))
             at += fraction
@@ -350,12 +344,12 @@ def byte_bars(sizes: Mapping[str, int], most: int = 12) -> Markup:
         opened = max(fitting, key=lambda path: totals[path])
         shown = shown - {opened} | set(children[opened])
     total = max(1, sum(sizes.values()))
-    found = sorted(((path, totals[path]) for path in shown if totals[path]), key=lambda item: (-item[1], item[0]))
-    if len(found) > most:
-        found[most - 1 :] = [(f"… {len(found) - most + 1} more", sum(size for _, size in found[most - 1 :]))]
-    largest = max((size for _, size in found), default=1)
+    ranked = sorted(((path, totals[path]) for path in shown if totals[path]), key=lambda item: (-item[1], item[0]))
+    if len(ranked) > most:
+        ranked[most - 1 :] = [(f"… {len(ranked) - most + 1} more", sum(size for _, size in ranked[most - 1 :]))]
+    largest = max((size for _, size in ranked), default=1)
     lines = [
         Bar(clipped(path, 60), f"{show_bytes(size)}, {size / total:.1%}", ((0, size / largest, f"{path}: {size:,} B"),))
-        for path, size in found
+        for path, size in ranked
     ]
     return bars("Bytes by subtree", lines)

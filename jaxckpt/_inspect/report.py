@@ -19,7 +19,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import show_axes
+from jaxckpt._format.grid import pieces_along, show_axes
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.specs import Specs
 from jaxckpt._inspect.drawing import (
@@ -121,8 +121,8 @@ def report(
 def _page(*, title: str, header: Markup, sections: Markup, drawings: Markup, data: Mapping[str, Any]) -> str:
     page = importlib.resources.files("jaxckpt._inspect").joinpath("report.html").read_text(encoding="utf-8")
     own = [re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script")]
-    style, script = (_digest(found[1]) for found in own if found is not None)
-    parts = {
+    style, script = (_digest(match[1]) for match in own if match is not None)
+    texts = {
         "policy": f"default-src 'none'; style-src {style}; script-src {script}; base-uri 'none'; form-action 'none'",
         "title": html.escape(title),
         "header": header,
@@ -131,7 +131,7 @@ def _page(*, title: str, header: Markup, sections: Markup, drawings: Markup, dat
         # A script element ends where its text says so, whatever its type.
         "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], page)
 
 
 def _digest(text: str) -> str:
@@ -141,33 +141,6 @@ def _digest(text: str) -> str:
 # The leaves -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A layout as the page's script takes it."""
-
-    spec: str
-    on: str
-    cuts: list[str]
-    parts: list[int]
-    """Number of boxes along each dimension."""
-
-    drawing: int | None
-    """Number of its drawing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What leaves that are alike share."""
-
-    kind: str
-    dtype: str
-    shape: list[int]
-    bytes: int
-    stored: str
-    saved: _Layout | None
-    wanted: _Layout | None
-
-
 class _Drawings:
     """Each layout drawn once: leaves of any shape share the drawing of a spec on a mesh."""
 
@@ -175,14 +148,16 @@ class _Drawings:
         self._numbers: dict[Any, int] = {}
         self.templates: list[Markup] = []
 
-    def layout(self, where: Where, shape: Sequence[int]) -> _Layout:
+    def layout(self, where: Where, shape: Sequence[int]) -> dict[str, Any]:
+        """A layout as the page's script takes it."""
         axes = {} if where.mesh is None else where.mesh.axes
-        parts = [
-            math.prod(axes[name] for name in (where.split[dim] if dim < len(where.split) else ()))
-            for dim in range(len(shape))
-        ]
-        cuts = show_cuts(shape, where.split, axes) if where.mesh is not None else []
-        return _Layout(where.spec, where.on, cuts, parts, self._number(where, len(shape)))
+        return {
+            "spec": where.spec,
+            "on": where.on,
+            "cuts": show_cuts(shape, where.split, axes) if where.mesh is not None else [],
+            "pieces": pieces_along(axes, where.split, len(shape)),
+            "drawing": self._number(where, len(shape)),
+        }
 
     def _number(self, where: Where, rank: int) -> int | None:
         key = (id(where.mesh), where.split, where.on, rank)  # meshes outlive this
@@ -206,27 +181,28 @@ def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> 
         alike = (leaf.kind, leaf.stack, leaf.layout, leaf.impl, goal and (id(goal.mesh), goal.split, goal.on))
         if alike not in numbers:
             numbers[alike] = len(forms)
-            forms.append(asdict(_form(manifest, leaf, goal, drawings)))
+            forms.append(_form(manifest, leaf, goal, drawings))
         value = [] if leaf.value is None else [clipped(leaf.value, 200)]
         leaves.append([leaf.path, numbers[alike], *value])
     return {"leaves": leaves, "forms": forms}
 
 
-def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _Drawings) -> _Form:
+def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _Drawings) -> dict[str, Any]:
+    """What leaves that are alike share, as the page's script takes it."""
     if leaf.stack is None:
-        return _Form(leaf.kind, leaf.kind, [], 0, "", None, None)
+        return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
     stack = manifest.stacks[leaf.stack]
-    chunk, sides = ("×".join(map(str, found)) for found in (stack.chunk, stack.object))
+    chunk, sides = ("×".join(map(str, lengths)) for lengths in (stack.chunk, stack.object))
     rows = f"a row among {stack.rows}" if stack.rows > 1 else "alone"
-    return _Form(
-        kind=leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
-        dtype=stack.dtype,
-        shape=list(stack.shape),
-        bytes=manifest.leaf_bytes(leaf),
-        stored=f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}{', zstd' if stack.compression else ''}",
-        saved=drawings.layout(saved_where(manifest, leaf), stack.shape),
-        wanted=None if goal is None else drawings.layout(goal, stack.shape),
-    )
+    return {
+        "kind": leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
+        "dtype": stack.dtype,
+        "shape": list(stack.shape),
+        "bytes": manifest.leaf_bytes(leaf),
+        "stored": f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}{', zstd' if stack.compression else ''}",
+        "saved": drawings.layout(saved_where(manifest, leaf), stack.shape),
+        "wanted": None if goal is None else drawings.layout(goal, stack.shape),
+    }
 
 
 # Values ---------------------------------------------------------------------------------------------------
@@ -234,7 +210,7 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
 
 def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
     """The distribution of the values of each leaf of floating-point numbers, by the leaf's number."""
-    found: dict[int, dict[str, Any]] = {}
+    histograms: dict[int, dict[str, Any]] = {}
     # Half for what is read, half for its copies of other widths.
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
     leaves = [
@@ -244,13 +220,13 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
         if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating)
     ]
     n_bytes = sum(source.manifest.leaf_bytes(leaf) for _, leaf in leaves)
-    with reporting("report", n_bytes, options.progress) as tell:
+    with reporting("report", n_bytes, options.progress) as advance:
         for number, _ in leaves:
             values = _Values()
-            for slab in Stored(source, number, options, tell).slabs():
+            for slab in Stored(source, number, options, advance).slabs():
                 values.add(slab)
-            found[number] = values.summary()
-    return found
+            histograms[number] = values.summary()
+    return histograms
 
 
 class _Values:
@@ -268,12 +244,12 @@ class _Values:
         for begin in range(0, flat.size, _BLOCK):
             self._add(flat[begin : begin + _BLOCK].astype(np.float64))
 
-    def _add(self, block: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        values = block[np.isfinite(block)]
-        nan = int(np.isnan(block).sum())
+    def _add(self, some: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        values = some[np.isfinite(some)]
+        nan = int(np.isnan(some).sum())
         self._nan += nan
-        self._inf += block.size - values.size - nan
-        self._zero += block.size - int(np.count_nonzero(block))
+        self._inf += some.size - values.size - nan
+        self._zero += some.size - int(np.count_nonzero(some))
         if not values.size:
             return
         self._least, self._most = min(self._least, values.min()), max(self._most, values.max())
@@ -336,8 +312,8 @@ class _Values:
 def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
     arrays = [leaf for leaf in manifest.leaves if leaf.stack is not None]
     dtypes = collections.Counter[str]()
-    for stack, nbytes in zip(manifest.stacks, _stack_bytes(manifest), strict=True):
-        dtypes[stack.dtype] += nbytes
+    for stack in manifest.arrays:
+        dtypes[stack.dtype] += math.prod(stack.array_shape) * stack.itemsize
     figures = {
         "bytes": show_bytes(checkpoint.nbytes),
         "leaves": f"{len(manifest.leaves):,}",
@@ -356,10 +332,6 @@ def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
             definitions({name: figure for name, figure in figures.items() if figure}),
         ]
     )
-
-
-def _stack_bytes(manifest: Manifest) -> list[int]:
-    return [stack.rows * math.prod(stack.shape) * DTYPES[stack.dtype].itemsize for stack in manifest.stacks]
 
 
 def _save_section(manifest: Manifest) -> Markup:
@@ -430,12 +402,12 @@ def _about_section(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
     pairs = [
         element("dt", name) + element("dd", clipped(text, 2000), class_="mono") for name, text in facts.items() if text
     ]
-    parts = [element("dl", Markup("".join(pairs)), class_="facts")]
+    about = [element("dl", Markup("".join(pairs)), class_="facts")]
     if manifest.metadata is not None:
         text = json.dumps(manifest.metadata, ensure_ascii=False, indent=2)
-        parts += [element("h3", "metadata"), element("pre", clipped(text, _CLIPPED))]
-    return _section("About", *parts)
+        about += [element("h3", "metadata"), element("pre", clipped(text, _CLIPPED))]
+    return _section("About", *about)
 
 
-def _section(title: str, *parts: Markup) -> Markup:
-    return element("section", element("h2", title), *parts)
+def _section(title: str, *content: Markup) -> Markup:
+    return element("section", element("h2", title), *content)

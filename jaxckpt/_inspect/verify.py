@@ -1,4 +1,4 @@
-"""Checking a checkpoint: every file that the manifest names is there and is as it was saved."""
+"""Checking a checkpoint: every file that the manifest names exists and is as it was saved."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     Any process may call it alone; no JAX backend is started. Objects are read in parallel, some MiB of each at a time.
 
     Args:
-        path: Where `save` wrote. Of another checkpoint that `restore` takes, every byte is read and decoded: what its
-            format can tell is told, coverage and lengths at least, and checksums where it has some. Of a run's
-            directory, all steps are checked: one report, in which each object's name begins with its step's.
-        quick: Only whether every object is there and of its length, and the small files as they were: one look at
-            each file, or on an object store one request for each object's last byte.
+        path: Where `save` wrote. Of another checkpoint that `restore` takes, every byte is read and decoded:
+            coverage and lengths are checked, and checksums if its format has them. Of a run's directory, all steps are
+            checked: one report, in which each object's name begins with its step's.
+        quick: Check only that every object exists and has its length, and that the small files are as they were: one
+            look at each file, or on an object store one request for each object's last byte.
         options: `progress`, `manifest_sha256` and those of the storage; see `Options`.
 
     Returns:
@@ -137,7 +137,9 @@ def _verify_steps(path: str, steps: Sequence[Store], quick: bool, options: Optio
         path=path,
         quick=quick,
         problems=tuple(
-            replace(problem, object=f"{name}/{problem.object}") for name, found in reports for problem in found.problems
+            replace(problem, object=f"{name}/{problem.object}")
+            for name, report in reports
+            for problem in report.problems
         ),
         leaves=sum(report.leaves for _, report in reports),
         objects=sum(report.objects for _, report in reports),
@@ -178,8 +180,8 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
 
 
 def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
-    """Read all of it, box by box, and compare the checksums that its format keeps; what can be told without that was
-    told when it was opened."""
+    """Read all of it, box by box, and compare the checksums that its format keeps; what shows without that was
+    checked when it was opened."""
     manifest, problems, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
@@ -275,7 +277,7 @@ def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterato
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
         begun: deque[tuple[T, Future[list[Problem]]]] = deque()
         for file in files:
-            if len(begun) == 4 * _THREADS:  # there may be 500,000, and who interrupts waits for those that are begun
+            if len(begun) == 4 * _THREADS:  # there may be 500,000, and an interrupt waits for those that are begun
                 first, problems = begun.popleft()
                 yield first, problems.result()
             begun.append((file, threads.submit(check, file)))

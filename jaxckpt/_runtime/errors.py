@@ -18,7 +18,7 @@ JaxckptError
     ├── PeersDisagreeError             it saw another tree or another checkpoint
     └── PathNotSharedError             it does not see the path that process 0 sees
 
-Preempted (SystemExit)                 no error: the job was told to stop, and its last step is saved
+Preempted (SystemExit)                 no error: the job received a request to stop, and its last step is saved
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class PathNotSharedError(PeerError):
 
 
 class Preempted(SystemExit):
-    """The job was told to stop. Uncaught, it ends the program with status 143, as SIGTERM does."""
+    """The job received a request to stop. Uncaught, it ends the program with status 143, as SIGTERM does."""
 
     def __init__(self, message: str) -> None:
         super().__init__(128 + signal.SIGTERM)

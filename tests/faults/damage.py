@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import environment
+from processes import PROGRAMS, environment
 from reliability import Fault
 
 import jaxckpt
@@ -314,41 +314,13 @@ def within(box: Box, other: Box | None) -> bool:
 
 # Orbax ----------------------------------------------------------------------------------------------------
 
-_ORBAX = """
-import hashlib, sys, warnings
-warnings.simplefilter("ignore")
-import jax, ml_dtypes, numpy as np
-import orbax.checkpoint as ocp
-path, fresh = sys.argv[1], sys.argv[2] == "True"
-draw = np.random.default_rng(0)
-tree = {
-    "w": jax.numpy.asarray(draw.normal(size=(64, 64)).astype(np.float32)),
-    "half": jax.numpy.asarray(draw.normal(size=(20, 30)).astype(ml_dtypes.bfloat16)),
-    "small": draw.normal(size=24),
-    "step": 3,
-}
-def bits(tree):
-    return [(np.asarray(leaf).shape, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
-checkpointers = (ocp.StandardCheckpointer(), ocp.PyTreeCheckpointer())
-if fresh:
-    checkpointers[0].save(path, tree)
-    checkpointers[0].wait_until_finished()
-print("ready", flush=True)
-for number, line in enumerate(sys.stdin):
-    try:
-        found = checkpointers[number % 2].restore(path)
-        print("true bits" if bits(found) == bits(tree) else "other values", flush=True)
-    except Exception:
-        print("error", flush=True)
-"""
-
 
 class OrbaxReader:
     """A process that reads a checkpoint of Orbax's each time it is told to, and saves it first where there is none."""
 
     def __init__(self, path: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _ORBAX, str(path), str(not path.exists())],
+            [sys.executable, PROGRAMS / "orbax_reader.py", str(path), str(not path.exists())],
             env=environment(1),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

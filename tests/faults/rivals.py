@@ -14,34 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from processes import environment
+from processes import PROGRAMS, environment
 
 import jaxckpt
-
-_BEGIN = """
-import json, os, signal, sys, time
-import numpy as np
-
-def tree(version):
-    leaves = [np.full(999, version), np.full(999, -version)]
-    return {"version": np.full((), version), "a": np.full((64, 64), version), "b": leaves}
-
-def serve(prepare, save, passed):
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        ready = prepare(asked)
-        print(json.dumps("prepared"), flush=True)
-        while time.time() < asked.get("start", 0):
-            pass
-        try:
-            save(asked, ready)
-            said = "saved"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        passed(asked)
-        print(json.dumps(said), flush=True)
-"""
 
 # The moments of a save at which it can be told to stop, each the call of a function.
 MOMENTS = {
@@ -56,68 +31,10 @@ MOMENTS = {
     "tidying up": ("_save.claim.Claim", "release"),
 }
 
-JAXCKPT = (
-    _BEGIN
-    + f"MOMENTS = {MOMENTS!r}"
-    + """
-import operator
-import jaxckpt
-from jaxckpt._save import claim as _claim
-from jaxckpt._storage import files as _files
-from jaxckpt._storage import folder as _folder
-from jaxckpt._save import save as _save
-
-def stop_at(owner, name):
-    original = getattr(owner, name)
-    def stop(*args, **named):
-        setattr(owner, name, original)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return original(*args, **named)
-    setattr(owner, name, stop)
-    return lambda: setattr(owner, name, original)
-
-def prepare(asked):
-    if "stop_at" not in asked:
-        return lambda: None
-    path, name = MOMENTS[asked["stop_at"]]
-    return stop_at(operator.attrgetter(path)(jaxckpt), name)
-
-def save(asked, restore):
-    try:
-        options = jaxckpt.Options(sync=asked["sync"], chunk_bytes=4096, object_bytes=16384)
-        jaxckpt.save(asked["path"], tree(asked["version"]), overwrite=asked["overwrite"], options=options)
-    finally:
-        restore()
-
-serve(prepare, save, lambda asked: None)
-"""
-)
-
-ORBAX_MANAGER = (
-    _BEGIN
-    + """
-import orbax.checkpoint as ocp
-
-def save(asked, manager):
-    manager.save(1, args=ocp.args.StandardSave(tree(asked["version"])))
-    manager.wait_until_finished()
-
-serve(lambda asked: ocp.CheckpointManager(asked["path"]), save, lambda asked: None)
-"""
-)
-
-ORBAX_CHECKPOINTER = (
-    _BEGIN
-    + """
-import orbax.checkpoint as ocp
-
-def save(asked, checkpointer):
-    checkpointer.save(asked["path"], tree(asked["version"]), force=asked["overwrite"])
-    checkpointer.wait_until_finished()
-
-serve(lambda asked: ocp.StandardCheckpointer(), save, lambda asked: None)
-"""
-)
+JAXCKPT = "rival_jaxckpt"
+ORBAX_MANAGER = "rival_orbax_manager"
+ORBAX_CHECKPOINTER = "rival_orbax_checkpointer"
+"""Programs."""
 
 
 def version(number: int) -> dict[str, Any]:
@@ -150,7 +67,7 @@ class Saver:
     def __init__(self, program: str = JAXCKPT) -> None:
         self._lines = queue.SimpleQueue[str]()
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program],
+            [sys.executable, "-W", "ignore", PROGRAMS / f"{program}.py"],
             env=environment(1),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import victims
-from processes import environment
+from processes import PROGRAMS, environment
 from reliability import Fault
 from victims import Saver, version
 
@@ -20,48 +20,24 @@ import jaxckpt
 
 pytestmark = pytest.mark.child
 
-FILL = """
-import errno, json, os, subprocess, sys
-import jaxckpt, victims
-where, cases = sys.argv[1], json.loads(sys.argv[2])
-path = f"{where}/ckpt"
-
-def limit(what):
-    subprocess.run(["mount", "-o", f"remount,{what}", where], check=True, timeout=60)
-
-def used():
-    found = os.statvfs(where)
-    return found.f_blocks - found.f_bfree, found.f_files - found.f_ffree
-
-for kind, more, how in cases:
-    limit("size=64m,nr_inodes=100000")
-    if not os.path.exists(path) or victims.version_at(path) != 1:
-        jaxckpt.save(path, victims.version(1), overwrite=True, options=victims.OPTIONS)
-    pages, inodes = before = used()
-    limit(f"size={(pages + more) * 4096}" if kind == "pages" else f"nr_inodes={inodes + more}")
-    save = jaxckpt.save if how == "save" else lambda *args, **named: jaxckpt.save_async(*args, **named).wait()
-    try:
-        save(path, victims.version(2), overwrite=True, options=victims.OPTIONS)
-    except jaxckpt.StorageError as error:
-        assert error.errno == errno.ENOSPC, error
-        assert victims.version_at(path) == 1
-        assert used() == before, (used(), before)
-        print("ENOSPC, the old one is there")
-    else:
-        assert victims.version_at(path) == 2
-        print("there was room")
-"""
-
 
 def in_a_mount(folder: Path, options: str, program: str, *args: str) -> str:
-    """What a program prints in a namespace of its own, where a small file system is mounted at a folder."""
+    """What one of `programs` prints in a namespace of its own, where a small file system is mounted at a folder."""
     mount = f'mount -t tmpfs -o {options} none "$0"'
     unshare = [shutil.which("unshare") or "false", "-m", "sh", "-c"]
     if subprocess.run([*unshare, mount, str(folder)], capture_output=True, check=False).returncode:
         pytest.skip("a file system of its own cannot be mounted here (needs root, and unshare)")
     done = subprocess.run(
-        [*unshare, f'{mount} && exec "$@"', str(folder), sys.executable, "-c", program, str(folder), *args],
-        env=environment(1, {"PYTHONPATH": victims.PYTHONPATH}),
+        [
+            *unshare,
+            f'{mount} && exec "$@"',
+            str(folder),
+            sys.executable,
+            PROGRAMS / f"{program}.py",
+            str(folder),
+            *args,
+        ],
+        env=environment(1),
         capture_output=True,
         text=True,
         timeout=280,
@@ -84,20 +60,10 @@ def test_a_disk_that_fills_up(fault: Fault, tmp_path: Path) -> None:
         for kind, most in (("pages", 64), ("inodes", 40))
         for more in range(1, most)
     ]
-    said = in_a_mount(tmp_path, "size=64m", FILL, json.dumps(list(fault.rounds(cases)))).splitlines()
+    said = in_a_mount(tmp_path, "size=64m", "fill_a_disk", json.dumps(list(fault.rounds(cases)))).splitlines()
     assert {"ENOSPC, the old one is there", "there was room"} == set(said)
     for end in said:
         fault.saw(end)
-
-
-REFUSED = """
-import sys
-import victims
-try:
-    victims.save_where_refused(print, sys.argv[1] + "/ckpt", sys.argv[2], None)
-except victims.jaxckpt.StorageError as error:
-    print(error.errno)
-"""
 
 
 @pytest.mark.fault(
@@ -115,7 +81,7 @@ def test_where_it_may_not_write(fault: Fault, tmp_path: Path) -> None:
     cases = [(kind, how) for how in hows for kind in ("closed", "old", "mounted") if (kind, how) != ("old", hows[2])]
     for kind, how in fault.rounds(cases):
         if kind == "mounted":
-            (code,) = in_a_mount(tmp_path / kind, "ro", REFUSED, how).splitlines()
+            (code,) = in_a_mount(tmp_path / kind, "ro", "save_where_refused", how).splitlines()
             assert int(code) == errno.EROFS
             fault.saw("StorageError EROFS")
             continue

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import victims
-from processes import environment
+from processes import PROGRAMS, environment
 from reliability import Fault
 from victims import SECONDS, Saver, version_at, versions_in
 
@@ -43,32 +43,6 @@ def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
         last[name] = found
 
 
-TOLD = """
-import os, signal, sys
-import jaxckpt, victims
-how, path, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if how == "a handler that exits":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-jaxckpt.save("memory://warm", {"x": 1})
-print("ready", flush=True)
-if how == "Checkpointer":
-    with jaxckpt.Checkpointer(path, keep_last=2, options=victims.OPTIONS) as checkpoints:
-        for step in range(first, first + 1_000_000):
-            try:
-                checkpoints.save(step, victims.version(step))
-            except jaxckpt.Preempted as told:
-                print("saved", step, flush=True)
-                assert f"step {step} is saved" in str(told)
-                raise
-            print("listens", flush=True)
-else:
-    for number in range(first, first + 1_000_000):
-        pending = jaxckpt.save_async(path, victims.version(number), overwrite=True, options=victims.OPTIONS)
-        pending.wait()
-        os.write(1, f"saved {number}\\n".encode())
-"""
-
-
 @pytest.mark.fault(
     18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=3, full=90
 )
@@ -80,8 +54,8 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
         how = hows[number % 3]
         path = tmp_path / how.replace(" ", "-")
         child = subprocess.Popen(
-            [sys.executable, "-c", TOLD, how, str(path), str(last[how] + 1)],
-            env=environment(1, {"PYTHONPATH": victims.PYTHONPATH}),
+            [sys.executable, PROGRAMS / "stopped_savers.py", how, str(path), str(last[how] + 1)],
+            env=environment(1),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peers
 import processes
 import pytest
-from processes import Finished, RunProcesses
+from phases import PHASES
+from processes import PROGRAMS, Finished, RunProcesses
 from reliability import Fault
 
 import jaxckpt
@@ -57,11 +57,13 @@ def names(said: str, processes: list[int]) -> bool:
     15, "one of 4 processes is killed at each phase", "the others raise in time, naming it", quick=2, full=None
 )
 def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
-    for number, (victim, phase) in enumerate(fault.rounds(list(itertools.product((0, 2), peers.PHASES)))):
+    for number, (victim, phase) in enumerate(fault.rounds(list(itertools.product((0, 2), PHASES)))):
         folder = tmp_path / str(number)
         folder.mkdir()
         args = {**places(folder), "victim": victim, "phase": phase, "timeout": TIMEOUT, "stop": False}
-        done = run_processes(peers.KILLED, processes=PEERS, devices_per_process=1, args=args, timeout=90, check=False)
+        done = run_processes(
+            PROGRAMS / "peers_killed.py", processes=PEERS, devices_per_process=1, args=args, timeout=90, check=False
+        )
         assert done[victim].returncode == -9, str(done[victim])
         others = [one for process, one in enumerate(done) if process != victim]
         there = versions(folder / "ckpt")
@@ -95,11 +97,11 @@ def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path
 )
 def test_some_are_stopped(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
     victims = ([2], [0], [1, 3], [1, 2, 3])
-    cases = [(phase, who) for who in victims for phase in peers.PHASES if who != [0] or phase != "publishing"]
+    cases = [(phase, who) for who in victims for phase in PHASES if who != [0] or phase != "publishing"]
     rounds = list(fault.rounds(cases))
     args = {**places(tmp_path), "rounds": rounds, "timeout": TIMEOUT}
     done = run_processes(
-        peers.STOPPED, processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds)
+        PROGRAMS / "peers_stopped.py", processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds)
     )
     for number, ((phase, who), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
         said = [entry["said"] for process, entry in enumerate(every) if process not in who]
@@ -131,7 +133,9 @@ def test_one_is_stopped_with_the_default_timeout(fault: Fault, run_processes: Ru
         folder.mkdir()
         timeout = jaxckpt.Options().timeout_seconds
         args = {**places(folder), "victim": victim, "phase": "writing", "timeout": timeout, "stop": True}
-        done = run_processes(peers.KILLED, processes=PEERS, devices_per_process=1, args=args, timeout=150, check=False)
+        done = run_processes(
+            PROGRAMS / "peers_killed.py", processes=PEERS, devices_per_process=1, args=args, timeout=150, check=False
+        )
         others = [told(one) for process, one in enumerate(done) if process != victim]
         if all(said and names(said[0]["said"], [victim]) for said in others) and versions(folder / "ckpt") == [1]:
             fault.saw("the others raise, naming it")
@@ -147,7 +151,7 @@ def test_one_has_no_space(fault: Fault, run_processes: RunProcesses, tmp_path: P
     rounds = list(fault.rounds(cases))
     args = {**places(tmp_path), "rounds": rounds}
     done = run_processes(
-        peers.REFUSED, processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds)
+        PROGRAMS / "peers_refused.py", processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds)
     )
     for number, ((call, _, victim), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
         count_refusal(fault, f"{call} of process {victim}", number, every, [victim])
@@ -159,13 +163,6 @@ def test_the_file_system_fills_up(fault: Fault, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     args = {**places(tmp_path), "path": str(small / "ckpt"), "rounds": rounds}
-    program = f"""
-import sys; sys.path[:0] = {sys.path[:2]!r}; sys.path.insert(0, {str(processes.SUPPORT)!r})
-import json, processes
-code, args, limit = json.loads(sys.stdin.read())
-done = processes.run_processes(code, processes={PEERS}, devices_per_process=1, args=args, timeout=limit)
-print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in done]))
-"""
     mount = f"mount -t tmpfs -o size=4m none {small}"
     if (
         UNSHARE is None
@@ -174,8 +171,9 @@ print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in done]))
         pytest.skip("a tmpfs of its own cannot be mounted here (needs root)")
     limit = 60 + 20 * len(rounds)
     ran = subprocess.run(
-        [UNSHARE, "-m", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, program],
-        input=json.dumps([peers.FULL, args, limit]),
+        [UNSHARE, "-m", "sh", "-c", f'{mount} && exec "$0" "$1"', sys.executable, PROGRAMS / "run_job.py"],
+        input=json.dumps(["peers_full", PEERS, args, limit]),
+        env=processes.environment(1),
         capture_output=True,
         text=True,
         timeout=limit + 30,
@@ -223,7 +221,13 @@ def test_one_lives_but_does_not_keep_step(fault: Fault, run_processes: RunProces
         fault.rounds([(one, victim) for victim in (2, 0) for one in what if one != "makes no call" or victim])
     )
     args = {**places(tmp_path), "rounds": rounds, "timeout": 1.5}
-    done = run_processes(peers.LIVE, processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds))
+    done = run_processes(
+        PROGRAMS / "peers_out_of_step.py",
+        processes=PEERS,
+        devices_per_process=1,
+        args=args,
+        timeout=60 + 20 * len(rounds),
+    )
     for number, ((one, victim), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
         others = [entry["said"] for process, entry in enumerate(every) if process != victim]
         there, slow = every[0]["there"], one.startswith("slow")

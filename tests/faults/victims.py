@@ -41,9 +41,6 @@ OPTIONS = jaxckpt.Options(chunk_bytes=4096, object_bytes=16384)
 SECONDS = 60.0
 """How long a test waits for a child process, at most."""
 
-PYTHONPATH = os.pathsep.join(map(str, [Path(__file__).parent, processes.SUPPORT, processes.ROOT]))
-"""For processes that import this module, or the library."""
-
 Say = Callable[[Any], None]
 
 
@@ -214,7 +211,7 @@ _CONTEXT.set_forkserver_preload(["victims"])
 @functools.cache
 def _begin_server() -> None:
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server does not take over sys.path
-        patch.setenv("PYTHONPATH", os.pathsep.join([PYTHONPATH, os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", processes.PYTHONPATH)
         multiprocessing.forkserver.ensure_running()
 
 

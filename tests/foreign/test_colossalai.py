@@ -157,9 +157,9 @@ def test_an_index_that_does_not_fit_is_told(folder: Path, tmp_path: Path) -> Non
     path = copy / "pytorch_model.bin.index.json"
     record = json.loads(path.read_text())
     for weight_map, told in (
-        ({**record["weight_map"], "more": "pytorch_model-00001.bin"}, "'more' is in the index but not there"),
+        ({**record["weight_map"], "more": "pytorch_model-00001.bin"}, "'more' is in the index but not in the file"),
         ({**record["weight_map"], "more": "../pytorch_model-00001.bin"}, "outside of its folder"),
-        (dict(list(record["weight_map"].items())[1:]), "'embed.weight' is there but not in the index"),
+        (dict(list(record["weight_map"].items())[1:]), "'embed.weight' is in the file but not in the index"),
         ({"a": 1}, "is damaged"),
     ):
         path.write_text(json.dumps({**record, "weight_map": weight_map}))

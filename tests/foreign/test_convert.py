@@ -286,8 +286,8 @@ def test_an_index_that_tells_something_else_is_refused(tmp_path: Path) -> None:
     numpy.save_file({"a": np.zeros(3), "b": np.ones(2)}, tmp_path / "1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     for weights, told in (
-        ({"a": "1.safetensors"}, "'b' is there but not in the index"),
-        ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not there"),
+        ({"a": "1.safetensors"}, "'b' is in the file but not in the index"),
+        ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not in the file"),
         ({"b": "2.safetensors"}, "2.safetensors', which is not in its folder"),
         ({"a": "../1.safetensors"}, "of its folder"),
     ):
@@ -483,22 +483,9 @@ def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path, to: st
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     format = "orbax" if to == "to" else None
     jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format)
-    killed = f"""
-import os, signal
-import jaxckpt
-rename, called = os.rename, []
-def kill(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-def second(a, b):
-    rename(a, b) if not called else kill()
-    called.append(1)
-if {at!r} == "write":
-    os.fsync = kill
-else:
-    os.rename, os.replace = second, kill
-jaxckpt.convert({str(tmp_path / "from")!r}, {str(tmp_path / to)!r}, format={format!r}, overwrite=True)
-"""
-    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    args = [str(tmp_path / "from"), str(tmp_path / to), format or "", at]
+    command = [sys.executable, processes.PROGRAMS / "killed_conversion.py", *args]
+    assert subprocess.run(command, env=processes.environment(1), timeout=120, check=False).returncode == -9
     assert any("-convert-" in name for name in os.listdir(tmp_path))
     # One that fails puts back what was there.
     jaxckpt.save(tmp_path / "bad", {"w": b"bytes"})
@@ -562,46 +549,19 @@ def test_slabs_are_all_of_it_in_order(tmp_path: Path, shape: tuple[int, ...]) ->
         assert all(slab.nbytes <= max(host_bytes // 4, 64) for slab in slabs)
 
 
-MEMORY = """
-import resource, sys
-import jaxckpt
-options = jaxckpt.Options(host_bytes=32 << 20, object_bytes=16 << 20, sync=False)
-jaxckpt.convert("{small}", "{out}", format="{format}", overwrite=True, options=options)
-def peak():
-    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) << 10
-before = peak()
-jaxckpt.convert("{large}", "{out}", format="{format}", overwrite=True, options=options)
-print(peak() - before)
-"""
-
-
 @pytest.mark.parametrize("format", ["jaxckpt", "safetensors", "npz", "zarr"])
 def test_memory_is_bounded(tmp_path: Path, run_python: processes.RunPython, format: str) -> None:
     options = jaxckpt.Options(sync=False)
     jaxckpt.save(tmp_path / "small", {"w": np.zeros((512, 512), np.float32)}, options=options)
     jaxckpt.save(tmp_path / "large", {f"w{n}": np.zeros((6144, 2048), np.float32) for n in range(4)}, options=options)
     out = tmp_path / ("out.safetensors" if format == "safetensors" else "out")
-    program = MEMORY.format(small=tmp_path / "small", large=tmp_path / "large", out=out, format=format)
-    assert int(run_python(program)) < 64 << 20  # of 192 MiB; options.host_bytes are 32 MiB
+    args = [str(tmp_path / "small"), str(tmp_path / "large"), str(out), format]
+    limits = json.dumps({"host_bytes": 32 << 20, "object_bytes": 16 << 20, "sync": False})
+    printed = run_python(processes.PROGRAMS / "memory_of_a_conversion.py", args=[*args, limits])
+    assert int(printed) < 64 << 20  # of 192 MiB; options.host_bytes are 32 MiB
 
 
 # Several processes ----------------------------------------------------------------------------------------
-
-JOB = """
-import json, numpy as np, jax, jaxckpt
-from jax.sharding import Mesh, PartitionSpec as P
-
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-restored = jaxckpt.restore(args["file"], mesh=mesh, specs=P("data", "model"))
-for n in range(3):
-    for shard in restored[f"w{n}"].addressable_shards:
-        wanted = np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32)[shard.index]
-        assert np.array_equal(shard.data, wanted)
-jaxckpt.convert(args["file"], args["to"], mesh_shape={"data": 2, "model": 4}, specs=P("data"))
-again = jaxckpt.restore(args["to"], mesh=mesh)
-assert again["w1"].sharding.spec == P("data")
-print(len(restored["w0"].addressable_shards))
-"""
 
 
 def test_every_process_reads_its_own_of_a_foreign_file_and_one_converts(
@@ -611,7 +571,7 @@ def test_every_process_reads_its_own_of_a_foreign_file_and_one_converts(
     jaxckpt.save(tmp_path / "from", tree)
     jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
     arguments = {"file": str(tmp_path / "w.safetensors"), "to": str(tmp_path / "to")}
-    done = run_processes(JOB, processes=2, devices_per_process=4, args=arguments)
+    done = run_processes(processes.PROGRAMS / "convert_in_two.py", processes=2, devices_per_process=4, args=arguments)
     assert [one.stdout.split() for one in done] == [["4"], ["4"]]
     assert jaxckpt.diff(tmp_path / "from", tmp_path / "to").leaves[0].differing == 0
 

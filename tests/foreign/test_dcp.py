@@ -94,35 +94,9 @@ def test_every_bit_comes_back_on_a_mesh(
     written: Written, run_python: processes.RunPython, count: int, kind: str, sides: tuple[int, int]
 ) -> None:
     """In a process of its own, where it is seen that torch is not imported."""
-    program = """
-        import sys
-        import jax, numpy as np
-        from jax.sharding import PartitionSpec as P
-        import jaxckpt, test_dcp
-        from pathlib import Path
-        jax.config.update("jax_enable_x64", True)
-        folder, kind, *sides = sys.argv[1:]
-        mesh = jax.make_mesh(tuple(map(int, sides)), ("x", "y"), devices=jax.devices()[: int(sides[0]) * int(sides[1])])
-        tree = jaxckpt.restore(
-            Path(folder, kind),
-            mesh=mesh,
-            specs=lambda path, leaf: P("x", "y") if len(leaf.shape) == 2 else P(),
-            select=test_dcp.but_opaque,
-            options=jaxckpt.Options(indivisible="replicate"),
-        )
-        split = 0
-        for path, wanted in test_dcp.expected(Path(folder), kind).items():
-            found = test_dcp.at(tree, path)
-            assert isinstance(found, jax.Array), path
-            assert test_dcp.same(found, wanted), path
-            split += not found.sharding.is_fully_replicated
-        assert split >= 2, split
-        assert "torch" not in sys.modules
-        print("read")
-    """
-    env = {"PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parent, processes.SUPPORT, processes.ROOT]))}
+    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), processes.PYTHONPATH])}
     args = [str(written(count)), kind, *map(str, sides)]
-    assert run_python(program, args=args, env=env).strip() == "read"
+    assert run_python(processes.PROGRAMS / "dcp_restore.py", args=args, env=env).strip() == "read"
 
 
 def test_python_objects_and_containers_come_back(written: Written) -> None:
@@ -162,110 +136,7 @@ def test_the_steps_between(written: Written, tmp_path: Path) -> None:
 
 # Damaged --------------------------------------------------------------------------------------------------
 
-DAMAGE = """
-import pickle, shutil, sys
-from dataclasses import replace
-from pathlib import Path
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-
-source, target = map(Path, sys.argv[1:])
-NAME = "model.0.weight"
-
-def damaged(name):
-    def write(change):
-        folder = target / name
-        shutil.copytree(source, folder)
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-        change(metadata, metadata.state_dict_metadata[NAME], metadata.storage_data)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    return write
-
-def place(storage, **changes):
-    for index, info in storage.items():
-        if index.fqn == NAME:
-            storage[index] = replace(info, **changes)
-
-@damaged("hole")
-def _(metadata, item, storage):
-    del item.chunks[-1]
-
-@damaged("overlap")
-def _(metadata, item, storage):
-    item.chunks[0].sizes = torch.Size([13, 12])
-
-@damaged("beyond")
-def _(metadata, item, storage):
-    item.size = torch.Size([20, 12])
-
-@damaged("huge")
-def _(metadata, item, storage):
-    item.size = torch.Size([1 << 40, 12])
-    item.chunks[:] = [replace(item.chunks[0], sizes=item.size)]
-
-@damaged("another dtype")
-def _(metadata, item, storage):
-    item.properties.dtype = torch.int32
-
-@damaged("another shape")
-def _(metadata, item, storage):
-    item.size = torch.Size([24, 6])
-    for chunk in item.chunks:
-        chunk.sizes = torch.Size([12, 6])
-
-@damaged("nowhere")
-def _(metadata, item, storage):
-    for index in [index for index in storage if index.fqn == NAME]:
-        del storage[index]
-
-@damaged("upwards")
-def _(metadata, item, storage):
-    place(storage, relative_path="../hole/__0_0.distcp")
-
-@damaged("absolute")
-def _(metadata, item, storage):
-    place(storage, relative_path="/etc/passwd")
-
-@damaged("long")
-def _(metadata, item, storage):
-    place(storage, length=1 << 40)
-
-@damaged("encoded")
-def _(metadata, item, storage):
-    place(storage, transform_descriptors=["zstd"])
-
-@damaged("elsewhere")
-def _(metadata, item, storage):
-    place(storage, offset=100)
-
-@damaged("list")
-def _(metadata, item, storage):
-    metadata.planner_data[NAME] = ("optimizer", "param_groups", 1 << 30)
-
-@damaged("negative")
-def _(metadata, item, storage):
-    place(storage, offset=-5)
-
-@damaged("path")
-def _(metadata, item, storage):
-    metadata.planner_data[NAME] = ("step", "below")
-
-@damaged("same path")
-def _(metadata, item, storage):
-    metadata.planner_data[NAME] = metadata.planner_data["step"]
-
-class Runs:
-    def __reduce__(self):
-        return __import__("os").system, (f"touch {target / 'run'}",)
-
-@damaged("hostile")
-def _(metadata, item, storage):
-    metadata.storage_meta = Runs()
-
-@damaged("hostile place")
-def _(metadata, item, storage):
-    place(storage, relative_path=Runs())
-"""
+DAMAGE = processes.PROGRAMS / "dcp_damage.py"
 
 
 @pytest.fixture(scope="session")
@@ -288,7 +159,7 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("long", r"distcp is \d+ bytes long, expected at least 1099"),
         ("list", r"the list .*param_groups' has the places"),
         ("negative", "an entry of its storage_data is damaged"),
-        ("path", "is there twice"),
+        ("path", "occurs twice"),
         ("same path", "two of its names have the path 'step'"),
         ("hostile place", "an entry of its storage_data is damaged"),
     ],
@@ -420,14 +291,7 @@ def test_each_file_of_megatron_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_newer_megatron_has_its_common_state_among_the_objects(tmp_path: Path) -> None:
-    """As its serialization.py saves it since common.pt is gone: an object of one shard, in a list."""
-    program = """
-        import sys, torch, torch.distributed.checkpoint as dcp
-        state = {"weight": torch.ones(2), "common_state/shard_0_1": [{"iteration": 7, "optimizer": {"lr": 0.1}}]}
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        dcp.save(state, checkpoint_id=sys.argv[1], no_dist=True, planner=planner)
-        """
-    processes.run_python(program, args=[str(tmp_path / "x")])
+    processes.run_python(processes.PROGRAMS / "newer_megatron.py", args=[str(tmp_path / "x")])
     (tmp_path / "x" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     found = jaxckpt.load_numpy(tmp_path / "x")
     assert {name: found[name] for name in ("iteration", "optimizer")} == {"iteration": 7, "optimizer": {"lr": 0.1}}

@@ -15,6 +15,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 from mindspore_files import DATA, TUTORIAL, ckpt, layout, map_parameter, strategy_json, strategy_protobuf, tutorial
+from strategies import damaged
 
 import jaxckpt
 from jaxckpt import DataError, InputError, JaxckptError, NotACheckpointError, TreeError
@@ -353,24 +354,17 @@ def test_a_json_strategy_tells_the_shape_too(tmp_path: Path) -> None:
 # Damage ---------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def damaged(draw: st.DrawFn, content: bytes) -> tuple[bytes, int]:
-    """A file that was cut, or in which a byte was changed; and which byte."""
-    at = draw(st.integers(0, len(content) - 1))
-    if draw(st.booleans()):
-        return content[:at], at
-    return content[:at] + bytes([content[at] ^ draw(st.integers(1, 255))]) + content[at + 1 :], at
-
-
 TENSORS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "text": np.array("ab"), "b": np.arange(3, dtype=np.int8)}
 CKPT = ckpt(TENSORS, slice_bytes=24)
 
 
 @given(damaged(CKPT))
 @settings(max_examples=400)
-def test_a_damaged_ckpt_gives_an_error_or_what_is_left(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
+def test_a_damaged_ckpt_gives_an_error_or_what_is_left(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.ckpt"
-    path.write_bytes(case[0])
+    path.write_bytes(content)
     try:
         found = jaxckpt.load_numpy(path)
     except JaxckptError:
@@ -379,7 +373,7 @@ def test_a_damaged_ckpt_gives_an_error_or_what_is_left(tmp_path_factory: pytest.
         if name in TENSORS and not isinstance(value, str):  # else its name was hit
             assert value.dtype == TENSORS[name].dtype
             assert value.shape == TENSORS[name].shape
-            assert (value.view(np.uint8) != TENSORS[name].view(np.uint8)).sum() <= (len(case[0]) == len(CKPT))
+            assert (value.view(np.uint8) != TENSORS[name].view(np.uint8)).sum() <= (len(content) == len(CKPT))
 
 
 @pytest.mark.slow
@@ -394,9 +388,7 @@ def test_a_damaged_strategy_gives_an_error_or_right_data(
         folder.mkdir()
         tutorial(folder)
     files = {rank: folder / f"node{rank}" / "net.ckpt" for rank in range(4)}
-    whole = FORMS[name](TUTORIAL)
-    content, _ = data.draw(damaged(whole))
-    (folder / name).write_bytes(content)
+    (folder / name).write_bytes(data.draw(damaged(FORMS[name](TUTORIAL))))
     try:
         found = jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=folder / name))
     except JaxckptError:

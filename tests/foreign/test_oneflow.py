@@ -325,10 +325,10 @@ def test_stages_of_a_pipeline_are_put_together(save: Save, tmp_path: Path) -> No
         ("out", None, "out is missing"),
         ("meta", None, "meta is missing"),
         ("meta", b"shape {\n  dim: 1000000000000\n}\ndata_type: kFloat\n", "expected 4000000000000 of"),
-        ("meta", b"shape {\n  dim: -2\n}\ndata_type: kFloat\n", "tells no shape"),
+        ("meta", b"shape {\n  dim: -2\n}\ndata_type: kFloat\n", "has no shape"),
         ("meta", b"shape {" + b"dim: 1 " * 5000 + b"} data_type: kFloat", "at most 30"),
-        ("meta", b"{" * 60_000, "tells no shape"),
-        ("meta", b"shape {" + b" " * 60_000, "tells no shape"),
+        ("meta", b"{" * 60_000, "has no shape"),
+        ("meta", b"shape {" + b" " * 60_000, "has no shape"),
     ],
 )
 @pytest.mark.timeout(60)

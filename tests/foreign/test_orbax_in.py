@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -18,26 +17,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
 from orbax.checkpoint.experimental import v1
+from orbax_states import Moments, mesh, on
 
 import jaxckpt
 from jaxckpt._foreign.convert import convert
 from jaxckpt._runtime.errors import CorruptError, DataError, JaxckptError, NotACheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax")
-
-Moments = collections.namedtuple("Moments", "mu nu")
-
-
-def mesh(*shape: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("data", "model"))
-
-
-def on(array: Any, spec: P) -> jax.Array:
-    return jax.device_put(array, NamedSharding(mesh(2, 4), spec))
 
 
 def state() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
+from orbax_states import mesh, on
+from processes import PROGRAMS
 
 import jaxckpt
 from jaxckpt._foreign.convert import convert
@@ -25,16 +26,6 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._runtime.errors import CheckpointExistsError, TreeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
-
-Moments = collections.namedtuple("Moments", "mu nu")
-
-
-def mesh(*shape: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("data", "model"))
-
-
-def on(array: Any, spec: P) -> jax.Array:
-    return jax.device_put(array, NamedSharding(mesh(2, 4), spec))
 
 
 def state() -> dict[str, Any]:
@@ -234,22 +225,11 @@ def test_it_looks_like_one_of_orbaxs_own(tmp_path: Path) -> None:
     assert mine["tree_metadata"].keys() == own["tree_metadata"].keys()
 
 
-MEMORY = """
-import resource, numpy as np, jaxckpt
-from jaxckpt._foreign.convert import convert
-jaxckpt.load_numpy({small!r})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert({source!r}, {destination!r}, format="orbax")
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
-"""
-
-
 def test_memory_is_bounded(tmp_path: Path, run_python: Callable[..., str]) -> None:
     """512 MiB, in two arrays; in chunks of 64 MiB."""
     array = np.lib.stride_tricks.as_strided(np.arange(4096, dtype=np.float32), (16384, 4096), (0, 4))
     jaxckpt.save(tmp_path / "small", {"a": np.ones(3)})
     jaxckpt.save(tmp_path / "ours", {"a": np.ascontiguousarray(array), "b": np.ascontiguousarray(array)})
-    program = MEMORY.format(
-        small=str(tmp_path / "small"), source=str(tmp_path / "ours"), destination=str(tmp_path / "t")
-    )
-    assert int(run_python(program, devices=1).split()[-1]) < 200
+    args = [str(tmp_path / name) for name in ("small", "ours", "t")]
+    printed = run_python(PROGRAMS / "memory_of_a_conversion.py", args=[*args, "orbax", "{}"], devices=1)
+    assert int(printed) < 200 << 20

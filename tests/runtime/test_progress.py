@@ -11,17 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import environment
+from processes import PROGRAMS, environment
 
 import jaxckpt
 from jaxckpt._runtime import progress as _progress
 
 TREE = {"a": np.arange(100_000.0), "b": np.ones(1000, np.float32)}
 N_BYTES = 804_000
-PROGRAM = """
-import sys, numpy as np, jaxckpt
-jaxckpt.save(sys.argv[1], {"a": np.arange(100_000.0)}, options=jaxckpt.Options(progress=True))
-"""
+PROGRAM = str(PROGRAMS / "save_with_progress.py")
 
 
 def test_a_callback_is_told_until_all_is_moved(tmp_path: Path) -> None:
@@ -67,7 +64,7 @@ def test_lines_are_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.child
 def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "c")],
+        [sys.executable, PROGRAM, str(tmp_path / "c")],
         env=environment(1), capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout == ""
@@ -78,7 +75,7 @@ def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "c")], env=environment(1) | {"TERM": "xterm"}, stderr=theirs
+        [sys.executable, PROGRAM, str(tmp_path / "c")], env=environment(1) | {"TERM": "xterm"}, stderr=theirs
     )
     os.close(theirs)
     shown = b""

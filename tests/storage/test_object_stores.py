@@ -49,37 +49,11 @@ def data_folders(bucket: Bucket, below: str = "") -> set[str]:
     return {key.split("/")[0] for key in bucket.listed(below) if key.startswith("data-")}
 
 
-PROGRAM = """
-import json, numpy as np, jaxckpt
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-SHAPES = {"rows": ((64, 48), P("a")), "both": ((32, 64), P("a", "b")), "whole": ((40,), P())}
-
-def value(name):
-    return np.random.default_rng(len(name)).standard_normal(SHAPES[name][0]).astype(np.float32)
-
-def mesh_of(*sizes):
-    return Mesh(np.array(jax.devices()).reshape(sizes), ("a", "b"))
-
-def make(mesh):
-    return {
-        name: jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda at, name=name: value(name)[at])
-        for name, (shape, spec) in SHAPES.items()
-    } | {"step": 3}
-
-def check(tree):
-    for name in SHAPES:
-        for shard in tree[name].addressable_shards:
-            assert np.array_equal(shard.data, value(name)[shard.index]), name
-    assert tree["step"] == 3
-"""
-
-
 def test_two_processes_save_two_restore_on_another_mesh_one_reads(
-    bucket: Bucket, run_processes: processes.RunProcesses, run_python: processes.RunPython
+    bucket: Bucket, run_processes: processes.RunProcesses
 ) -> None:
-    job = {"processes": 2, "devices_per_process": 4, "args": bucket.url}
-    run_processes(PROGRAM + "jaxckpt.save(args, make(mesh_of(2, 4)))", **job)
+    program = processes.PROGRAMS / "object_store.py"
+    run_processes(program, processes=2, devices_per_process=4, args={"save": bucket.url})
     saved = bucket.proxy.counted()
     objects = [key for key in bucket.listed() if "/c/" in key]
     # HEAD and PUT: tensorstore asks for the condition first, then writes with it.
@@ -88,19 +62,12 @@ def test_two_processes_save_two_restore_on_another_mesh_one_reads(
     assert not saved["GET object"], "nothing that was written is read again"
 
     bucket.proxy.clear()
-    run_processes(PROGRAM + "check(jaxckpt.restore(args, mesh=mesh_of(4, 2)))", **job)
+    run_processes(program, processes=2, devices_per_process=4, args={"restore": bucket.url})
     restored = bucket.proxy.counted()
     assert {kind for kind in restored if not kind.startswith(("GET", "HEAD", "LIST"))} == set(), "a restore only reads"
 
     bucket.proxy.clear()
-    run_python(
-        PROGRAM
-        + f"""
-tree = jaxckpt.load_numpy({bucket.url!r})
-assert all(np.array_equal(tree[name], value(name)) for name in SHAPES)
-""",
-        devices=1,
-    )
+    run_processes(program, processes=1, devices_per_process=1, args={"load": bucket.url})
     read = bucket.proxy.counted()
     assert read["GET object"] <= 2 * len(objects)
     print(json.dumps({"save": saved, "restore": restored, "load_numpy": read, "objects": len(objects)}, indent=1))
@@ -156,14 +123,9 @@ def test_what_a_killed_save_left_is_swept(bucket: Bucket) -> None:
         servers.never(exchange)
 
     bucket.proxy.on("PUT object", hold, skip=1)
-    program = f"""
-import jax, jaxckpt, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-array = jax.device_put(np.ones((64, 1024), np.float32), NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a")))
-jaxckpt.save({bucket.url!r}, {{"w": array}}, options=jaxckpt.Options(object_bytes=64 << 10, chunk_bytes=4096))
-"""
+    command = [sys.executable, processes.PROGRAMS / "save_in_pieces.py", bucket.url]
     for _ in range(2):  # moto, on a busy machine, has once taken no notice of the probe's condition
-        child = subprocess.Popen([sys.executable, "-c", program], env=processes.environment(8), start_new_session=True)
+        child = subprocess.Popen(command, env=processes.environment(8), start_new_session=True)
         try:
             while not arrived.wait(0.1) and child.poll() is None:
                 pass

@@ -20,7 +20,14 @@ from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path(__file__).parent
-PROGRAMS = Path(__file__).parents[1] / "programs"
+PROGRAMS = ROOT / "tests" / "programs"
+PYTHONPATH = os.pathsep.join(
+    filter(
+        None, [*map(str, (ROOT, SUPPORT, ROOT / "tests" / "faults", ROOT / "examples")), os.environ.get("PYTHONPATH")]
+    )
+)
+"""Of child processes: they import what the tests can."""
+
 _SHOWN = 6000  # characters of each stream that a failure shows: its end, where the traceback is
 
 _JOIN = "from joined import args, jax, process_id\n"  # what a program that is text may use
@@ -70,7 +77,7 @@ def environment(devices: int, env: Mapping[str, str] | None = None) -> dict[str,
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": PYTHONPATH,
         "PYTHONFAULTHANDLER": "1",  # a child that hangs is told to abort, and says where each thread was
         **(env or {}),
     }

@@ -28,6 +28,15 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return tuple((start, draw(st.integers(start + 1, n))) for start, n in zip(starts, shape, strict=True))
 
 
+@st.composite
+def damaged(draw: st.DrawFn, content: bytes) -> bytes:
+    """The content of a file that was cut, or in which a byte was changed."""
+    at = draw(st.integers(0, len(content) - 1))
+    if draw(st.booleans()):
+        return content[:at]
+    return content[:at] + bytes([content[at] ^ draw(st.integers(1, 255))]) + content[at + 1 :]
+
+
 def sides(most: int = 3, largest: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes without a zero: small numbers and primes among them."""
     return st.lists(st.integers(1, largest), max_size=most).map(tuple)

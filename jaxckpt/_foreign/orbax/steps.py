@@ -81,7 +81,7 @@ def open_orbax(path: str) -> Native | Foreign:
     An item that stands for the whole step ("default", or "state" of Orbax v1) is the tree itself, others are below
     their names. "step", "metrics" and "custom_metadata" are in the checkpoint's metadata, as far as there are any.
 
-    Raises NotACheckpointError where no step is complete, DataError, StorageError.
+    Raises NotACheckpointError if no step is complete, DataError, StorageError.
     """
     kind = _kind(path, names_in(path))
     metadata: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
         return "step"
     if any(_is_step(f"{path}/{name}") for name in itertools.islice(filter(_STEP_NAME.fullmatch, names), _LOOKED_AT)):
         return "manager"
-    # A model in safetensors may have one of Orbax's beside it, in a folder of its own.
+    # A folder with a model in safetensors may also have a subfolder with a checkpoint of Orbax.
     if any(name.endswith(".safetensors") for name in names):
         return None
     return "step" if _has_items(path, names) else None  # of an Orbax that left no other mark
@@ -184,8 +184,8 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
         metadata["custom_metadata"] = record.custom_metadata
     if not items:
         raise DataError(f"{path} has no item that can be read\n{listing(left_out)}".rstrip())
-    for told in left_out:
-        warnings.warn(told, stacklevel=2)
+    for message in left_out:
+        warnings.warn(message, stacklevel=2)
     whole = {"default"} if record.handler("state") != "PyTreeHandler" else {"state"}
     return items[min(items)] if set(items) == whole else items, metadata
 
@@ -250,7 +250,7 @@ def _random_key(path: str) -> Tree:
     tree, _ = read_tree(f"{path}/{kind}")
     match tree, read_optional(f"{path}/{kind}_metadata/metadata", dict[str, bool]) or {}:
         case {"checkpoint": ForeignArray() as raw}, {"typed": typed}:
-            # Their implementation is not recorded: Orbax takes JAX's default, which the width of a key tells apart.
+            # Their implementation is not recorded: Orbax takes JAX's default, which follows from the width of a key.
             impl = "rbg" if raw.shape[-1:] == (4,) else "threefry2x32"
             return replace(raw, kind="key", impl=impl) if typed else raw
         case list() as state, {"legacy": True}:

@@ -41,17 +41,17 @@ def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth
         if len(entry[0]) > depth:  # else a place that was empty once, and was filled by a later part of the save
             below.setdefault(entry[0][depth], []).append(entry)
     where = f"{path}: the container at {show(path_of(entries[0][0][:depth]) if entries else '')}"
-    if {kinds[depth] for found in below.values() for _, kinds, _ in found} not in ({1}, {2}):
+    if {kinds[depth] for inside in below.values() for _, kinds, _ in inside} not in ({1}, {2}):
         raise DataError(f"{where} has neither keys alone nor indices alone")
     if entries and next(iter(below.values()))[0][1][depth] == 2:
-        return {key: _tree(path, found, depth + 1) for key, found in below.items()}
+        return {key: _tree(path, inside, depth + 1) for key, inside in below.items()}
     if not all(str(number) in below for number in range(len(below))):
         raise DataError(f"{where} has the indices {', '.join(list(below)[:20])}; expected 0 to {len(below) - 1}")
     return [_tree(path, below[str(number)], depth + 1) for number in range(len(below))]
 
 
 def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
-    """The tree with its tuples and namedtuples; None where it has other leaves, as Orbax's own bug left it."""
+    """The tree with its tuples and namedtuples; None if it has other leaves, as a bug of Orbax leaves it."""
     used: list[Keys] = []
 
     def grown(node: Any, keys: Keys) -> Tree:
@@ -64,11 +64,11 @@ def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
             case {"category": "custom", "clazz": "tuple", "entries": list(children)}:
                 return tuple(grown(child, (*keys, str(n))) for n, child in enumerate(cast("list[Any]", children)))
             case {"category": "namedtuple", "clazz": str(name), "entries": list(children)}:
-                found = {str(one["key"]): grown(one["value"], (*keys, str(one["key"]))) for one in children}
-                name, numbers = name.rpartition(".")[2], tuple(range(len(found)))
-                node = Container(type="namedtuple", name=name, keys=tuple(found), children=numbers)
-                keys_of(node)  # raises where they are no names
-                return unflatten(node, list(found.values()))
+                fields = {str(one["key"]): grown(one["value"], (*keys, str(one["key"]))) for one in children}
+                name, numbers = name.rpartition(".")[2], tuple(range(len(fields)))
+                node = Container(type="namedtuple", name=name, keys=tuple(fields), children=numbers)
+                keys_of(node)  # raises if they are no names
+                return unflatten(node, list(fields.values()))
             case dict():
                 return {key: grown(child, (*keys, key)) for key, child in cast("dict[str, Any]", node).items()}
             case list():

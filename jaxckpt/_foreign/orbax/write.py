@@ -17,7 +17,7 @@ from typing import Any
 import crc32c
 import numpy as np
 
-from jaxckpt._foreign.export import Data, halved, raw, write_json
+from jaxckpt._foreign.export import Data, halved, n_bytes, raw, write_json
 from jaxckpt._foreign.orbax.records import (
     ARRAYS_FOLDER,
     COMMITTED_MARK,
@@ -28,7 +28,7 @@ from jaxckpt._foreign.orbax.records import (
     path_of,
 )
 from jaxckpt._format.chunking import cut_to
-from jaxckpt._format.grid import Box, Spec, extent
+from jaxckpt._format.grid import Box, Spec, extent, pieces_along
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
 from jaxckpt._format.tree import Container, Structure, keys_of
@@ -118,14 +118,14 @@ def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> 
     if not node.children:
         empty = {"dict": "Dict", "ordered_dict": "Dict", "list": "List", "tuple": "Tuple"}
         yield _Entry(keys, kinds, empty.get(node.type, "None"))
-    found = keys_of(node)
-    indexed = node.type in ("list", "tuple") or (node.type == "custom" and all(type(key) is int for key in found))
-    for key, child in zip(found, node.children, strict=True):
+    own = keys_of(node)
+    indexed = node.type in ("list", "tuple") or (node.type == "custom" and all(type(key) is int for key in own))
+    for key, child in zip(own, node.children, strict=True):
         yield from _entries(child, (*keys, str(key)), (*kinds, 1 if indexed else 2))
 
 
 def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, LeafRecord]) -> None:
-    """Raise TreeError unless Orbax can hold every leaf, and tell them apart."""
+    """Raise TreeError unless Orbax can hold every leaf under a name of its own."""
     if not leaves:
         raise TreeError("Orbax has no checkpoints without leaves")
     problems: list[str] = []
@@ -137,23 +137,23 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
             problems.append(f"{', '.join(sharing)} would all be named {name!r}: Orbax joins keys with '.'")
     arrays = {entry.name for entry, leaf in leaves.items() if leaf.kind != "str"}
     for entry, leaf in leaves.items():
-        told, name = show(leaf.path), entry.name
+        shown, name = show(leaf.path), entry.name
         folders = name.split("/")
         above = next((head for head in ("/".join(folders[:n]) for n in range(1, len(folders))) if head in arrays), None)
         if above is not None:
-            problems.append(f"{told} would lie in the folder of {above!r}")
+            problems.append(f"{shown} would lie in the folder of {above!r}")
         if entry.keys and (
             not {"", ".", ".."}.isdisjoint(folders) or not {"\0", "\\"}.isdisjoint(name) or folders[0] in _RESERVED
         ):
-            problems.append(f"{told} has a name that Orbax keeps for itself, or that is no folder's")
+            problems.append(f"{shown} has a name that Orbax keeps for itself, or that is no folder's")
         elif any(len(folder.encode()) > 255 for folder in folders):
-            problems.append(f"{told} has a name of more than 255 bytes")
+            problems.append(f"{shown} has a name of more than 255 bytes")
         if leaf.kind == "bytes" or (leaf.kind == "str" and "~" in name):
-            problems.append(f"{told} is a {leaf.kind}" + (" with a '~' in its name" if leaf.kind == "str" else ""))
+            problems.append(f"{shown} is a {leaf.kind}" + (" with a '~' in its name" if leaf.kind == "str" else ""))
         elif leaf.kind == "int" and not -(1 << 63) <= decode_int(leaf.value or "") < 1 << 63:
-            problems.append(f"{told} is an int beyond 64 bits")
+            problems.append(f"{shown} is an int beyond 64 bits")
         elif leaf.stack is not None and source.manifest.stacks[leaf.stack].dtype in _UNKNOWN_DTYPES:
-            problems.append(f"{told} has dtype {source.manifest.stacks[leaf.stack].dtype}")
+            problems.append(f"{shown} has dtype {source.manifest.stacks[leaf.stack].dtype}")
     if problems:
         raise TreeError(
             f"Orbax cannot hold {len(problems)} of these leaves; leave them out with select=, or give rename=:\n"
@@ -237,9 +237,8 @@ def _text(data: Stored) -> str:
 def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) -> tuple[int, ...]:
     """One chunk for an array, where that is not too large; else one for what a device held, or several."""
     cell = list(data.shape)
-    if mesh is not None and np.prod(cell) * data.dtype.itemsize > options.object_bytes:
-        for dim, axes in enumerate(spec):
-            cell[dim] //= int(np.prod([mesh.axes[axis] for axis in axes]))
+    if mesh is not None and n_bytes(data) > options.object_bytes:
+        cell = [n // count for n, count in zip(cell, pieces_along(mesh.axes, spec, len(cell)), strict=True)]
     return cut_to(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), data.shape)
 
 

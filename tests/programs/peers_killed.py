@@ -1,0 +1,37 @@
+"""One process is killed at a phase, or stopped for good; the others report what they raised and stay until all have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+from peer import (
+    PHASES,
+    args,
+    at,
+    attempt,
+    await_notes,
+    count,
+    meet,
+    note,
+    operate,
+    process_id,
+    signal_self,
+    sleep_until,
+    tell,
+)
+
+operate("save", 1, 60)
+victim, phase = args["victim"], args["phase"]
+meet("ready")
+others = sorted(set(range(count)) - {victim})
+if process_id == victim:
+    stop = sleep_until([f"told-{process}" for process in others], "KILL")
+    at(phase, stop if args["stop"] else lambda: signal_self(signal.SIGKILL))
+said, seconds = attempt(PHASES[phase][0], 2, args["timeout"])
+tell(said=said, seconds=seconds)
+note("told")
+with contextlib.suppress(AssertionError):  # if process 0 is the victim, JAX aborts some of them
+    await_notes("told", others, 15)
+os._exit(0)

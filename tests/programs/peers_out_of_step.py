@@ -1,0 +1,39 @@
+"""Slow peers, peers that make no call, and peers that raise in their own code: all live, in one job."""
+
+from __future__ import annotations
+
+import time
+
+from peer import args, at, attempt, await_notes, count, make, meet, note, operate, path, process_id, tell, there
+
+import jaxckpt
+from jaxckpt._runtime import processes
+
+operate("save", 0, 60)
+for number, (what, victim) in enumerate(args["rounds"], 1):
+    meet(f"ready{number}")
+    back, said = lambda: None, None
+    kind = "restore" if "restore" in what else "save"
+    if process_id == victim:
+        if what.startswith("slow"):
+            back = at("reading" if kind == "restore" else "writing", lambda: time.sleep(3 * args["timeout"]))
+        elif what == "makes no call":
+            await_notes(f"told{number}", set(range(count)) - {victim})
+            processes.Group.current(None, processes.Call.of("save", path))  # as if it had called and raised
+            said = "none"
+        else:
+            broken = make(number)
+            broken["w0"].delete()
+            try:
+                jaxckpt.save(path, broken, overwrite=True)
+                said = ""
+            except jaxckpt.TreeError as error:
+                said = f"{type(error).__name__}: {error}"
+    if said is None:
+        said, _ = attempt(kind, number, args["timeout"])
+    note(f"told{number}")
+    back()
+    meet(f"over{number}")
+    now = there()
+    after, _ = attempt("save", number, 60)
+    tell(said=said, there=now, after=after)

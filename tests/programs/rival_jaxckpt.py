@@ -1,0 +1,42 @@
+"""A rival that saves with jaxckpt, and stops itself at a moment of the save if it is asked to."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from rival import serve
+from rivals import MOMENTS, version
+
+import jaxckpt
+
+
+def prepare(asked: dict[str, Any]) -> Callable[[], None]:
+    """Have it stop once, at the moment that is asked for; returns what takes that back."""
+    if "stop_at" not in asked:
+        return lambda: None
+    path, name = MOMENTS[asked["stop_at"]]
+    owner = operator.attrgetter(path)(jaxckpt)
+    original = getattr(owner, name)
+
+    def stop(*args: Any, **named: Any) -> Any:
+        setattr(owner, name, original)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args, **named)
+
+    setattr(owner, name, stop)
+    return lambda: setattr(owner, name, original)
+
+
+def save(asked: dict[str, Any], restore: Callable[[], None]) -> None:
+    try:
+        options = jaxckpt.Options(sync=asked["sync"], chunk_bytes=4096, object_bytes=16384)
+        jaxckpt.save(asked["path"], version(asked["version"]), overwrite=asked["overwrite"], options=options)
+    finally:
+        restore()
+
+
+serve(save, prepare)

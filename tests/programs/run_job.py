@@ -1,0 +1,13 @@
+"""Runs another program in the processes of a job, as stdin says in JSON; prints how they ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import processes
+
+name, count, args, timeout = json.load(sys.stdin)
+program = processes.PROGRAMS / f"{name}.py"
+done = processes.run_processes(program, processes=count, devices_per_process=1, args=args, timeout=timeout)
+print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in done]))

@@ -1,0 +1,29 @@
+"""examples/training_loop.py, killed some time after the first step that this process has saved.
+
+Arguments: folder, steps, seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import training_loop
+
+folder, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+
+
+def die() -> None:
+    before = set(folder.glob("*/manifest.json"))
+    while not set(folder.glob("*/manifest.json")) - before:
+        time.sleep(0.002)
+    time.sleep(delay)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+threading.Thread(target=die, daemon=True).start()
+training_loop.train(folder, steps)

@@ -1,0 +1,16 @@
+"""The phases of an operation at which a fault is inflicted on a process of a job."""
+
+from __future__ import annotations
+
+PHASES = {
+    "plan agreement": ("save", "_save.prepare.agreement"),
+    "folder check": ("save", "_save.save.require_shared"),
+    "writing": ("save", "_storage.files.FileWriter.write"),
+    "before the barrier": ("save", "_save.save.publish"),
+    "publishing": ("save", "_runtime.processes.Meeting.share"),  # the last of the save: process 0 has just published
+    "writing in the background": ("save_async", "_storage.files.FileWriter.write"),
+    "before the barrier in the background": ("save_async", "_save.save.publish"),
+    "opening": ("restore", "_restore.source.load_manifest"),
+    "reading": ("restore", "_storage.files.FileReader.read"),
+}
+"""For each phase, the operation and the call of a function in which it begins, in the victim's own process."""
