@@ -267,8 +267,8 @@ class Checkpointer:
         """Raise unless a step may be saved, and keep it from being deleted until it is. Process 0."""
         if not last_one:
             self._deletion.raise_failure()
-        self._directory.admit(record, overwrite=overwrite, last_one=last_one)
         self._deletion.spare(record.number)
+        self._directory.admit(record, overwrite=overwrite, last_one=last_one)
 
     def delete(self, step: int) -> None:
         """Delete a step. Every process; a step that does not exist is no error, but the only one is not deleted.
@@ -306,7 +306,7 @@ class Checkpointer:
         return self._last.pending
 
     def wait(self) -> None:
-        """Wait until the last save is published, and steps that no rule keeps are deleted. Raises what either raised."""
+        """Wait until the last save is published and what no rule keeps is deleted. Raises what either raised."""
         self._last.wait()
         self._deletion.wait()
         self._deletion.raise_failure()

@@ -175,9 +175,7 @@ class Deletion:
         """Delete what the rules do not keep, nobody has pinned and no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
         published, others = step_folders(self._store)
-        verdicts = self._directory.rules.judge(
-            self._directory.look_at(published), datetime.datetime.now(datetime.UTC)
-        )
+        verdicts = self._directory.rules.judge(self._directory.look_at(published), datetime.datetime.now(datetime.UTC))
         self._held = False
         if unwanted := {verdict.step.number: verdict for verdict in verdicts if not verdict.kept or verdict.drops}:
             pinned = {*pins(self._store).values()}

@@ -17,7 +17,9 @@ with jaxckpt.Checkpointer(f"{args}/clock", every_minutes=0.01 * (1 + process_id)
         if checkpoints.save(step, {"x": step}):
             by_clock.append(step)
 by_predicate = list[int]()
-with jaxckpt.Checkpointer(f"{args}/predicate", save_if=lambda step, metrics: metrics["loss"] == 2, options=options) as it:
+with jaxckpt.Checkpointer(
+    f"{args}/predicate", save_if=lambda step, metrics: metrics["loss"] == 2, options=options
+) as it:
     for step in range(9):
         if it.save(step, {"x": step}, metrics={"loss": (step + process_id) % 3}):
             by_predicate.append(step)

@@ -1,7 +1,7 @@
 """Saves ten steps, of which the rules keep one, and ends without closing its Checkpointer.
 
-Arguments: the run's directory, and how it ends: "held by a reader" for a reader that holds step 0 until the end, "stuck"
-for a deletion that hangs as the job is told to stop.
+Arguments: the run's directory, and how it ends: "held by a reader", for a reader that holds step 0 until the end, or
+"stuck", for a deletion that hangs when the job is told to stop.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ checkpoints = jaxckpt.Checkpointer(run, keep_last=1, preemption_seconds=1, optio
 for step in range(10):
     if step == 9 and how == "stuck":
         os.kill(os.getpid(), signal.SIGTERM)
-    with checkpoints if step == 9 and how == "stuck" else checkpoints._calling("none"):  # pyright: ignore
-        pass
-    checkpoints.save(step, {"w": np.full(100, step)})
+    try:
+        checkpoints.save(step, {"w": np.full(100, step)})
+    except jaxckpt.Preempted:
+        checkpoints.close()
     if step == 0 and how == "held by a reader":
         checkpoints.wait()
         reader = jaxckpt.open(f"{run}@0").hold()

@@ -478,7 +478,9 @@ def test_going_back_is_not_done_unnoticed(tmp_path: Path, caplog: pytest.LogCapt
     for step in (5, 6):
         strict.save(step, state(step))
     assert strict.steps() == [0, 3, 4, 5, 6]
-    with pytest.raises(jaxckpt.InputError, match=r"step 2 is older than step 6.* at once: not kept by keep_last=4, keep"):
+    with pytest.raises(
+        jaxckpt.InputError, match=r"step 2 is older than step 6.* at once: not kept by keep_last=4, keep"
+    ):
         strict.save(2, state(2))
     assert "older than" not in caplog.text
     strict.delete(5)

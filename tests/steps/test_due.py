@@ -72,7 +72,7 @@ def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> 
 
 @pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
 def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
-    """About sixty times between two saves, at most once a step; and the save is late by a sixtieth at most."""
+    """At most 120 times between two saves, and once a step; and the save is late by a sixtieth at most."""
     due = Due(None, 10, None, 2)
     now, step, meetings, saves = 0.0, 0, 0, list[float]()
     due._clock = lambda: now
@@ -89,7 +89,7 @@ def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
     between = np.diff([0.0, *saves])
     assert (between >= 600).all()
     assert (between <= 610 + seconds_per_step).all()
-    assert meetings <= min(step, 3 * 61 + 20 + 40)
+    assert meetings <= min(step, 3 * 2 * 60 + 20)
 
 
 def test_steps_that_become_slow_after_a_fast_start() -> None:

@@ -114,7 +114,8 @@ def test_the_rules(steps: dict[int, tuple[dict[str, float | None], int]], rules:
         SavedStep(step, NOW - datetime.timedelta(days=days), StepRecord(step, metrics))
         for step, (metrics, days) in sorted(steps.items())
     ]
-    verdicts = Rules.of(*rules.values(), None).judge(found, NOW)
+    order = ("keep_last", "keep_every", "keep_best", "keep_for", "keep_if")
+    verdicts = Rules.of(*map(rules.get, order), None).judge(found, NOW)
     assert [verdict.step for verdict in verdicts] == found
     expected = wanted({step: Kept(*known) for step, known in steps.items()}, rules)
     assert {verdict.step.number for verdict in verdicts if verdict.kept} == expected
@@ -250,7 +251,7 @@ class Run(RuleBasedStateMachine):
     def save_the_next(self, ahead: int, metrics: Metrics, force: bool, minutes: int) -> None:
         self.minutes += minutes
         step = max(self.steps, default=0) + ahead
-        every, after, save_if = self.due.values()
+        every, after, save_if = map(self.due.get, ("every", "every_minutes", "save_if"))
         due = (
             force
             or (every is not None and step % every == 0)
