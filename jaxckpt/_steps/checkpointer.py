@@ -174,8 +174,8 @@ class Checkpointer:
         except Exception as failure:
             if failure is error:
                 return
-            # It must not hide the one that is on its way.
-            error.add_note(f"jaxckpt: besides, the last save failed: {type(failure).__name__}: {failure}")
+            # It must not hide the error that ends the block.
+            error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self._directory.url!r}: {self._directory.rules}>"
