@@ -6,7 +6,6 @@ import datetime
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,24 +19,25 @@ from jaxckpt._format.tree import Tree
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Renaming, Request, split_rename
 from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError, Preempted
-from jaxckpt._runtime.options import Options, flag, given, seconds, whole_number
+from jaxckpt._runtime.options import Options, flag, given, seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.describe import Recent
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
+from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
+from jaxckpt._steps.due import Due
 from jaxckpt._steps.initial import target_of
+from jaxckpt._steps.last_save import LastSave
 from jaxckpt._steps.metrics import recorded
 from jaxckpt._steps.preemption import Notice
-from jaxckpt._steps.retention import Rules
-from jaxckpt._storage.manifests import load_manifest, load_states
+from jaxckpt._steps.process_states import Resplit, own_state
+from jaxckpt._steps.retention import BestRule, Predicate, Rules
 from jaxckpt._storage.steps import require_step
 
 _log = logging.getLogger("jaxckpt")
-
-Resplit = Callable[[list[Any], int], Sequence[Any]]
 
 
 class Checkpointer:
@@ -48,24 +48,36 @@ class Checkpointer:
     or half deleted is swept when a Checkpointer is made; on an object store, where it could be what another job is
     writing, once a newer step is published.
 
-    A step is kept if any of the keep_ rules says so, or if it is the newest; without rules all are. A rule deletes a
-    step only after a newer one is published. Deleting takes the manifest away first: a reader finds a step whole, or
-    finds that it is not there. Pinned steps (`jaxckpt.pin`), and steps that a reader holds (`Checkpoint.hold`,
-    `follow`), are kept whatever the rules say.
+    A step is saved if any of `every`, `every_minutes` and `save_if` says so. A step is kept if any of the keep_ rules
+    says so, or if it is the newest; without rules all are kept. Pinned steps (`jaxckpt.pin`), and steps that a reader
+    holds (`Checkpoint.hold`, `follow`), are kept whatever the rules say.
+
+    Once a step is published, a thread deletes older steps that no rule keeps; no `save` waits for that. What ends the
+    deletion, such as missing permission, is raised by the next `save` that is due, by `wait` or by `close`. Deleting
+    takes the manifest away first: a reader finds a step whole, or finds that it does not exist.
 
     Args:
         directory: A local path or a URL, as for `save`.
-        every: Save the steps that it divides; `save` returns False for others.
+        every: Save the steps that it divides; `save` returns False for others. None: 1, unless `every_minutes` or
+            `save_if` is given.
+        every_minutes: Save a step when the last save, or the start, is so many minutes ago. Process 0's clock counts;
+            among several processes the save may be late by a sixtieth of that time.
+        save_if: Save a step for which this function of (step, metrics) returns True. Process 0's decides, and several
+            processes wait for each other at each step to hear of it.
         keep_last: How many of the newest steps to keep.
         keep_every: Keep steps that it divides.
         keep_best: (name of a metric, "min" or "max"): keep the step with the best value of it, the newest of equals.
-            A save whose `metrics` lack that name is an error, and so is a save without `metrics` while no step has it:
-            pass float("nan") for a step that was not measured.
+            (name, mode, 3) keeps the best three, and a list of such rules what each of them keeps. A save whose
+            `metrics` lack that name is an error, and so is a save without `metrics` while no step has it: pass
+            float("nan") for a step that was not measured.
         keep_for: Keep steps that are younger than this.
+        keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
+            each step, in process 0 and in another thread.
         components: For paths of subtrees (globs too), in how many of the newest steps they are kept: with
             {"opt_state": 1}, older steps that are kept lose "opt_state" and stay loadable for all else. A path that
             matches nothing in the tree is an error when a step is saved.
-        background: Save with `save_async`, otherwise with `save`.
+        trash: Move steps that would be deleted to `<directory>/_trash`, for you to delete. Needs a file system.
+        background: Save with `save_async`, otherwise with `save`; then `save` waits for the deletion too.
         fail_fast: After a save in the background has failed, raise its error from the next `save`, whatever its step;
             otherwise from the next that has something to save.
         on_preemption: What `save` does once the job has been told to stop, by SIGTERM or by JAX's preemption service,
@@ -90,12 +102,16 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        every: int = 1,
+        every: int | None = None,
+        every_minutes: float | None = None,
+        save_if: Predicate | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        keep_best: BestRule | Sequence[BestRule] | None = None,
         keep_for: datetime.timedelta | None = None,
+        keep_if: Predicate | None = None,
         components: Mapping[str, int] | None = None,
+        trash: bool = False,
         background: bool = True,
         fail_fast: bool = False,
         on_preemption: Literal["exit", "continue"] = "exit",
@@ -106,28 +122,27 @@ class Checkpointer:
             if on_preemption not in ("exit", "continue"):
                 raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
             self._options = given(options)
-            rules = Rules.of(keep_last, keep_every, keep_best, keep_for, components)
+            rules = Rules.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
+            self._due = Due(every, every_minutes, save_if, group.count)
             self._directory = Directory(directory, rules, self._options)
-            self._every = whole_number(every, "every", least=1)
+            self._deletion = Deletion(self._directory, self._options, trash=flag(trash, "trash"))
             self._background = flag(background, "background")
             self._fail_fast = flag(fail_fast, "fail_fast")
             self._on_preemption = on_preemption
-            self._preemption_seconds = seconds(preemption_seconds, "preemption_seconds")
+            self._notice = Notice(group.count, seconds(preemption_seconds, "preemption_seconds"))
             self._recent = Recent()
-            self._pending: PendingSave | None = None
-            self._newest: int | None = None
+            self._last = LastSave()
             self._restored: int | None = None
             self._preempted = False
             self._trains = False
             self._completed = True
             self._first = group.index == 0
             uninterrupted(functools.partial(self._open, group))
-            self._notice = Notice(group.count)
 
     def _open(self, group: Group) -> None:
         with group.meeting("opening the directory of steps") as meeting:
             if self._first:
-                self._directory.open()
+                self._deletion.open(self._directory.open())
             meeting.barrier()
 
     def _numbered(self, step: object, verb: str) -> int:
@@ -159,8 +174,8 @@ class Checkpointer:
         except Exception as failure:
             if failure is error:
                 return
-            # It must not hide the one that is on its way.
-            error.add_note(f"jaxckpt: besides, the last save failed: {type(failure).__name__}: {failure}")
+            # It must not hide the error that ends the block.
+            error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self._directory.url!r}: {self._directory.rules}>"
@@ -187,7 +202,7 @@ class Checkpointer:
                 that is not finite is recorded as None.
             process_state: As for `jaxckpt.save`: what this process alone knows.
             metadata: Any JSON value.
-            force: Save although `every` does not divide the step.
+            force: Save although the step is not due.
             overwrite: Replace this step if it is there.
 
         Returns:
@@ -195,7 +210,8 @@ class Checkpointer:
 
         Raises:
             Preempted: The job was told to stop, and this step is saved; see `on_preemption`.
-            Exception: As `jaxckpt.save_async`; and what ended an earlier save in the background.
+            Exception: As `jaxckpt.save_async`; and what ended an earlier save, or a deletion, in the background.
+            InputError: The step is older than the newest, and the rules would delete it at once.
         """
         self._trains = True
         step = self._numbered(step, "Checkpointer.save")
@@ -205,17 +221,18 @@ class Checkpointer:
             with self._calling("Checkpointer.save"):
                 raise
         last_one = not self._preempted and self._notice.reached(step)
-        if not (force or last_one or step % self._every == 0):
+        calling = functools.partial(self._calling, "Checkpointer.save")
+        if not (force or last_one or self._due.reached(step, metrics, calling)):
             # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
-            if self._fail_fast and self._pending is not None and self._pending.done:
-                self.wait()
+            if self._fail_fast and self._last.pending is not None and self._last.pending.done:
+                self._last.wait()
             return False
         saved = False
         if last_one:
             self._preempted = True
             try:
-                self._wait_within(self._seconds_left())
-                saved = step == self._newest
+                self._last.wait(self._notice.seconds_left())
+                saved = step == self._last.step
             except Exception as error:
                 _log.warning("the save before the last one failed: %s", error)
         if not saved:
@@ -230,65 +247,53 @@ class Checkpointer:
                     step=record,
                     components=tuple(self._directory.rules.components),
                     recent=self._recent,
-                    check=functools.partial(self._directory.admit, record, overwrite=overwrite, last_one=last_one),
-                    then=functools.partial(self._directory.tidy_up, record),
-                    deadline=self._deadline() if last_one else None,
+                    check=functools.partial(self._admit, record, overwrite=overwrite, last_one=last_one),
+                    then=functools.partial(self._deletion.begin, record),
+                    deadline=self._notice.deadline if last_one else None,
                 )
                 pending = start(request, self._options, group, background=self._background or last_one)
             saved = not pending.skipped
             if saved:
-                self._pending, self._newest = pending, step
+                self._last.begun(pending, step)
+                self._due.saved()
             if not (self._background or last_one):
-                self.wait()
+                self._last.wait()
+                self._deletion.wait()
         if last_one:
             self._leave(step, saved)
         return saved
 
+    def _admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
+        """Raise unless a step may be saved, and keep it from being deleted until it is. Process 0."""
+        if not last_one:
+            self._deletion.raise_failure()
+        self._deletion.spare(record.number)
+        self._directory.admit(record, overwrite=overwrite, last_one=last_one)
+
     def delete(self, step: int) -> None:
-        """Delete a step. Every process; a step that is not there is no error, but the only one is not deleted.
+        """Delete a step. Every process; a step that does not exist is no error, but the only one is not deleted.
 
         Raises:
             InputError: No other step would be left.
         """
         with self._calling("Checkpointer.delete", step) as group:
             uninterrupted(functools.partial(self._delete_together, step, group))
-        self._newest = None
+        self._last.step = None
 
     def _delete_together(self, step: int, group: Group) -> None:
         with group.meeting("deleting a step") as meeting:
-            self.wait()
+            self._last.wait()
             meeting.gather("")
             if self._first:
-                self._directory.delete(step)
+                self._deletion.delete(step)
             meeting.share("")
 
     def _leave(self, step: int, saved: bool) -> None:
-        in_time = self._wait_within(self._seconds_left())
+        in_time = self._last.wait(self._notice.seconds_left())
         told = f"step {step} is saved" if saved and in_time else f"step {step} was not saved within the deadline"
         _log.warning("the job was told to stop: %s", told)
         if self._on_preemption == "exit":
             raise Preempted(f"the job was told to stop: {told} in {self._directory.url}")
-
-    def _deadline(self) -> float:
-        return self._notice.heard + self._preemption_seconds
-
-    def _seconds_left(self) -> float:
-        return max(0.0, self._deadline() - time.monotonic())
-
-    def _wait_within(self, seconds: float | None) -> bool:
-        """Wait for the save under way, but not beyond a deadline: then nobody waits for it any more."""
-        pending, self._pending = self._pending, None
-        newest, self._newest = self._newest, None  # unless it ended well
-        if pending is not None:
-            try:
-                pending.wait(seconds)
-            except TimeoutError:
-                if not pending.done:
-                    pending.abandon()
-                    return False
-                pending.wait()  # it ended just now, or with a TimeoutError of its own
-        self._newest = newest
-        return True
 
     @property
     def preempted(self) -> bool:
@@ -298,25 +303,31 @@ class Checkpointer:
     @property
     def pending(self) -> PendingSave | None:
         """The last save in the background, if nobody has waited for it."""
-        return self._pending
+        return self._last.pending
 
     def wait(self) -> None:
-        """Wait until the last save is published. Raises what it raised."""
-        self._wait_within(None)
+        """Wait until the last save is published and what no rule keeps is deleted. Raises what either raised."""
+        self._last.wait()
+        self._deletion.wait()
+        self._deletion.raise_failure()
 
     def close(self) -> None:
-        """Wait for the last save, let go of the signal handler, and note that the run has ended. Raises what the save
-        raised.
+        """Wait for the last save and for deletions, let go of the signal handler, and note that the run has ended.
+        Raises what either raised.
 
         `follow` ends at that note, and the next Checkpointer of the directory removes it. A Checkpointer that was told
         to stop leaves none, nor does a `with` block that an error ends. One that neither saved nor called
         `restore_or_init` leaves the note as it found it.
         """
         self._notice.close()
-        self.wait()
+        self._last.wait()
         if self._first:
-            ended = self._completed and not self._preempted if self._trains else None
-            uninterrupted(functools.partial(self._directory.close, ended=ended))
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
+        self._directory.close(ended=self._completed and not self._preempted if self._trains else None)
+        self._deletion.close(self._notice.seconds_left() if self._preempted else None)
+        self._deletion.raise_failure()
 
     # Restoring -------------------------------------------------------------------------------------------
 
@@ -382,9 +393,8 @@ class Checkpointer:
                 anything is read, except for these leaves.
             mesh: As for `jaxckpt.restore`; needed only where `init` leaves arrays uncommitted that were saved from
                 several devices.
-            specs: As for `jaxckpt.restore`.
+            specs, rename: As for `jaxckpt.restore`.
             select: As for `jaxckpt.restore`; other leaves are what `init` makes.
-            rename: As for `jaxckpt.restore`.
             strict: As for `jaxckpt.restore`. With False, leaves that the checkpoint lacks are what `init` makes.
 
         Returns:
@@ -420,29 +430,15 @@ class Checkpointer:
             self._calling("Checkpointer.process_state", chosen) as group,
             group.meeting("restoring each process's own state") as meeting,
         ):
-            store = self._directory.child(chosen)
-            states = load_states(store, load_manifest(store)[0])
-            if not states or any(name not in state for state in states):
-                found = sorted(states[0]) if states else "none"
-                raise InputError(f"{store.url} has no process_state {name!r}; it has {found}")
-            items = [state[name] for state in states]
-            if len(items) != group.count:
-                if resplit is None:
-                    raise InputError(
-                        f"{len(items)} processes saved {name!r} in {store.url}, and here are {group.count}: pass"
-                        " resplit=, a function that makes one state for each process here out of those saved"
-                    )
-                items = list(resplit(items, group.count))
-                if len(items) != group.count:
-                    raise InputError(f"resplit made {len(items)} states of {name!r} for {group.count} processes")
+            state = own_state(self._directory.child(chosen), name, resplit, group.index, group.count)
             meeting.barrier()
-        return items[group.index]
+        return state
 
     def _chosen(self, step: int | None) -> int:
         """A step, or the newest for None, when it is on the disk. Every process."""
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
-            self.wait()
+            self._last.wait()
         chosen = self._agreed_step() if step is None else step
         if chosen is None:
             raise NotACheckpointError(f"no step is in {self._directory.url}")
@@ -454,7 +450,7 @@ class Checkpointer:
             self._calling("Checkpointer.restore") as group,
             group.meeting("looking for the newest step") as meeting,
         ):
-            self.wait()
+            self._last.wait()
             newest = self.latest_step() if self._first else None
             meeting.gather("")
             found = meeting.share("" if newest is None else str(newest))
@@ -474,11 +470,13 @@ class Checkpointer:
         """The newest step that is there."""
         return max(self.steps(), default=None)
 
-    def best_step(self) -> int | None:
-        """The best step that is there by `keep_best`; None where none has the metric."""
-        if self._directory.rules.best is None:
-            raise InputError("best_step() needs Checkpointer(keep_best=(metric, mode))")
-        return self._directory.rules.best_of(self._directory.look_at(self.steps()))
+    def best_step(self, metric: str | None = None) -> int | None:
+        """The best step by `keep_best`, by its first rule or by that of a metric; None if no step has the metric."""
+        bests = self._directory.rules.bests
+        best = next((best for best in bests if metric in (None, best.metric)), None)
+        if best is None:
+            raise InputError(f"best_step({metric or ''}) needs Checkpointer(keep_best=({metric or 'metric'!r}, mode))")
+        return next(iter(best.steps(self._directory.look_at(self.steps()))), None)
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that were given when a step was saved; None for those that were not finite."""

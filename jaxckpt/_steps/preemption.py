@@ -21,11 +21,11 @@ class Notice:
     makes all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
     """
 
-    def __init__(self, processes: int) -> None:
-        self.heard = 0.0
-        """When, on the monotonic clock."""
-
+    def __init__(self, processes: int, seconds: float) -> None:
+        """`seconds` are how long the last save may take."""
         self._processes = processes
+        self._seconds = seconds
+        self._heard = 0.0  # on the monotonic clock
         self._told = False
         self._listening = False
         self._closed = False
@@ -46,7 +46,7 @@ class Notice:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         closed, previous = self._closed, self._before()
-        self._told, self.heard = True, time.monotonic()
+        self._told, self._heard = True, time.monotonic()
         self.close()  # a second signal does what it did before
         if callable(previous):
             previous(number, frame)
@@ -66,8 +66,17 @@ class Notice:
         if not self._listening:
             self._listen()
         if self._processes > 1 and not self._told and _sync_point(step):
-            self._told, self.heard = True, time.monotonic()
+            self._told, self._heard = True, time.monotonic()
         return self._told
+
+    @property
+    def deadline(self) -> float:
+        """Until when the last save may take, on the monotonic clock."""
+        return self._heard + self._seconds
+
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
 
     def close(self) -> None:
         """Stop listening."""

@@ -1,16 +1,22 @@
-"""Which steps are kept, and which subtrees of them: decisions on what is known of the steps, without I/O."""
+"""Policy: which steps are kept and why, and which subtrees of them. Decided from what is known of the steps, no I/O."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._runtime.errors import InputError
-from jaxckpt._runtime.options import whole_number
+from jaxckpt._runtime.options import flag, whole_number
 from jaxckpt._storage.steps import Mode, best_of
+
+Predicate = Callable[[int, Mapping[str, float | None]], bool]
+"""A function of a step's number and metrics."""
+
+BestRule = tuple[str, Mode] | tuple[str, Mode, int]
+"""What `keep_best` takes: a metric, which of its values are best, and how many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +36,71 @@ class SavedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rules say of a published step."""
+
+    step: SavedStep
+    kept: bool
+
+    why: str
+    """The rules that keep it ("keep_last=3"), or that do not ("not kept by keep_last=3")."""
+
+    drops: tuple[str, ...] = ()
+    """Subtrees of a kept step that it still has and should not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keep the steps with the best values of a metric."""
+
+    metric: str
+    mode: Mode
+    count: int = 1
+
+    @classmethod
+    def of(cls, rule: object) -> Self:
+        """A rule as the caller gives it. Raises InputError."""
+        match rule:
+            case (str(metric), ("min" | "max") as mode, *rest) if len(rest) < 2:
+                return cls(metric, mode, whole_number(rest[0], "the third of keep_best", least=1) if rest else 1)
+            case _:
+                raise InputError(
+                    f'keep_best must be (metric, "min"), (metric, "max", how many), or a list of such, found {rule!r}'
+                )
+
+    def steps(self, steps: Iterable[SavedStep]) -> list[int]:
+        """The steps that it keeps, the best first."""
+        return best_of(((step.number, step.record.metrics) for step in steps), self.metric, self.mode, self.count)
+
+    def measured(self, steps: Iterable[SavedStep]) -> bool:
+        """Whether a step has the metric."""
+        return any(self.metric in step.record.metrics for step in steps)
+
+    def __str__(self) -> str:
+        return f"keep_best={(self.metric, self.mode, self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """Which steps, and which subtrees of them, are kept."""
 
     last: int | None = None
     every: int | None = None
-    best: tuple[str, Mode] | None = None
+    bests: tuple[Best, ...] = ()
     younger: datetime.timedelta | None = None
+    wanted: Predicate | None = None
     components: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
-    def of(cls, last: object, every: object, best: object, younger: object, components: object) -> Self:
+    def of(cls, last: object, every: object, best: object, younger: object, wanted: object, components: object) -> Self:
         """The rules that a caller asks for. Raises InputError."""
         if last is not None:
             last = whole_number(last, "keep_last", least=1)
         if every is not None:
             every = whole_number(every, "keep_every", least=1)
-        match best:
-            case None | (str(), "min" | "max"):
-                pass
-            case _:
-                raise InputError(f'keep_best must be (metric, "min") or (metric, "max"), found {best!r}')
+        # A list of rules, or one rule, which begins with a name.
+        several = isinstance(best, list | tuple) and not any(isinstance(part, str) for part in cast("list[Any]", best))
+        bests = tuple(map(Best.of, cast("list[Any]", best) if several else () if best is None else [best]))
         if younger is not None and not (isinstance(younger, datetime.timedelta) and younger >= datetime.timedelta(0)):
             raise InputError(f"keep_for must be a datetime.timedelta, and not below zero, found {younger!r}")
         counts: dict[str, int] = {}
@@ -60,38 +110,57 @@ class Rules:
             if not isinstance(path, str):
                 raise InputError(f"components must have paths of subtrees for keys, found {path!r}")
             counts[path] = whole_number(count, f"components[{path!r}]", least=1)
-        return cls(last, every, None if best is None else (best[0], best[1]), younger, counts)
+        return cls(last, every, bests, younger, predicate(wanted, "keep_if"), counts)
 
-    def outdated(self, steps: Sequence[SavedStep], now: datetime.datetime) -> set[int]:
-        """Numbers of the steps that no rule keeps, of all published ones, oldest first."""
-        return {step.number for step in steps} - self._kept(steps, now)
+    def judge(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Verdict]:
+        """What becomes of each published step; they are given oldest first."""
+        rules = self._kept(steps, now)
+        by = {step.number: [rule for rule, kept in rules.items() if step.number in kept] for step in steps}
+        if steps and not by[steps[-1].number]:
+            by[steps[-1].number] = ["the newest"]
+        drops = self._dropped([step for step in steps if by[step.number]])
+        unwanted = f"not kept by {', '.join(rules)}"
+        return [
+            Verdict(step, bool(by[step.number]), ", ".join(by[step.number]) or unwanted, drops.get(step.number, ()))
+            for step in steps
+        ]
 
-    def _kept(self, steps: Sequence[SavedStep], now: datetime.datetime) -> set[int]:
-        if (self.last, self.every, self.best, self.younger) == (None,) * 4 or not self.measured(steps):
-            return {step.number for step in steps}
-        kept = {step.number for step in steps[-(self.last or 1) :]}
+    def _kept(self, steps: Sequence[SavedStep], now: datetime.datetime) -> dict[str, set[int]]:
+        """The steps that each rule keeps, by the rule as the caller gave it."""
+        everything = {step.number for step in steps}
+        for best in self.bests:
+            if not best.measured(steps):
+                return {f"{best}, while no step has that metric": everything}
+        found: dict[str, set[int]] = {}
+        if self.last is not None:
+            found[f"keep_last={self.last}"] = {step.number for step in steps[-self.last :]}
         if self.every is not None:
-            kept |= {step.number for step in steps if step.number % self.every == 0}
-        if (best := self.best_of(steps)) is not None:
-            kept.add(best)
+            found[f"keep_every={self.every}"] = {number for number in everything if number % self.every == 0}
+        for best in self.bests:
+            found[str(best)] = {*best.steps(steps)}
         if self.younger is not None:
-            kept |= {step.number for step in steps if now - step.created < self.younger}
-        return kept
+            found[f"keep_for={self.younger}"] = {step.number for step in steps if now - step.created < self.younger}
+        if self.wanted is not None:
+            found["keep_if"] = {step.number for step in steps if holds(self.wanted, "keep_if", step.record)}
+        return found or {"no rule": everything}
 
-    def measured(self, steps: Sequence[SavedStep]) -> bool:
-        """Whether a step has the metric that steps are compared by; until one has, none is deleted."""
-        return self.best is None or any(self.best[0] in step.record.metrics for step in steps)
-
-    def best_of(self, steps: Sequence[SavedStep]) -> int | None:
-        """The step that `best` names; None if there is no such rule, or no step has the metric."""
-        metrics = ((step.number, step.record.metrics) for step in steps)
-        return None if self.best is None else best_of(metrics, *self.best)
-
-    def dropped(self, steps: Sequence[SavedStep]) -> dict[int, list[str]]:
+    def _dropped(self, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
         """For each of the kept steps, oldest first, the subtrees that it still has and should not have."""
-        found: dict[int, list[str]] = {}
+        found: dict[int, tuple[str, ...]] = {}
         for path, count in self.components.items():
             for step in steps[:-count]:
                 if path not in step.record.dropped and path not in step.undroppable:
-                    found.setdefault(step.number, []).append(path)
+                    found[step.number] = (*found.get(step.number, ()), path)
         return found
+
+
+def predicate(given: object, name: str) -> Predicate | None:
+    """A predicate as the caller gives it. Raises InputError."""
+    if given is not None and not callable(given):
+        raise InputError(f"{name} must be a function of (step, metrics), found {given!r}")
+    return cast("Predicate | None", given)
+
+
+def holds(predicate: Predicate, name: str, record: StepRecord) -> bool:
+    """What a predicate says of a step. Raises InputError if that is neither True nor False."""
+    return flag(predicate(record.number, dict(record.metrics)), f"what {name} returns for step {record.number}")

@@ -383,6 +383,12 @@ class Folder:
     def unmark(self, name: str) -> None:
         pass
 
+    def rename(self, name: str, to: str) -> None:
+        """Move a folder below to another name below, at once and whole; nothing happens if it does not exist."""
+        with self._refused("move", name), contextlib.suppress(FileNotFoundError):
+            os.makedirs(os.path.dirname(self._path(to)), exist_ok=True)
+            os.rename(self._path(name), self._path(to))
+
     def delete(self, name: str) -> None:
         shutil.rmtree(self._path(name), ignore_errors=True)
 

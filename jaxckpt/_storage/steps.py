@@ -22,6 +22,9 @@ BEST = "best.json"
 ENDED = "ended.json"
 PIN = "pin-"
 
+TRASH = "_trash"
+"""The folder in a run's directory that `Checkpointer(trash=True)` moves steps into."""
+
 Mode = Literal["min", "max"]
 
 
@@ -51,11 +54,13 @@ def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[
     return [step for step, published in numbers if published], [step for step, published in numbers if not published]
 
 
-def best_of(metrics: Iterable[tuple[int, Mapping[str, float | None]]], metric: str, mode: Mode) -> int | None:
-    """Of steps and their metrics, the step with the best value, the newest of equals; None if no step has a value."""
+def best_of(
+    metrics: Iterable[tuple[int, Mapping[str, float | None]]], metric: str, mode: Mode, count: int = 1
+) -> list[int]:
+    """Of steps and their metrics, the `count` steps with the best values, the best first, and of equals the newest."""
     sign = -1.0 if mode == "min" else 1.0
     ranked = [(sign * value, step) for step, values in metrics if (value := values.get(metric)) is not None]
-    return max(ranked)[1] if ranked else None
+    return [step for _, step in sorted(ranked, reverse=True)[:count]]
 
 
 def pins(run: Store) -> dict[str, int]:
@@ -145,6 +150,6 @@ def _best(run: Store, published: list[int]) -> int:
         if content is not None and (manifest := decode(content, child.url)).step is not None
     ]
     best = best_of(found, metric, mode)
-    if best is None:
+    if not best:
         raise NotACheckpointError(f"no step in {run.url} has a value of the metric {metric!r}")
-    return best
+    return best[0]

@@ -77,7 +77,10 @@ def versions_in(folder: Path) -> list[int]:
     assert [version_at(folder / f"{step:08d}") for step in published] == published
     with jaxckpt.Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == published
-    assert sorted({*os.listdir(folder)} - {"_run"}) == [f"{step:08d}" for step in published], "nothing else is left"
+    names = {*os.listdir(folder)} - {"_run", "_trash"}
+    assert sorted(names) == [f"{step:08d}" for step in published], "nothing else is left"
+    for moved in (folder / "_trash").glob("*"):
+        assert version_at(moved) == int(moved.name.partition("-")[0]), "it was moved whole"
     assert all(len(data_folders(folder / f"{step:08d}")) == 1 for step in published)
     return published
 
@@ -104,6 +107,13 @@ def keep_steps(say: Say, folder: str, first: int, count: int = 1, keep_last: int
         for number in range(first, first + count):
             checkpoints.save(number, version(number))
             say(number)
+
+
+def move_steps(say: Say, folder: str, number: int) -> None:
+    """Save a step with a Checkpointer that moves older ones to the trash, and tell that it is there."""
+    with jaxckpt.Checkpointer(folder, keep_last=1, trash=True, options=OPTIONS) as checkpoints:
+        checkpoints.save(number, version(number))
+    say(number)
 
 
 def delete_step(say: Say, folder: str, number: int) -> None:

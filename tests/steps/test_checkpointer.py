@@ -467,19 +467,32 @@ def test_an_equinox_module_is_restored_whole(tmp_path: Path) -> None:
                 checkpoints.save(1, eqx.filter(model, eqx.is_array))
 
 
-def test_going_back_is_not_done_unnoticed(tmp_path: Path) -> None:
+def test_going_back_is_not_done_unnoticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = filled(tmp_path, range(5))
     with pytest.raises(jaxckpt.CheckpointExistsError, match="step 3"):
         checkpoints.save(3, state(3))
     assert checkpoints.save(3, state(33), overwrite=True)
     assert checkpoints.restore(3)["step"] == 33
     checkpoints.delete(2)
-    with pytest.raises(jaxckpt.InputError, match="step 2 is older than step 4"):
-        checkpoints.save(2, state(2))
-    checkpoints.delete(4)
-    checkpoints.delete(3)
-    assert checkpoints.save(2, state(22))
-    assert checkpoints.steps() == [0, 1, 2]
+    strict = jaxckpt.Checkpointer(tmp_path, keep_last=4, keep_every=3, background=False, options=FAST)
+    for step in (5, 6):
+        strict.save(step, state(step))
+    assert strict.steps() == [0, 3, 4, 5, 6]
+    with pytest.raises(
+        jaxckpt.InputError, match=r"step 2 is older than step 6.* at once: not kept by keep_last=4, keep"
+    ):
+        strict.save(2, state(2))
+    assert "older than" not in caplog.text
+    strict.delete(5)
+    assert strict.save(5, state(55))  # it is among the last four
+    assert "step 5 is older than step 6, the newest in" in caplog.text
+    assert checkpoints.save(2, state(22))  # without rules, all are kept
+    assert checkpoints.steps() == [0, 2, 3, 4, 5, 6]
+    assert checkpoints.restore()["step"] == 6
+    for step in (6, 5, 4, 3):
+        checkpoints.delete(step)
+    assert checkpoints.save(3, state(33))
+    assert checkpoints.restore()["step"] == 33
 
 
 @pytest.mark.parametrize("fail_fast", [True, False])
@@ -499,7 +512,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
                 stopped = step
                 break
         assert stopped == (1 if fail_fast else 3)
-        checkpoints._pending = None  # told above
+        checkpoints._last.pending = None  # told above
 
 
 def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
@@ -593,14 +606,25 @@ def test_metrics(tmp_path: Path) -> None:
         {"keep_best": ("loss", "least")},
         {"keep_best": "loss"},
         {"keep_best": "lmin"},
-        {"keep_best": ("loss", "min", 1)},
+        {"keep_best": ("loss", "min", 0)},
+        {"keep_best": ("loss", "min", 1, 1)},
+        {"keep_best": [("loss", "min"), "loss"]},
+        {"keep_best": [("loss", "min"), ("accuracy",)]},
+        {"keep_best": [1]},
+        {"keep_best": {"loss": "min"}},
+        {"keep_if": "loss < 1"},
+        {"save_if": 10},
+        {"every_minutes": 0},
+        {"every_minutes": True},
+        {"every_minutes": "5"},
+        {"trash": "trash"},
+        {"trash": None},
         {"keep_best": (0, "min")},
         {"keep_for": 3600},
         {"keep_for": datetime.timedelta(-1)},
         {"components": ["opt_state"]},
         {"components": {0: 1}},
         {"components": {"opt_state": True}},
-        {"every": None},
         {"every": True},
         {"every": "5"},
         {"preemption_seconds": "30"},

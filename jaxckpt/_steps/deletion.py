@@ -1,0 +1,261 @@
+"""Deletion: carries out what the policy says, in a thread of its own, and finishes what killed runs began."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import logging
+import queue
+import threading
+import time
+
+from jaxckpt._format import manifest as manifests
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.records import StepRecord
+from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.threads import Task, ending, start_thread
+from jaxckpt._steps.directory import Directory
+from jaxckpt._steps.retention import SavedStep, Verdict
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.leases import Leases
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.steps import TRASH, is_step, pins, step_folders, step_name
+
+_log = logging.getLogger("jaxckpt")
+
+
+class Deletion:
+    """Deletes the steps of a directory that its rules no longer keep. Process 0 alone.
+
+    After each save the thread makes one pass over the steps; it ends when there is nothing to do. While readers hold
+    steps that no rule keeps, it looks again and again whether they have let go.
+    """
+
+    def __init__(self, directory: Directory, options: Options, *, trash: bool) -> None:
+        if trash and not isinstance(directory.store, Folder):
+            raise InputError(
+                f"trash=True needs a file system, where one rename moves a step; {directory.url} is on an object store."
+                " Leave it out, and turn on the bucket's own versions of objects to keep what is deleted"
+            )
+        self._directory = directory
+        self._store = directory.store
+        self._sync = options.sync
+        self._trash = trash
+        self._leases = Leases(self._store)
+        self._held = False
+        """Whether readers hold steps that no rule keeps."""
+
+        self._working = threading.Lock()  # one deletes at a time; taken only in threads that no interrupt reaches
+        self._starting = threading.Lock()  # likewise
+        self._passes = queue.SimpleQueue[Task[None]]()
+        self._last: Task[None] | None = None
+        self._runs = False
+        self._closed = False
+        self._hurried = False
+        self._failure: Exception | None = None
+        self._newest_saved = -1
+        # A step is either deleted or saved: each side first says what it is about to do, then looks at the other.
+        self._deleting: int | None = None
+        self._saving: int | None = None
+
+    # Around a save ---------------------------------------------------------------------------------------
+
+    def spare(self, step: int) -> None:
+        """Leave a step alone that is about to be saved; if it is being deleted, wait until it is gone."""
+        self._saving = step
+        while self._deleting == step:
+            time.sleep(0.005)
+
+    def begin(self, saved: StepRecord) -> None:
+        """Begin to delete what the rules do not keep, now that a step is published."""
+        self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))
+        self._saving = None
+        self._newest_saved = max(self._newest_saved, saved.number)
+        self._ask()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all is deleted that no rule keeps and no reader holds, or for `timeout` seconds."""
+        if self._last is not None:
+            self._last.wait(timeout)
+
+    def raise_failure(self) -> None:
+        """Raise what ended the last pass, once. The next save tries again."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            failure.add_note(f"jaxckpt: this ended the deletion of steps in {self._store.url} that no rule keeps")
+            raise failure
+
+    # The whole directory ---------------------------------------------------------------------------------
+
+    def open(self, notes: list[str]) -> None:
+        """Finish what killed runs began, and delete what the rules do not keep."""
+        with self._working:
+            self._sweep()
+            try:
+                self._delete_unwanted()
+            except (JaxckptError, OSError) as error:
+                _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
+            self._leases.clear(notes)
+        if self._held:
+            self._ask()
+
+    def close(self, seconds: float | None) -> None:
+        """End the thread after all that it has to do, and what readers have let go of by now.
+
+        With a number of seconds, it stops after the step that it is deleting, or is left behind.
+        """
+        self._closed = True
+        self._hurried = seconds is not None
+        if self._held:
+            self._ask()
+        self.wait(seconds)
+
+    def delete(self, step: int) -> None:
+        """Delete a step unless it is the only one, whoever reads it. Raises InputError."""
+        with self._working:
+            if [found.number for found in self._directory.look_at(self._directory.steps())] == [step]:
+                raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
+            self._delete(step)
+
+    # The thread ------------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Have the thread make a pass; one that has yet to begin will do."""
+        with self._starting:
+            if self._passes.empty():
+                self._last = Task(self._pass)
+                self._passes.put(self._last)
+            runs, self._runs = self._runs, True
+        if runs:
+            return
+        if not ending():
+            try:
+                start_thread(self._run, "jaxckpt-delete")
+            except RuntimeError:  # the system starts no more threads
+                self._run()
+            return
+        self._run()
+
+    def _run(self) -> None:
+        if not ending():
+            atexit.register(self._at_exit)
+        while self._goes_on():
+            try:
+                task = self._passes.get(timeout=self._leases.poll_seconds)
+            except queue.Empty:
+                task = Task(self._pass)
+            task.run()
+        atexit.unregister(self._at_exit)
+
+    def _goes_on(self) -> bool:
+        with self._starting:
+            self._runs = not self._passes.empty() or (self._held and not self._closed)
+            return self._runs
+
+    def _at_exit(self) -> None:
+        """Nobody has closed the Checkpointer. A thread that Python stops half-way could abort the process."""
+        if self._hurried:
+            return
+        self.close(None)
+        if self._failure is not None:
+            _log.error("old steps in %s could not be deleted: %s", self._store.url, self._failure)
+
+    def _pass(self) -> None:
+        try:
+            with self._working:
+                self._delete_unwanted()
+            self._failure = None
+        except Exception as error:
+            self._failure = error
+
+    # Deleting --------------------------------------------------------------------------------------------
+
+    def _delete_unwanted(self) -> None:
+        """Delete what the rules do not keep, nobody has pinned and no reader holds."""
+        newest_saved, self._newest_saved = self._newest_saved, -1
+        published, others = step_folders(self._store)
+        verdicts = self._directory.rules.judge(self._directory.look_at(published), datetime.datetime.now(datetime.UTC))
+        self._held = False
+        if unwanted := {verdict.step.number: verdict for verdict in verdicts if not verdict.kept or verdict.drops}:
+            pinned = {*pins(self._store).values()}
+            unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
+            with self._leases.condemned(unwanted) as held:
+                self._held = bool(held)
+                # Asked again: whoever pins a step holds it meanwhile.
+                spared = held | {*pins(self._store).values()} if unwanted else held
+                for step, verdict in unwanted.items():
+                    if step not in spared and not self._hurried:
+                        self._carry_out(verdict)
+        # Steps that were being saved when the newest was published, and still are not published, never will be.
+        for step in others:
+            if step < newest_saved:
+                self._deleting = step
+                try:
+                    if step != self._saving:
+                        self._clear(step)
+                finally:
+                    self._deleting = None
+
+    def _carry_out(self, verdict: Verdict) -> None:
+        """Delete a step, or subtrees of it; not if it is saved again meanwhile."""
+        step = self._deleting = verdict.step.number
+        try:
+            if step == self._saving or not self._directory.is_current(verdict.step):
+                return
+            if verdict.kept:
+                self._drop(step, verdict.drops)
+            else:
+                self._delete(step)
+                _log.info("step %d of %s is deleted: %s", step, self._store.url, verdict.why)
+        finally:
+            self._deleting = None
+
+    def _delete(self, step: int) -> None:
+        if self._trash and isinstance(self._store, Folder):
+            at = datetime.datetime.now(datetime.UTC)
+            self._store.rename(step_name(step), f"{TRASH}/{step_name(step)}-{at:%Y%m%dT%H%M%S.%fZ}")
+            self._directory.forget(step)
+            return
+        self._directory.child(step).unpublish(sync=self._sync)
+        self._clear(step)
+
+    def _clear(self, step: int) -> None:
+        """Delete what is left of a step that is not published."""
+        child = self._directory.child(step)
+        child.clear()
+        if child.read(MANIFEST) is None:  # else it was published meanwhile
+            self._store.unmark(step_name(step))
+        self._directory.forget(step)
+
+    def _drop(self, step: int, paths: tuple[str, ...]) -> None:
+        """Publish a step's manifest again without some subtrees, then delete their data."""
+        child = self._directory.child(step)
+        manifest, content = load_manifest(child)
+        less = manifests.without(manifest, paths)
+        if less is None:
+            self._directory.remember(SavedStep.of(step, manifest, undroppable=paths))
+            return
+        child.publish(manifest.data, manifests.encode(less), content, sync=self._sync)
+        self._directory.remember(SavedStep.of(step, less))
+        child.trim(less.data, (record.stack() for record in less.stacks))
+
+    def _sweep(self) -> None:
+        """Delete what killed runs left: data never published, steps and subtrees half deleted."""
+        marked = self._store.folders()
+        for name in self._store.names():
+            if not is_step(name):
+                continue
+            child = self._store.child(name)
+            try:
+                manifest, _ = load_manifest(child)
+            except NotACheckpointError:
+                child.clear(evict=False)
+            except CorruptError as error:
+                _log.warning("%s is left alone: %s", child.url, error)
+            else:
+                self._directory.remember(SavedStep.of(int(name), manifest))
+                if name not in marked:  # it was copied here
+                    self._store.mark(name)
+                child.sweep(manifest.data)
+                child.trim(manifest.data, (record.stack() for record in manifest.stacks))

@@ -1,0 +1,38 @@
+"""The save that a Checkpointer began last, until somebody has waited for it."""
+
+from __future__ import annotations
+
+from jaxckpt._save.background import PendingSave
+
+
+class LastSave:
+    """The save that a Checkpointer began last."""
+
+    def __init__(self) -> None:
+        self.pending: PendingSave | None = None
+        """The save, if nobody has waited for it."""
+
+        self.step: int | None = None
+        """Its step; None if the save failed, or the step was deleted."""
+
+    def begun(self, pending: PendingSave, step: int) -> None:
+        """A later save has begun."""
+        self.pending, self.step = pending, step
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for it, but not beyond a deadline: then it is given up, and nobody waits for it any more.
+
+        Returns whether it has ended. Raises what it raised.
+        """
+        pending, self.pending = self.pending, None
+        step, self.step = self.step, None  # unless it ended well
+        if pending is not None:
+            try:
+                pending.wait(seconds)
+            except TimeoutError:
+                if not pending.done:
+                    pending.abandon()
+                    return False
+                pending.wait()  # it ended just now, or with a TimeoutError of its own
+        self.step = step
+        return True

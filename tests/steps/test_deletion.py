@@ -1,0 +1,261 @@
+"""Deleting in the background: never in the way of a save, its failures are raised, and its end is waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import PROGRAMS, RunProcesses, RunPython
+
+import jaxckpt
+from jaxckpt._steps import deletion
+from jaxckpt._storage.bucket import Bucket
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.leases import Leases
+
+FAST = jaxckpt.Options(sync=False)
+
+
+def state(step: int) -> Any:
+    return {"w": np.full((4, 4), step), "step": step}
+
+
+def threads() -> int:
+    """How many threads delete."""
+    stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
+    return sum(any(call.filename == deletion.__file__ for call in stack) for stack in stacks)
+
+
+class Gate:
+    """Holds deletions up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Folder | Bucket]) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        unpublish = kind.unpublish
+
+        def wait(*arguments: Any, **named: Any) -> None:
+            self.reached.set()
+            assert self.open.wait(60)
+            unpublish(*arguments, **named)
+
+        monkeypatch.setattr(kind, "unpublish", wait)
+
+
+@pytest.fixture(params=[Folder, Bucket])
+def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[Gate]:
+    found = Gate(monkeypatch, request.param)
+    yield found
+    found.open.set()
+
+
+def directory(gate: Gate, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    kind = request.node.callspec.params["gate"]
+    return str(tmp_path) if kind is Folder else f"memory://deletion-{tmp_path.name}"
+
+
+def test_no_save_waits_for_a_deletion_and_closing_does(
+    gate: Gate, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with jaxckpt.Checkpointer(directory(gate, tmp_path, request), keep_last=1, options=FAST) as checkpoints:
+        for step in range(5):
+            assert checkpoints.save(step, state(step))
+            assert checkpoints.pending is not None
+            checkpoints.pending.wait(60)
+        assert gate.reached.wait(60)
+        assert checkpoints.steps() == [0, 1, 2, 3, 4]
+        assert checkpoints.restore()["step"] == 4
+        assert threads() == 1
+        threading.Timer(0.3, gate.open.set).start()
+        checkpoints.wait()
+        assert gate.open.is_set()
+        assert checkpoints.steps() == [4]
+        gate.open.clear()
+        checkpoints.save(5, state(5))
+        threading.Timer(0.3, gate.open.set).start()
+    assert gate.open.is_set()
+    assert checkpoints.steps() == [5]
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads(), "it ends when nothing is left to do"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_step_that_is_saved_again_while_it_is_deleted(
+    gate: Gate, tmp_path: Path, request: pytest.FixtureRequest, begun: bool
+) -> None:
+    """The save waits until the step is gone; a step whose deletion has yet to begin is left alone."""
+    checkpoints = jaxckpt.Checkpointer(
+        directory(gate, tmp_path, request), keep_last=2, keep_if=lambda step, metrics: bool(metrics), options=FAST
+    )
+    for step in range(4):
+        checkpoints.save(step, state(step))
+    assert gate.reached.wait(60)  # of step 0
+    threading.Timer(0.3, gate.open.set).start()
+    again = 0 if begun else 1
+    saved = checkpoints.save(again, state(100), metrics={"good": 1}, overwrite=True)
+    assert gate.open.is_set() == begun
+    assert saved
+    checkpoints.close()
+    assert checkpoints.steps() == [again, 2, 3]
+    assert checkpoints.restore(again)["step"] == 100
+
+
+def refusing(*_: Any, **__: Any) -> None:
+    raise jaxckpt.StorageError(13, "not yours")
+
+
+@pytest.mark.parametrize("heard", ["save", "wait", "close"])
+def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: str
+) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, every=2, keep_last=1, options=FAST)
+    checkpoints.save(0, state(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "unpublish", refusing)
+        checkpoints.save(2, state(2))
+        checkpoints._last.wait()
+        checkpoints._deletion.wait()
+    assert checkpoints.steps() == [0, 2]
+    assert checkpoints.restore()["step"] == 2, "a restore is none of its business"
+    assert not checkpoints.save(3, state(3)), "nor is a step that is not due"
+    call = {"save": lambda: checkpoints.save(4, state(4)), "wait": checkpoints.wait, "close": checkpoints.close}[heard]
+    with pytest.raises(jaxckpt.StorageError, match="not yours") as told:
+        call()
+    assert "this ended the deletion of steps in" in told.value.__notes__[0]
+    if heard in ("save", "wait"):
+        assert checkpoints.save(4, state(4))
+        checkpoints.close()
+        assert checkpoints.steps() == [4]
+    else:
+        assert (tmp_path / "_run" / "ended.json").exists(), "a follower ends"
+
+
+def test_a_predicate_that_fails_deletes_nothing(tmp_path: Path) -> None:
+    never: Any = lambda step, metrics: None  # noqa: E731
+    checkpoints = jaxckpt.Checkpointer(tmp_path, keep_if=never, options=FAST)
+    for step in range(3):
+        checkpoints.save(step, state(step))
+        with pytest.raises(jaxckpt.InputError, match=r"what keep_if returns for step 0 must be True or False, found N"):
+            checkpoints.wait()
+    assert jaxckpt.steps(tmp_path) == [0, 1, 2]
+
+
+def test_a_step_that_is_pinned_as_its_deletion_begins_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    condemned = Leases.condemned
+
+    def pinned_first(self: Leases, steps: Any) -> Any:
+        if steps:
+            jaxckpt.pin(f"{tmp_path}@0", "paper")
+        return condemned(self, steps)
+
+    with jaxckpt.Checkpointer(tmp_path, keep_last=1, background=False, options=FAST) as checkpoints:
+        checkpoints.save(0, state(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(Leases, "condemned", pinned_first)
+            checkpoints.save(1, state(1))
+        assert checkpoints.steps() == [0, 1]
+    assert jaxckpt.open(f"{tmp_path}@paper").step == 0
+
+
+def test_deletions_are_logged_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxckpt")
+    with jaxckpt.Checkpointer(tmp_path, keep_last=3, keep_every=2, options=FAST) as checkpoints:
+        for step in range(5):
+            checkpoints.save(step, state(step))
+    said = [record.message for record in caplog.records if record.levelno == logging.INFO]
+    assert said == [f"step 1 of {tmp_path} is deleted: not kept by keep_last=3, keep_every=2"]
+
+
+# Trash -----------------------------------------------------------------------------------------------------
+
+
+def test_trash(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with jaxckpt.Checkpointer(run, keep_last=1, trash=True, options=FAST) as checkpoints:
+        for step in (0, 1, 2, 2, 3):
+            checkpoints.save(step, state(step), overwrite=True)
+        checkpoints.wait()
+        checkpoints.save(4, state(4))
+        checkpoints.wait()
+        with pytest.raises(jaxckpt.InputError, match="the only one"):
+            checkpoints.delete(4)
+        checkpoints.save(5, state(5))
+    moved = sorted(os.listdir(run / "_trash"))
+    assert [name.partition("-")[0] for name in moved] == [f"{step:08d}" for step in range(5)]
+    for step, name in enumerate(moved):
+        assert jaxckpt.verify(run / "_trash" / name).ok
+        assert jaxckpt.load_numpy(run / "_trash" / name)["step"] == step
+    os.rename(run / "_trash" / moved[2], run / "00000002")  # taken back
+    assert jaxckpt.steps(run) == [2, 5]
+    assert jaxckpt.verify(run).ok
+    with jaxckpt.Checkpointer(run, keep_last=1, trash=True) as checkpoints:
+        assert checkpoints.steps() == [5]
+    assert len(os.listdir(run / "_trash")) == 5
+
+
+def test_no_trash_on_an_object_store() -> None:
+    with pytest.raises(jaxckpt.InputError, match="trash=True needs a file system"):
+        jaxckpt.Checkpointer("memory://no-trash", trash=True)
+
+
+# Ends ------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_step_does_not_wait_for_deletions_beyond_the_deadline(
+    gate: Gate, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    begun = time.monotonic()
+    checkpoints = jaxckpt.Checkpointer(
+        directory(gate, tmp_path, request), keep_last=1, preemption_seconds=2, options=FAST
+    )
+    for step in (0, 1):
+        checkpoints.save(step, state(step))
+    assert gate.reached.wait(60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
+        checkpoints.save(2, state(2))
+    checkpoints.close()
+    assert time.monotonic() - begun < 20
+    assert checkpoints.steps() == [0, 1, 2]
+    gate.open.set()
+    jaxckpt.Checkpointer(checkpoints._directory.url, keep_last=1).close()
+    assert checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("how", ["left open", "held by a reader", "stuck"])
+def test_a_program_that_does_not_close_ends_well(run_python: RunPython, tmp_path: Path, how: str) -> None:
+    assert run_python(PROGRAMS / "left_open.py", args=[str(tmp_path / "run"), how], devices=1, timeout=60) == "end\n"
+    assert jaxckpt.steps(tmp_path / "run") == {"left open": [9], "held by a reader": [0, 9], "stuck": [*range(10)]}[how]
+
+
+def test_all_processes_hear_of_a_failure(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+from jaxckpt._storage.folder import Folder
+def refuse(*_, **__):
+    raise jaxckpt.StorageError(13, "not yours")
+with jaxckpt.Checkpointer(args, keep_last=1, background=False) as checkpoints:
+    checkpoints.save(0, {"x": 0})
+    unpublish, Folder.unpublish = Folder.unpublish, refuse
+    checkpoints.save(1, {"x": 1})
+    Folder.unpublish = unpublish
+    try:
+        checkpoints.save(2, {"x": 2})
+    except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
+        print(type(error).__name__, "not yours" in str(error))
+    checkpoints.save(3, {"x": 3})
+print(jaxckpt.steps(args) if process_id == 0 else "")
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout.split("\n")[:2] for one in done] == [["StorageError True", "[3]"], ["PeerFailedError True", ""]]

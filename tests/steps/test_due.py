@@ -1,0 +1,151 @@
+"""Which steps are saved: by number, by the clock, by a predicate; and the same ones in every process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import PROGRAMS, RunProcesses
+
+import jaxckpt
+from jaxckpt._steps.due import Due
+
+FAST = jaxckpt.Options(sync=False)
+
+
+def never() -> Any:
+    raise AssertionError("one process asks nobody")
+
+
+def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:
+    now = 0.0
+    with jaxckpt.Checkpointer(tmp_path, every=100, every_minutes=10, options=FAST) as checkpoints:
+        checkpoints._due._clock = lambda: now
+        checkpoints._due.saved()
+        saved = list[float]()
+        for step in range(1, 151):
+            now += 60.0  # a minute for each step
+            if checkpoints.save(step, {"x": step}, force=step == 25):
+                saved.append(step)
+    assert saved == [10, 20, 25, 35, 45, 55, 65, 75, 85, 95, 100, 110, 120, 130, 140, 150]
+
+
+def test_a_predicate_sees_what_is_recorded(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def rising(step: int, metrics: Any) -> bool:
+        seen.append((step, metrics))
+        return step > 2 and metrics["loss"] is None
+
+    with jaxckpt.Checkpointer(tmp_path, save_if=rising, options=FAST) as checkpoints:
+        losses = [np.float32(1), 2, math.inf, math.nan]
+        assert [checkpoints.save(step, {"x": 1}, metrics={"loss": loss}) for step, loss in enumerate(losses)] == [
+            False,
+            False,
+            False,
+            True,
+        ]
+        assert seen == [(0, {"loss": 1.0}), (1, {"loss": 2.0}), (2, {"loss": None}), (3, {"loss": None})]
+        with pytest.raises(KeyError):
+            checkpoints.save(4, {"x": 1})
+        assert not checkpoints.save(1, {"x": 1})
+    assert checkpoints.steps() == [3]
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes", np.ones(1)])
+def test_a_predicate_answers_true_or_false(tmp_path: Path, answer: Any) -> None:
+    with jaxckpt.Checkpointer(tmp_path, save_if=lambda step, metrics: answer) as checkpoints:
+        with pytest.raises(jaxckpt.InputError, match="what save_if returns for step 7 must be True or False"):
+            checkpoints.save(7, {"x": 1})
+        assert checkpoints.save(7, {"x": 1}, force=True)
+
+
+def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> None:
+    assert Due(None, None, None, 1).reached(7, None, never)
+    assert not Due(None, 5, None, 1).reached(7, None, never)
+    assert not Due(None, None, lambda step, metrics: False, 1).reached(0, None, never)
+
+
+@pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
+def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
+    """At most 120 times between two saves, and once a step; and the save is late by a sixtieth at most."""
+    due = Due(None, 10, None, 2)
+    now, step, meetings, saves = 0.0, 0, 0, list[float]()
+    due._clock = lambda: now
+    due._saved = due._met = now
+    while len(saves) < 3:
+        step += due._next
+        now += due._next * seconds_per_step
+        meetings += 1
+        found = due._decided(step, None)
+        due._next = due._steps_ahead()
+        if found:
+            saves.append(now)
+            due.saved()
+    between = np.diff([0.0, *saves])
+    assert (between >= 600).all()
+    assert (between <= 610 + seconds_per_step).all()
+    assert meetings <= min(step, 3 * 2 * 60 + 20)
+
+
+def test_steps_that_become_slow_after_a_fast_start() -> None:
+    """The first steps only join a queue on the devices."""
+    due = Due(None, 10, None, 2)
+    now = 0.0
+    due._clock = lambda: now
+    due._saved = due._met = now
+    step = 0
+    while not due._decided(step, None):
+        for _ in range(due._next):
+            now += 1e-4 if step < 100 else 5.0
+            step += 1
+        due._next = due._steps_ahead()
+    assert now < 620 + 128 * 5.0
+
+
+def test_processes_save_the_same_steps_by_process_0_s_clock_and_metrics(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    done = run_processes(
+        PROGRAMS / "due_together.py", processes=3, devices_per_process=1, args=str(tmp_path), timeout=120
+    )
+    found = [json.loads(one.stdout) for one in done]
+    assert found[0] == found[1] == found[2]
+    by_clock, by_predicate = found[0]
+    assert 3 <= len(by_clock) <= 15
+    assert by_predicate == [2, 5, 8]
+
+
+def test_a_predicate_that_fails_in_process_0_fails_in_all(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+with jaxckpt.Checkpointer(args, save_if=lambda step, metrics: 1 / 0, options=jaxckpt.Options(timeout_seconds=20)) as it:
+    try:
+        it.save(1, {"x": 1})
+    except (ZeroDivisionError, jaxckpt.PeerFailedError) as error:
+        print(type(error).__name__, "ZeroDivisionError" in repr(error))
+    print(it.save(2, {"x": 1}, force=True))
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout for one in done] == ["ZeroDivisionError True\nTrue\n", "PeerFailedError True\nTrue\n"]
+
+
+def test_one_process_that_asks_alone_is_an_error_and_no_hang(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+options = jaxckpt.Options(timeout_seconds=3)
+checkpoints = jaxckpt.Checkpointer(args, every_minutes=1, options=options)
+try:
+    if process_id == 0:
+        print(checkpoints.save(1, {"x": 1}))
+    else:
+        checkpoints.restore_or_init(lambda: {"x": 1})
+except jaxckpt.PeerError as error:
+    print(type(error).__name__)
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout for one in done] == ["PeersDisagreeError\n"] * 2
