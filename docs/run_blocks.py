@@ -1,7 +1,8 @@
 """Run the Python blocks of Markdown files, so that what the docs show is what happens.
 
-The ```python blocks of one file run in order, in one namespace, in an empty working folder, on 8 simulated devices.
-A block after `<!-- not run: reason -->` is skipped, and counted.
+The ```python blocks of one file run in order, in one namespace, in an empty working folder, as if a reader pasted them
+into an interpreter: a page that needs 8 simulated devices sets them up itself. A block after `<!-- not run: reason -->`
+is skipped, and counted.
 
     python docs/run_blocks.py README.md docs/*.md
 """
@@ -29,13 +30,13 @@ class Program:
     """The blocks of one file."""
 
     code: str
-    """All blocks to run, each line on the line where it stands in the file."""
+    """All blocks to run. Each line has the same line number as in the file."""
     run: int
     skipped: int
 
 
 def program_of(path: Path) -> Program:
-    """The blocks of a file as one program. A block that never ends is an error, as all behind it would go untested."""
+    """The blocks of a file as one program. An unclosed block is an error, because nothing after it would be tested."""
     lines: list[str] = []
     run = skipped = 0
     inside: re.Match[str] | None = None  # the line that opened the block
@@ -61,11 +62,12 @@ def program_of(path: Path) -> Program:
 
 
 def run_blocks(path: Path) -> str | None:
-    """Run a file's blocks and print how many; get what the program printed where it failed."""
+    """Run a file's blocks and print how many there are; return the program's output if it failed."""
     program = program_of(path)
     print(f"{path}: {program.run} blocks to run, {program.skipped} skipped", flush=True)
     if not program.run:
         return None
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory(prefix="jaxckpt-docs-") as folder:
         try:
             done = subprocess.run(
@@ -76,11 +78,7 @@ def run_blocks(path: Path) -> str | None:
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 timeout=_TIMEOUT_SECONDS,
-                env={
-                    **os.environ,
-                    "JAX_PLATFORMS": "cpu",
-                    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-                },
+                env=environment,
                 check=False,
             )
         except subprocess.TimeoutExpired as late:
