@@ -421,12 +421,15 @@ class Checkpointer:
             group.meeting("restoring each process's own state") as meeting,
         ):
             store = self._directory.child(chosen)
-            states = load_states(store, load_manifest(store)[0])
+            manifest, _ = load_manifest(store)
+            # Of thousands of files each process reads its own alone, unless all must be split anew.
+            same = len(manifest.process_states) == group.count
+            states = load_states(store, manifest, [group.index] if same else None)
             if not states or any(name not in state for state in states):
                 found = sorted(states[0]) if states else "none"
                 raise InputError(f"{store.url} has no process_state {name!r}; it has {found}")
             items = [state[name] for state in states]
-            if len(items) != group.count:
+            if not same:
                 if resplit is None:
                     raise InputError(
                         f"{len(items)} processes saved {name!r} in {store.url}, and here are {group.count}: pass"
@@ -436,7 +439,7 @@ class Checkpointer:
                 if len(items) != group.count:
                     raise InputError(f"resplit made {len(items)} states of {name!r} for {group.count} processes")
             meeting.barrier()
-        return items[group.index]
+        return items[0 if same else group.index]
 
     def _chosen(self, step: int | None) -> int:
         """A step, or the newest for None, when it is on the disk. Every process."""
