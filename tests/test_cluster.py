@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 from processes import PROGRAMS, ROOT, RunProcesses
 from servers import Bucket
+
+import jaxckpt
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +52,64 @@ def test_a_real_job_asks_what_the_model_counts(
         met = [model["meetings"][name] for name in names]
         for process, one in enumerate(each):
             counted = one[call]["requests"]
-            wanted = sum((meeting.by_first if process == 0 else meeting.by_other for meeting in met), start=type(met[0].by_first)())
+            wanted = sum(
+                (meeting.by_first if process == 0 else meeting.by_other for meeting in met),
+                start=type(met[0].by_first)(),
+            )
             assert {kind: counted.get(kind, 0) for kind in ("set", "delete")} == {
                 kind: wanted[kind] for kind in ("set", "delete")
             }
             assert counted["get"] + counted.get("list", 0) >= wanted["get"] + wanted["list"]
-            sizes = zip(one[call]["given"], [meeting.given_bytes for meeting in met], strict=True)
-            assert all(real == pytest.approx(simulated, rel=0.25) for real, simulated in sizes), "bytes of each text"
+            sizes = [meeting.given_bytes for meeting in met]
+            assert one[call]["given"] == pytest.approx(sizes, rel=0.2), "bytes of each text"
 
 
-def test_the_first_process_reads_texts_in_blocks(cluster: ModuleType) -> None:
-    """64 requests and not 4,096; and no message comes near the 4 MiB that gRPC takes."""
-    meeting = cluster.meet(4096, lambda index: "x" * (100_000 if index % 16 == 0 else 3_000), "")
-    assert meeting.first < 4096 / 16 * 1.2 + 3 * 64 + 10  # one more for each text in parts
-    assert meeting.largest <= 3 << 20
+@pytest.mark.parametrize("count", [64, 65, 16_384])
+def test_the_first_process_reads_texts_in_blocks(cluster: ModuleType, count: int) -> None:
+    """Not one after the other; and what it gets is in the order of the processes."""
+    meeting = cluster.meet(count, lambda index: f"text {index}", "")
+    assert meeting.by_first["get"] + meeting.by_first["list"] <= 2 * (count // 64 + 1)
+    assert meeting.by_other.total() == 2
 
 
-def test_objects_of_a_large_job_stay_few(cluster: ModuleType) -> None:
-    few, many = (cluster.plan_for(cluster.job_of(size, scanned=True), 0) for size in (64, 4096))
-    assert few.n_objects < 16_000
-    assert many.n_objects < 2 * 2_560 + len(many.stacks) * 2_048
-    assert Path(cluster.__file__).name == "cluster.py"
+@pytest.mark.parametrize("count", [2, 64, 1_000, 4_096, 16_384])
+def test_waiting_leaves_little_in_the_coordination_service(cluster: ModuleType, count: int) -> None:
+    """It keeps each request whose key was not posted in time, in process 0: once 460 MB for each second of waiting."""
+    requests_per_second, kept_bytes = cluster.wait(count, 600.0)
+    assert requests_per_second <= max(2 * count, 4_000)
+    assert kept_bytes <= 150e6
+
+
+def test_all_that_are_silent_in_a_large_meeting_are_named(cluster: ModuleType) -> None:
+    service, silent = cluster.Service(), (1, 64, 199)
+    for index in range(1, 200):
+        if index not in silent:
+            with cluster.group_of(index, 200, service, first=True).meeting("simulated") as meeting:
+                meeting.gather("here")
+    first = cluster.group_of(0, 200, service, first=True)
+    first.timeout_seconds = 0.4
+    with (
+        pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199 of 200 silent"),
+        first.meeting("simulated") as meeting,
+    ):
+        meeting.gather("here")
+    with pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199"):  # so do all others
+        with cluster.group_of(100, 200, service, first=True).meeting("simulated") as meeting:
+            meeting.share("")
+
+
+def test_a_failure_in_a_large_meeting_is_quoted(cluster: ModuleType) -> None:
+    service = cluster.Service()
+    for index in range(1, 130):
+        with (
+            contextlib.suppress(OSError),
+            cluster.group_of(index, 130, service, first=True).meeting("simulated") as meeting,
+        ):
+            if index == 100:
+                raise OSError("no space left")
+            meeting.gather("here")
+    with (
+        pytest.raises(jaxckpt.PeerFailedError, match="process 100 failed with OSError: no space left"),
+        cluster.group_of(0, 130, service, first=True).meeting("simulated") as meeting,
+    ):
+        meeting.gather("here")
