@@ -1,7 +1,7 @@
 """A save and a restore in a job of thousands of processes, by simulation: requests, bytes and seconds of each phase.
 
-    python benchmarks/cluster.py               # 64, 4,096 and 16,384 processes; a few minutes, up to 4 GiB of memory
-    python benchmarks/cluster.py --service     # what JAX's coordination service does in a second, on this machine
+    python benchmarks/cluster.py      # 64, 4,096 and 16,384 processes; a few minutes
+    python benchmarks/meetings.py     # what JAX's coordination service does in a second, on this machine
 
 What is run for real: the planner, for one process at the full size of the job; the meetings of the processes, message
 by message, against a coordination service in memory; and in process 0 the agreement on 16,384 trees, the manifest of
@@ -16,7 +16,7 @@ Counts become seconds by stated rates, as if a phase had nothing to wait for but
                 write a second of one object (cloud.google.com/storage/docs/request-rate, …/quotas)
     latency     50 ms for a request of a small object, an assumption for both
     network     25 Gb/s for each process, and so for process 0, in which the coordination service runs: an assumption
-    service     `SERVICE_PER_SECOND` and `SERVICE_SECONDS` below, measured with --service
+    service     what meetings.py measures
 
 The state is that of a dense model of 70 billion parameters (the shapes of Llama 3 70B) with Adam: parameters in
 bfloat16, two moments in float32, 706 GB, as 2,170 leaves, or as 37 where the layers are scanned. A process has 4
@@ -26,7 +26,6 @@ devices. Matrices are split over fsdp × tensor, at most 256 × 8 devices, and t
 from __future__ import annotations
 
 import argparse
-import bisect
 import collections
 import hashlib
 import itertools
@@ -37,7 +36,6 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -49,6 +47,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import msgspec
 import numpy as np
+from meetings import NETWORK_BYTES, meet, wait
 
 from jaxckpt import Options
 from jaxckpt._format import manifest as manifests
@@ -58,9 +57,6 @@ from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshReco
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.tree import flatten
 from jaxckpt._restore.plan import ReadStep, Want, plan_read
-from jaxckpt._runtime import processes
-from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.stalls import Watch
 from jaxckpt._save.agreement import Agreement, require_agreement
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
@@ -70,17 +66,6 @@ from jaxckpt._storage.fetching import wanted_whole
 
 SIZES = (64, 4_096, 16_384)
 
-SERVICE_PER_SECOND = 7_000
-"""Requests that JAX's coordination service answers in a second: one takes 145 µs of process 0's CPU time, as if one
-core did it all. Together with 8 processes that ask, on two busy cores, it answered 3,500."""
-
-SERVICE_SECONDS = 330e-6
-"""Until one request, of one process that waits for each before the next, is answered."""
-
-UNMET_BYTES = 14_000
-"""Memory that the service keeps for a request whose key was not posted in time, until it is. By --service."""
-
-NETWORK_BYTES = 25e9 / 8
 LATENCY_SECONDS = 0.05
 
 
@@ -213,7 +198,8 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
     for number, steps in by_stack.items():
         stack = plan.stacks[number]
         boxes = [read.boxes for step in steps for read in step.reads]
-        stored = collections.defaultdict(lambda size=stored_bytes(stack): (size, ""))
+        whole = stored_bytes(stack), ""
+        stored = collections.defaultdict(lambda whole=whole: whole)
         fetched = wanted_whole(stack, stored, boxes, job.options.host_bytes // 4)
         requests += len(fetched)
         n_bytes += sum(one.length for one in fetched.values())
@@ -255,192 +241,12 @@ def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
     return compose("0" * 32, plan, draft, SaveRequest("/ckpt"), shares)
 
 
-# Meetings -------------------------------------------------------------------------------------------------
-
-
-KINDS = {
-    "key_value_set": "set",
-    "blocking_key_value_get": "get",
-    "key_value_dir_get": "list",
-    "key_value_delete": "delete",
-}
-"""What the library asks of JAX's coordination service."""
-
-CALLS = {"save": ("agree", "look", "publish"), "restore": ("open", "end")}
-"""The meetings of a call."""
-
-
-class Service:
-    """JAX's coordination service in memory, which counts what it is asked: for one process after the other."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, str] = {}
-        self.requests = collections.Counter[str]()
-        self.bytes = 0
-        self.largest = 0
-        self._sorted: list[str] | None = None
-        self._posted = threading.Condition()
-
-    def _count(self, kind: str, size: int) -> None:
-        self.requests[kind] += 1
-        self.bytes += size
-        self.largest = max(self.largest, size)
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        self._count("set", len(value))
-        with self._posted:
-            self.kept[key] = value
-            self._sorted = None
-            self._posted.notify_all()
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        with self._posted:
-            if not self._posted.wait_for(lambda: key in self.kept, timeout_in_ms / 1000):
-                raise RuntimeError("DEADLINE_EXCEEDED")
-            self._count("get", len(self.kept[key]))
-            return self.kept[key]
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        found = [(name, self.kept[name]) for name in self._below(key)]
-        self._count("list", sum(len(name) + len(value) for name, value in found))
-        return found
-
-    def key_value_delete(self, key: str) -> None:
-        self._count("delete", 0)
-        for name in self._below(key):
-            del self.kept[name]
-        self._sorted = None
-
-    def _below(self, key: str) -> list[str]:
-        """As a sorted map finds them: 16,384 keys are not looked at for each request."""
-        self._sorted = self._sorted or sorted(self.kept)
-        return self._sorted[bisect.bisect_left(self._sorted, key) : bisect.bisect_left(self._sorted, key + "\x7f")]
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What a meeting takes, if no process comes late."""
-
-    processes: int
-    by_first: collections.Counter[str]
-    """Requests of process 0, one after the other."""
-
-    by_other: collections.Counter[str]
-    """Requests of each other process."""
-
-    bytes: int
-    """Of all messages."""
-
-    largest: int
-    """Bytes of the largest message."""
-
-    given_bytes: int
-    """Of what process 1 gives."""
-
-    @property
-    def first(self) -> int:
-        return self.by_first.total()
-
-    @property
-    def requests(self) -> int:
-        """Of all processes."""
-        return self.first + self.by_other.total() * (self.processes - 1)
-
-    @property
-    def seconds(self) -> float:
-        """Process 0's own requests, and those of all others, which come while it works."""
-        served = self.requests / SERVICE_PER_SECOND
-        return max(served, self.first * SERVICE_SECONDS) + self.bytes / NETWORK_BYTES
-
-
-def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
-    """A process of a call that it came to, in its first meeting or in a later one."""
-    call = Call.of("save", "s3://checkpoints/1234abcd")
-    return Group(index, count, 300.0, service, "jaxckpt/0", call, Watch(300.0), meetings=0 if first else 1)
-
-
-def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:
-    """Hold a meeting: what every process gives, and what process 0 shares with all."""
-    service = Service()
-
-    def process(index: int) -> Group:
-        return group_of(index, count, service, first=first)
-
-    by_other, given_bytes = collections.Counter[str](), 0
-    for index in range(1, count):
-        with process(index).meeting("simulated") as meeting:
-            meeting.gather(given(index))
-        if index == 1:
-            by_other, given_bytes = service.requests.copy(), service.bytes
-    before = service.requests.copy()
-    with process(0).meeting("simulated") as meeting:
-        assert meeting.gather(given(0)) == [given(index) for index in range(count)]
-        meeting.share(shared)
-    by_first, before = service.requests - before, service.requests.copy()
-    moved = service.bytes
-    with process(1).meeting("simulated") as meeting:
-        meeting.share(shared)
-    by_other += service.requests - before
-    all_bytes = service.bytes + (service.bytes - moved) * (count - 2)
-    return Meeting(count, by_first, by_other, all_bytes, service.largest, given_bytes)
-
-
-class Clock(Service):
-    """The service as a process finds it that waits for process 0: what is posted when, by the end of its key."""
-
-    def __init__(self, posted: Mapping[str, tuple[float, str]]) -> None:
-        super().__init__()
-        self.posted = posted
-        self.now = 0.0
-        self.unmet: dict[str, int] = {}
-        """Requests that are in the service still, by key."""
-
-        self.most_unmet = 0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        self.requests["get"] += 1
-        at, text = next((found for end, found in self.posted.items() if key.endswith(end)), (math.inf, ""))
-        if at > self.now + timeout_in_ms / 1000:
-            self.now += timeout_in_ms / 1000
-            self.unmet[key] = self.unmet.get(key, 0) + 1
-            left = (count for name, count in self.unmet.items() if self.posted[_end(name)][0] > self.now)
-            self.most_unmet = max(self.most_unmet, sum(left))
-            raise RuntimeError("DEADLINE_EXCEEDED")
-        self.now = max(self.now, at)
-        return text
-
-
-def _end(key: str) -> str:
-    return "/" + "/".join(key.rsplit("/", 2)[1:])
-
-
-def wait(count: int, seconds: float) -> tuple[float, float]:
-    """What waiting for process 0 takes, such as for the slowest write of a save: requests of all processes a second,
-    and bytes that requests keep in the service at most."""
-    interval = min(max(5.0, count / 2000), 15.0)
-    beats = int(seconds / interval)
-    posted = {f"/out/{beat}": (beat * interval, '{"beat": 1}') for beat in range(1, beats + 1)}
-    posted[f"/out/{beats + 1}"] = posted["/out/0"] = seconds, '{"ok": ""}'
-    posted["/beat/0"] = interval, "1"
-    clock = Clock(posted)
-    usual, processes.time = processes.time, clock  # pyright: ignore
-    try:
-        with group_of(1, count, clock, first=False).meeting("simulated") as meeting:
-            meeting.share("")
-    finally:
-        processes.time = usual  # pyright: ignore
-    return count * clock.requests["get"] / seconds, count * clock.most_unmet * UNMET_BYTES
+# All of it ------------------------------------------------------------------------------------------------
 
 
 def agreement_of(_: int) -> str:
     digests = dict.fromkeys(("leaves", "shardings", "options", "metadata", "process_state"), "0" * 64)
     return msgspec.json.encode(Agreement(digests, [123456789])).decode()
-
-
-# All of it ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Saves and restores the simulated job's tree in the processes of a real one; each prints what it asked of the service.
 
-JAX's coordination service is asked by way of a client that counts; the store is counted by a proxy, by whoever runs this.
+JAX's coordination service is asked by way of a client that counts. Whoever runs this counts requests to the store.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxckpt._format.specs import partition_spec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import cluster
+import meetings
 
 
 class CountingClient:
@@ -34,7 +35,7 @@ class CountingClient:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.client, name)
-        kind = cluster.KINDS.get(name)
+        kind = meetings.KINDS.get(name)
         if kind is None:
             return function
 
