@@ -91,8 +91,11 @@ def kept(goal: Goal) -> bool:
     return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
 
 
-def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
-    """The value of every goal by leaf number."""
+def fetch(
+    source: Source, goals: Mapping[int, Goal], options: Options, process: int = 0, processes: int = 1
+) -> dict[int, Any]:
+    """The value of every goal by leaf number. Of several processes, which have the same goals, each checks some of the
+    small files that describe stacks."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)
@@ -116,6 +119,7 @@ def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[i
     leaves = _Leaves(manifest, stacks, by_stack, destinations, values)
     total = sum(step.n_bytes for step in steps)
     with undisturbed(source), reporting("restore", total, options.progress) as advance:
+        source.require_metadata(sorted(by_stack)[process::processes])
         read(source, stacks, steps, options, leaves, advance)
     leaves.empty_leaves()
     for number in weak:

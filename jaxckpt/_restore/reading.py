@@ -73,7 +73,6 @@ def read(
     planned: dict[int, list[ReadStep]] = {}
     for step in steps:
         planned.setdefault(step.stack, []).append(step)
-    source.require_metadata(list(planned))
     window = _Window(options.host_bytes)
     arrays: dict[int, ArrayReader] = {}
     for step in steps:
@@ -341,5 +340,6 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     steps = plan_read(stacks, [Want(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
     with undisturbed(source):
+        source.require_metadata([stack])
         read(source, stacks, steps, options, delivery, unseen)
     return delivery.array

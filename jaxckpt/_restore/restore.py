@@ -115,7 +115,7 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
                 source = renamed_source(source, request.rules)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.lacking) if request.initial else []
-            result = resolved.build(fetch(source, resolved.goals, options), initial)
+            result = resolved.build(fetch(source, resolved.goals, options, group.index, group.count), initial)
             meeting.barrier()
     if group.index == 0 and _log.isEnabledFor(logging.INFO):
         counts = len(resolved.goals), len(jax.tree.leaves(result)), source.url, len(source.manifest.leaves)

@@ -12,6 +12,9 @@ that stops counts; one that has come and stops is given up after a minute, befor
 
 JAX's service lives in process 0. While that process is stopped, only calls that have a timeout of their own return:
 such are all that a waiting process makes. What it posts, and its beats, are left to a thread.
+
+Process 0 posts a sequence: its beats, and last what it shares. The others wait for the next of these, so no request of
+theirs stays in the service for long. The others' texts lie in blocks, each of which process 0 gets in one request.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -44,6 +47,16 @@ from jaxckpt._runtime.threads import Caller, Task, start_thread
 
 _POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
+
+_REQUESTS_PER_SECOND = 2000
+"""Requests to the coordination service, at most, from all processes that wait, and beats: it serves a few thousand."""
+
+_LONGEST_POLL_SECONDS = 30.0
+"""A request whose key is not posted in time stays in the service, and takes 14 KB there until it is (jaxlib 0.6 to
+0.10). 16,384 processes that asked every 0.5 s would cost process 0 460 MB for each second of a save."""
+
+_BLOCK = 64
+"""Processes whose texts process 0 gets in one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +187,9 @@ class Meeting:
 
     _gave: bool = False
     _closed: bool = False
+    _words: int = 0
+    """What process 0 has posted for the others: beats, and what it shares."""
+
     _lost: bool = False
     """Whether process 0 does not answer, so that nothing more can be told to it."""
 
@@ -227,7 +243,7 @@ class Meeting:
         self._gave = True
         if group.index != 0:
             return []
-        texts = self._hear("in", range(group.count))
+        texts = self._hear_all()
         # Only process 0 reads these; and all have answered this meeting, so all have left the one before.
         group.client.key_value_delete(f"{self.key}/in/")
         group.client.key_value_delete(f"{group.prefix}/{group.meetings - 1}/")
@@ -241,7 +257,7 @@ class Meeting:
             self._post("out", {"ok": text})
             self._closed = True
             return text
-        return self._hear("out", [0])[0]
+        return self._hear_first()
 
     def barrier(self) -> None:
         """Wait until all have come this far; nothing is given or got."""
@@ -256,8 +272,8 @@ class Meeting:
 
     def _speak(self) -> None:
         """Post what there is to post, and beat between."""
-        interval, beats = min(5.0, self.group.timeout_seconds / 4), 0
-        client, index = self.group.client, self.group.index
+        group, beats = self.group, 0
+        interval = min(max(5.0, group.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, group.timeout_seconds / 4)
         try:
             while True:
                 try:
@@ -265,67 +281,108 @@ class Meeting:
                 except queue.Empty:
                     gone = self._attendee is not None and not self._attendee.present()
                     # The attendee may hang, or an interrupt ended it before it could say so: nobody must wait for it.
-                    error = KeyboardInterrupt("interrupted") if gone else self.group.watch.stalled()
+                    error = KeyboardInterrupt("interrupted") if gone else group.watch.stalled()
                     if error is not None:
                         self._fail(error)
                         self._posts.put(None)
                         continue
-                    post = "beat", str(beats := beats + 1)
+                    post = "beat", json.dumps({"beat": (beats := beats + 1)})
                 if post is None:
                     break
-                client.key_value_set(f"{self.key}/{post[0]}/{index}", post[1], allow_overwrite=True)
-            if beats:
-                client.key_value_delete(f"{self.key}/beat/{index}")
+                self._set(*post)
+            if beats and group.index != 0:
+                group.client.key_value_delete(self._name("beat", group.index))
         except Exception as error:
             self._mute = error
 
-    def _hear(self, folder: str, processes: Iterable[int]) -> list[str]:
-        """The texts that some processes post, in their order. Raises one error for all that failed or fell silent.
+    def _set(self, folder: str, text: str) -> None:
+        if self.group.index == 0 and folder != "in":
+            self._words += 1
+            key = f"{self.key}/out/{self._words}"
+        else:
+            key = self._name(folder, self.group.index)
+        self.group.client.key_value_set(key, text, allow_overwrite=True)
+
+    def _name(self, folder: str, process: int) -> str:
+        """The key of what a process posts in a folder."""
+        return f"{self.key}/{folder}/{process // _BLOCK}/{process}"
+
+    def _hear_first(self) -> str:
+        """What process 0 shares. Raises what it raised, or that it fell silent."""
+        number, since, came = 1, time.monotonic(), self.group.meetings > 1
+        while True:
+            self.group.check()
+            waited, patience = time.monotonic() - since, self._patience(came)
+            # The more processes wait, the less often each asks again. What is posted, all hear at once.
+            most = min(self.group.count / 16, _LONGEST_POLL_SECONDS, waited, patience - waited)
+            text = self._get(f"{self.key}/out/{number}", max(most, self.group.count / _REQUESTS_PER_SECOND))
+            if text is None:
+                if time.monotonic() - since > patience:
+                    self._lost = True
+                    raise _raised(self._silences({0: patience}), self.what)
+                continue
+            message = json.loads(text)
+            if "error" in message:
+                raise _raised([message], self.what)
+            if "ok" in message:
+                return message["ok"]
+            number, since, came = number + 1, time.monotonic(), True
+
+    def _hear_all(self) -> list[str]:
+        """The texts that the processes give, in their order. Raises one error for all that failed or fell silent.
 
         All are waited for at the same time, each against its own last beat: many that are silent cost no more than one.
         """
-        awaited = deque(processes)
+        everyone = range(self.group.count)
+        blocks = deque(set(everyone[start : start + _BLOCK]) for start in everyone[::_BLOCK])
         answers = dict[int, str]()
-        watched = dict.fromkeys(awaited, _Watched(None, time.monotonic()))
-        silent: list[int] = []
-        while awaited:
+        watched = dict.fromkeys(everyone, _Watched(None, time.monotonic()))
+        silences: dict[int, float] = {}
+        while blocks:
             self.group.check()
-            text = self._get(f"{folder}/{awaited[0]}")
-            if text is not None:
-                answers[awaited.popleft()] = text
+            first = min(blocks[0])
+            if self._get(self._name("in", first)) is not None:
+                answers |= self._so_far(f"in/{first // _BLOCK}")
+                blocks[0].difference_update(answers)
+                if not blocks[0]:
+                    blocks.popleft()
                 continue
-            awaited.rotate(-1)  # the others may be there behind one that is not
+            blocks.rotate(-1)  # the others may be there behind one that is not
+            awaited = list(itertools.chain.from_iterable(blocks))
             beats, now = self._so_far("beat"), time.monotonic()
             for process in awaited:
                 if beats.get(process) != watched[process].beat:
                     watched[process] = _Watched(beats.get(process), now)
-            if all(now - watched[process].since > self._patience(watched[process]) for process in awaited):
-                found = self._so_far(folder)  # one may have answered and left, and so have stopped beating
-                answers.update((process, found[process]) for process in awaited if process in found)
-                silent = sorted(process for process in awaited if process not in found)
+            patience = {process: self._patience(self._came(watched[process])) for process in awaited}
+            if all(now - watched[process].since > patience[process] for process in awaited):
+                for block in blocks:  # one may have answered and left, and so have stopped beating
+                    answers |= self._so_far(f"in/{min(block) // _BLOCK}")
+                silences = {process: patience[process] for process in sorted(awaited) if process not in answers}
                 break
-        self._lost = 0 in silent
+        self._lost = 0 in silences
         messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
-        failures = self._silences({process: watched[process] for process in silent})
-        failures += self._different_calls(sorted(answers), messages) if folder == "in" else []
+        failures = self._silences(silences) + self._different_calls(sorted(answers), messages)
         failures += [message for message in messages if "error" in message]
         if failures:
             raise _raised(failures, self.what)
         return [message["ok"] for message in messages]
 
-    def _patience(self, watched: _Watched) -> float:
+    def _came(self, watched: _Watched) -> bool:
+        """Whether a process has come to this call."""
+        return watched.beat is not None or self.group.meetings > 1
+
+    def _patience(self, came: bool) -> float:
         """Seconds without a beat after which a process is given up.
 
         One that has not come yet may be busy with something else, but one that has come, beats.
         """
-        came = watched.beat is not None or self.group.meetings > 1
         return min(self.group.timeout_seconds, _STOPPED_SECONDS) if came else self.group.timeout_seconds
 
-    def _silences(self, silent: dict[int, _Watched]) -> list[dict[str, Any]]:
-        """Processes that were given up, as messages of failure: one for all that have been waited for as long."""
+    def _silences(self, silent: dict[int, float]) -> list[dict[str, Any]]:
+        """Processes that were given up after so many seconds, as messages of failure: one for all of as many."""
         by_seconds = dict[float, list[int]]()
-        for process, watched in silent.items():
-            by_seconds.setdefault(self._patience(watched), []).append(process)
+        for process, seconds in silent.items():
+            by_seconds.setdefault(seconds, []).append(process)
         return [
             {
                 "error": f"{process_names(processes)} of {self.group.count} silent for {seconds:g} s while {self.what}:"
@@ -358,23 +415,20 @@ class Meeting:
             }
         ]
 
-    def _get(self, name: str) -> str | None:
-        """The text posted under a name, waited for a moment; None where there is none."""
+    def _get(self, key: str, seconds: float = 0.0) -> str | None:
+        """The text posted under a key, waited for so long, but at least a moment; None if there is none."""
         if self._mute is not None:
             raise self._service_failed(self._mute) from self._mute
-        milliseconds = int(1000 * min(_POLL_SECONDS, self.group.timeout_seconds / 4))
+        milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.group.timeout_seconds / 4))
         try:
-            return self.group.client.blocking_key_value_get(f"{self.key}/{name}", milliseconds)
+            return self.group.client.blocking_key_value_get(key, milliseconds)
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise self._service_failed(error) from error
 
     def _so_far(self, folder: str) -> dict[int, str]:
-        """What is posted in a folder by now, by process; only process 0 asks for all of them."""
-        if self.group.index != 0:
-            text = self._get(f"{folder}/0")
-            return {} if text is None else {0: text}
+        """What is posted in a folder by now, by process. Process 0 alone asks: it has no timeout."""
         try:
             found = self.group.client.key_value_dir_get(f"{self.key}/{folder}/")
         except Exception as error:

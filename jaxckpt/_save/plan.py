@@ -35,6 +35,11 @@ SHARES = 40
 """Objects that any of several processes may write are at most one part in so many of what each writes in all. A deal
 ends within one object of even, and halving a side may make objects half as large, but never larger."""
 
+SHARED_OBJECTS = 2_560
+"""Objects in the whole job, about, that are made for the sake of even shares: 64 processes get `SHARES` each. Each
+object costs a request, and one more from each process that reads it; object stores limit requests per second. Of
+4,096 processes, 40 objects each would take S3 47 s to accept (benchmarks/cluster.py)."""
+
 ROUNDS = 4
 """How often at most objects are dealt while shares are uneven still: sets of holders that overlap pass on what they
 have too much of, each to the next. Of three devices to a piece and four to a process, one round leaves the busiest
@@ -107,7 +112,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
     writers = len(frozenset[int]().union(*(layout.processes for layout in {key[2] for key in groups})))
     most = min(options.object_bytes, max(1, options.host_bytes // WRITE_COPIES))
-    most_shared = min(most, max(SHARED_BYTES, total // (SHARES * max(1, writers))))
+    most_shared = min(most, max(SHARED_BYTES, total // min(SHARES * max(1, writers), SHARED_OBJECTS)))
     stacks: list[Stack] = []
     layouts: list[Layout] = []
     for (dtype, shape, layout, _, _), numbers in groups.items():

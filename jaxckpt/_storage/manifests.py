@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from jaxckpt._format.checks import SHOWN
@@ -14,12 +15,12 @@ from jaxckpt._runtime.errors import DataError, ManifestError, NotACheckpointErro
 from jaxckpt._storage.store import Store
 
 
-def load_states(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
-    """Each process's own state, in order of the processes that saved. Raises DataError."""
+def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """The own state of each process that saved, or of some of them, in their order. Raises DataError."""
     states: list[dict[str, Any]] = []
-    keys = [f"{manifest.data}/{state_name(process)}" for process in range(len(manifest.process_states))]
-    contents = store.read_all(keys)
-    for process, (key, content) in enumerate(zip(keys, contents, strict=True)):
+    numbers = range(len(manifest.process_states)) if processes is None else processes
+    keys = [f"{manifest.data}/{state_name(process)}" for process in numbers]
+    for process, key, content in zip(numbers, keys, store.read_all(keys), strict=True):
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
             what = "is missing" if content is None else "is not as it was saved"

@@ -191,13 +191,26 @@ def test_a_training_state_is_shared_evenly(processes: int, model: int) -> None:
     assert_even(plan_save(training_state(processes, 4, model), Options(), 0, processes))
 
 
-@pytest.mark.parametrize("processes", [*range(2, 9), 100, 1000, 4096])
-def test_replicas_alone_are_shared_evenly(processes: int) -> None:
+def replicas_alone(processes: int) -> SavePlan:
     """Data parallelism: every process holds everything, and each writes its part."""
     everyone = tuple(range(processes))
     shapes = [shape for shape, _ in MODEL.values()] + [(WIDTH,)] * 50
     leaves = [ArrayLeaf(n, "float32", shape, Layout((1,) * len(shape), (everyone,))) for n, shape in enumerate(shapes)]
-    assert_even(plan_save(leaves, Options(), 0, processes))
+    return plan_save(leaves, Options(), 0, processes)
+
+
+@pytest.mark.parametrize("processes", [*range(2, 9), 64])
+def test_replicas_alone_are_shared_evenly(processes: int) -> None:
+    assert_even(replicas_alone(processes))
+
+
+@pytest.mark.parametrize("processes", [256, 1000, 4096])
+def test_many_replicas_write_few_objects(processes: int) -> None:
+    """Each of them reads them all again, and object stores limit requests: 4,096 once wrote 40 each."""
+    plan = replicas_alone(processes)
+    assert plan.n_objects <= 2 * _save_plan.SHARED_OBJECTS
+    largest = max(math.prod(stack.object) * stack.itemsize for stack in plan.stacks)
+    assert max(plan.process_bytes) <= sum(plan.process_bytes) / processes + largest
 
 
 def test_sets_of_holders_that_overlap_share_evenly() -> None:

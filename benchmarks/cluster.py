@@ -1,0 +1,396 @@
+"""A save and a restore in a job of thousands of processes, by simulation: requests, bytes and seconds of each phase.
+
+    python benchmarks/cluster.py      # 64, 4,096 and 16,384 processes; a few minutes
+    python benchmarks/meetings.py     # what JAX's coordination service does in a second, on this machine
+
+What is run for real: the planner, for one process at the full size of the job; the meetings of the processes, message
+by message, against a coordination service in memory; and in process 0 the agreement on 16,384 trees, the manifest of
+all objects, its encoding, and its decoding as each process does it. What is counted: requests to the store and to the
+coordination service. tests/test_cluster.py compares these counts with those of real jobs of 2, 4 and 8 processes.
+
+Counts become seconds by stated rates, as if a phase had nothing to wait for but its own worst limit:
+
+    Amazon S3   3,500 PUT, COPY, POST, DELETE and 5,500 GET, HEAD a second for a partitioned prefix
+                (docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html)
+    Google      1,000 writes and 5,000 reads a second for a bucket at first, doubled within 20 minutes at best, and one
+                write a second of one object (cloud.google.com/storage/docs/request-rate, …/quotas)
+    latency     50 ms for a request of a small object, an assumption for both
+    network     25 Gb/s for each process, and so for process 0, in which the coordination service runs: an assumption
+    service     what meetings.py measures
+
+The state is that of a dense model of 70 billion parameters (the shapes of Llama 3 70B) with Adam: parameters in
+bfloat16, two moments in float32, 706 GB, as 2,170 leaves, or as 37 where the layers are scanned. A process has 4
+devices. Matrices are split over fsdp × tensor, at most 256 × 8 devices, and the rest of the devices are replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import msgspec
+import numpy as np
+from meetings import NETWORK_BYTES, meet, wait
+
+from jaxckpt import Options
+from jaxckpt._format import manifest as manifests
+from jaxckpt._format.grid import Layout, Spec, spec_box, touched
+from jaxckpt._format.layouts import LayoutTable, PlannedSharding
+from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
+from jaxckpt._format.stacks import Stack, indexed_objects_of
+from jaxckpt._format.tree import flatten
+from jaxckpt._restore.plan import ReadStep, Want, plan_read
+from jaxckpt._save.agreement import Agreement, require_agreement
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.publish import Published, Share, compose
+from jaxckpt._storage.fetching import wanted_whole
+
+SIZES = (64, 4_096, 16_384)
+
+LATENCY_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a store takes in a second."""
+
+    name: str
+    writes: float
+    reads: float
+
+
+STORES = (Rates("S3", 3_500, 5_500), Rates("GCS", 1_000, 5_000))
+
+
+# The job --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    processes: int
+    mesh: tuple[tuple[str, int], ...]
+    devices_per_process: int = 4
+    layers: int = 80
+    width: int = 8_192
+    hidden: int = 28_672
+    heads: int = 1_024
+    vocabulary: int = 128_256
+    scanned: bool = False
+    options: Options = field(default_factory=Options)
+
+    def sharding(self, spec: Spec) -> PlannedSharding:
+        return PlannedSharding(self.mesh, spec, self.devices_per_process)
+
+
+def job_of(processes: int, *, scanned: bool) -> Job:
+    """The job of 70 billion parameters on so many processes."""
+    tensor, devices = 8, processes * 4
+    fsdp = min(256, devices // tensor)
+    mesh = (("replica", devices // (tensor * fsdp)), ("fsdp", fsdp), ("tensor", tensor))
+    return Job(processes, mesh, scanned=scanned)
+
+
+def small_job(processes: int) -> Job:
+    """A job that a test can run for real: two devices in each process, and replicas if there are more than two."""
+    mesh = (("replica", processes // 2), ("fsdp", 2), ("tensor", 2))
+    return Job(processes, mesh, 2, layers=3, width=64, hidden=128, heads=32, vocabulary=96)
+
+
+def leaves_of(job: Job) -> dict[str, tuple[str, tuple[int, ...], Spec]]:
+    """(dtype, shape, spec) of each leaf by its path."""
+    into, out_of, whole = (("fsdp",), ("tensor",)), (("tensor",), ("fsdp",)), ()
+    width, hidden, heads = job.width, job.hidden, job.heads
+    layer = {
+        "q": ((width, width), into),
+        "k": ((width, heads), into),
+        "v": ((width, heads), into),
+        "o": ((width, width), out_of),
+        "gate": ((width, hidden), into),
+        "up": ((width, hidden), into),
+        "down": ((hidden, width), out_of),
+        "norm1": ((width,), whole),
+        "norm2": ((width,), whole),
+    }
+    ends: dict[str, tuple[tuple[int, ...], Spec]] = {
+        "embed": ((job.vocabulary, width), into),
+        "head": ((width, job.vocabulary), out_of),
+        "norm": ((width,), whole),
+    }
+    found: dict[str, tuple[str, tuple[int, ...], Spec]] = {}
+    for part, dtype in (("params", "bfloat16"), ("mu", "float32"), ("nu", "float32")):
+        for name, (shape, spec) in layer.items():
+            if job.scanned:
+                found[f"{part}/layers/{name}"] = dtype, (job.layers, *shape), ((), *spec) if spec else ()
+            else:
+                found |= {f"{part}/layers/{n}/{name}": (dtype, shape, spec) for n in range(job.layers)}
+        found |= {f"{part}/{name}": (dtype, *end) for name, end in ends.items()}
+    found["count"] = ("int32", (), ())
+    return {leaf.path: found[leaf.path] for leaf in flatten(nested(found))[0]}  # in the tree's order
+
+
+def nested(by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of what is given by path."""
+    tree: dict[str, Any] = {}
+    for path, value in by_path.items():
+        *folders, name = path.split("/")
+        at = tree
+        for folder in folders:
+            at = at.setdefault(folder, {})
+        at[name] = 0 if isinstance(value, tuple) else value
+    return tree
+
+
+def own_boxes(job: Job, process: int, shape: tuple[int, ...], spec: Spec) -> tuple[Any, ...]:
+    """The distinct boxes that a process's devices hold."""
+    axes = dict(job.mesh)
+    first = process * job.devices_per_process
+    places = (
+        np.unravel_index(device, tuple(axes.values())) for device in range(first, first + job.devices_per_process)
+    )
+    return tuple(dict.fromkeys(spec_box(axes, spec, shape, [int(at) for at in place]) for place in places))
+
+
+# Planning -------------------------------------------------------------------------------------------------
+
+
+def plan_for(job: Job, process: int) -> SavePlan:
+    """What one process plans to save."""
+    layout_of: dict[tuple[tuple[int, ...], Spec], Layout] = {}
+    arrays: list[ArrayLeaf] = []
+    for number, (dtype, shape, spec) in enumerate(leaves_of(job).values()):
+        if (shape, spec) not in layout_of:
+            layout_of[shape, spec] = job.sharding(spec).layout(shape)
+        arrays.append(ArrayLeaf(number, dtype, shape, layout_of[shape, spec]))
+    return plan_save(arrays, job.options, process, job.processes)
+
+
+def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
+    """(requests for objects, bytes) of one process onto the mesh that the job saved from, from an object store."""
+    specs = [(shape, spec) for _, shape, spec in leaves_of(job).values()]
+    wants = [
+        Want(stack, (row, row + 1), own_boxes(job, process, *specs[leaf]), None, False)
+        for stack, rows in enumerate(plan.members)
+        for row, leaf in enumerate(rows)
+    ]
+    by_stack: dict[int, list[ReadStep]] = {}
+    for step in plan_read(plan.stacks, wants, job.options.host_bytes):
+        by_stack.setdefault(step.stack, []).append(step)
+    requests = n_bytes = 0
+    for number, steps in by_stack.items():
+        stack = plan.stacks[number]
+        boxes = [read.boxes for step in steps for read in step.reads]
+        whole = stored_bytes(stack), ""
+        stored = collections.defaultdict(lambda whole=whole: whole)
+        fetched = wanted_whole(stack, stored, boxes, job.options.host_bytes // 4)
+        requests += len(fetched)
+        n_bytes += sum(one.length for one in fetched.values())
+        for box in itertools.chain.from_iterable(boxes):
+            for index, part, _ in indexed_objects_of(stack, box):
+                if index not in fetched:  # its index, and each chunk, as if none were read together
+                    chunks = math.prod(stop - start for start, stop in touched(part, stack.chunk))
+                    requests += 1 + chunks
+                    n_bytes += chunks * stack.chunk_stored_bytes
+    return requests, n_bytes
+
+
+def shares_of(job: Job, plan: SavePlan) -> list[Share]:
+    """What each process reports to have written, if all wrote about as many objects; lengths and digests invented."""
+    objects = [
+        (number, "/".join(map(str, index)), stored_bytes(stack), f"{order:08x}")
+        for number, stack in enumerate(plan.stacks)
+        for order, (index, _) in enumerate(stack.objects())
+    ]
+    edges = np.linspace(0, len(objects), job.processes + 1).astype(int).tolist()
+    phases = {"plan": 0.123456, "device_to_host": 1.234567, "write": 12.345678, "sync": 0.0, "barrier": 0.123456}
+    return [Share(objects[start:stop], None, phases) for start, stop in itertools.pairwise(edges)]
+
+
+def stored_bytes(stack: Stack) -> int:
+    """Of a whole object."""
+    return stack.chunks_per_object * stack.chunk_stored_bytes + stack.index_bytes
+
+
+def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
+    """The manifest that process 0 composes."""
+    leaves = leaves_of(job)
+    specs = list(dict.fromkeys(spec for _, _, spec in leaves.values()))
+    table = LayoutTable()
+    table.meshes.append(MeshRecord.numbered(job.mesh))
+    table.layouts.extend(LayoutRecord(0, [list(axes) for axes in spec]) for spec in specs)
+    records = [LeafRecord(path, "jax", layout=specs.index(leaves[path][2])) for path in leaves]
+    draft = Draft(flatten(nested(leaves))[1], records, table=table)
+    return compose("0" * 32, plan, draft, SaveRequest("/ckpt"), shares)
+
+
+# All of it ------------------------------------------------------------------------------------------------
+
+
+def agreement_of(_: int) -> str:
+    digests = dict.fromkeys(("leaves", "shardings", "options", "metadata", "process_state"), "0" * 64)
+    return msgspec.json.encode(Agreement(digests, [123456789])).decode()
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Requests to the store by kind and key, as tests/support/servers.py names them."""
+
+    save: dict[str, int]
+    restore: dict[str, int]
+
+
+def store_requests(job: Job, plan: SavePlan, read_objects: int) -> Counted:
+    """Requests of a save into a new path, by a process that has saved to the bucket before, and of a restore.
+
+    `read_objects` is what all processes ask of objects. tensorstore asks with a HEAD before it writes under a
+    condition: the note of the writer is made, and turned twice, the manifest is written once.
+    """
+    stacks = len(plan.stacks)
+    save = {
+        "LIST": 2,
+        "PUT zarr.json": stacks,
+        "PUT object": plan.n_objects,
+        "GET writer.json": job.processes + 3,
+        "PUT writer.json": 3,
+        "HEAD writer.json": 3,
+        "DELETE writer.json": 1,
+        "GET manifest.json": 1,
+        "HEAD manifest.json": 1,
+        "PUT manifest.json": 1,
+    }
+    restore = {"GET manifest.json": job.processes, "GET zarr.json": stacks, "GET object": read_objects}
+    return Counted(save, restore)
+
+
+def simulate(job: Job) -> dict[str, Any]:
+    """Counts, bytes and seconds of CPU time of one job."""
+    result: dict[str, Any] = {"processes": job.processes, "leaves": len(leaves_of(job))}
+    plan, result["plan_save_cpu"] = timed(lambda: plan_for(job, 1))
+    (reads, read_bytes), result["plan_restore_cpu"] = timed(lambda: restored_by(job, plan, 1))
+    loads = plan.process_bytes
+    result |= {
+        "bytes": sum(loads),
+        "stacks": len(plan.stacks),
+        "objects": plan.n_objects,
+        "busiest": max(loads) / (sum(loads) / len(loads)),
+        "busiest_bytes": max(loads),
+        "reads": reads,
+        "read_bytes": read_bytes,
+    }
+    shares = shares_of(job, plan)
+    texts = [msgspec.json.encode(share).decode() for share in shares]
+    agreed = [msgspec.json.decode(agreement_of(0), type=Agreement)] * job.processes
+    _, result["agree_cpu"] = timed(lambda: require_agreement(agreed, []))
+    manifest, result["compose_cpu"] = timed(lambda: manifest_of(job, plan, shares))
+    content, result["encode_cpu"] = timed(lambda: encoded(manifest))
+    result["manifest_bytes"] = len(content)
+    result["fits"] = len(content) <= manifests.LARGEST_BYTES
+    if result["fits"]:
+        _, result["decode_cpu"] = timed(lambda: manifests.decode(content, "/ckpt"))
+    else:
+        result["decode_cpu"] = math.nan
+    published = msgspec.json.encode(Published(10**12, "0" * 64)).decode()
+    result["meetings"] = {
+        "agree": meet(job.processes, agreement_of, "0" * 32, first=True),
+        "look": meet(job.processes, lambda _: "", ""),
+        "publish": meet(job.processes, texts.__getitem__, published),
+        "open": meet(job.processes, lambda _: "0" * 64 + " s3://checkpoints/1234abcd", "0" * 90, first=True),
+        "end": meet(job.processes, lambda _: "", ""),
+    }
+    result["waiting_requests"], result["waiting_bytes"] = wait(job.processes, 60.0)
+    result["requests"] = store_requests(job, plan, reads * job.processes)
+    result["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return result
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """As `manifests.encode`, which refuses one that is too long to be read."""
+    try:
+        return manifests.encode(manifest)
+    except manifests.InputError:
+        body = msgspec.json.encode(manifest)[:-1]
+        return body + manifests.SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    begun = time.process_time()
+    return work(), round(time.process_time() - begun, 2)
+
+
+def phases(found: dict[str, Any], store: Rates) -> dict[str, float]:
+    """Seconds of each phase of a save and of a restore."""
+    counts, met = found["requests"], found["meetings"]
+    writes, reads = _split(counts.save)
+    seconds: dict[str, float] = {
+        "save: plan": found["plan_save_cpu"],
+        "save: agree": met["agree"].seconds + found["agree_cpu"],
+        "save: zarr.json, one after the other": found["stacks"] * LATENCY_SECONDS,
+        "save: look at the note of the writer": counts.save["GET writer.json"] / store.reads + met["look"].seconds,
+        "save: write objects": max(counts.save["PUT object"] / store.writes, found["busiest_bytes"] / NETWORK_BYTES),
+        "save: publish": met["publish"].seconds + found["compose_cpu"] + found["encode_cpu"],
+        "restore: open": counts.restore["GET manifest.json"] / store.reads
+        + found["manifest_bytes"] / NETWORK_BYTES
+        + found["decode_cpu"]
+        + met["open"].seconds,
+        "restore: plan": found["plan_restore_cpu"],
+        "restore: zarr.json": counts.restore["GET zarr.json"] / store.reads,
+        "restore: read objects": max(counts.restore["GET object"] / store.reads, found["read_bytes"] / NETWORK_BYTES),
+        "restore: end": met["end"].seconds,
+        "delete an old checkpoint": counts.save["PUT object"] / store.writes,
+    }
+    assert writes + reads == sum(counts.save.values())
+    return seconds
+
+
+def _split(requests: dict[str, int]) -> tuple[int, int]:
+    """(writes, reads)."""
+    writes = sum(count for kind, count in requests.items() if re.match("PUT|DELETE", kind))
+    return writes, sum(requests.values()) - writes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="where the result goes too")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        processes, scanned = json.loads(arguments.one)
+        found = simulate(job_of(processes, scanned=scanned))
+        seconds = {store.name: phases(found, store) for store in STORES}
+        plain = found | {"requests": asdict(found["requests"])}
+        plain["meetings"] = {
+            name: vars(one) | {"requests": one.requests, "first": one.first, "seconds": one.seconds}
+            for name, one in found["meetings"].items()
+        }
+        print(json.dumps(plain | {"seconds": seconds}))
+        return
+    results: list[dict[str, Any]] = []
+    for scanned, processes in itertools.product((False, True), SIZES):
+        command = [sys.executable, __file__, "--one", json.dumps([processes, scanned])]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
+        results.append({"scanned": scanned, **json.loads(done.stdout)})
+        print(json.dumps(results[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

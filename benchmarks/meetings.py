@@ -1,0 +1,279 @@
+"""The meetings of the processes of a job, held by the library's own code against a coordination service in memory.
+
+It counts what the processes ask of JAX's coordination service, at any number of processes: all but process 0 are alike.
+
+    python benchmarks/meetings.py     # measures the service itself: 8 processes that ask without a pause
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jax._src import distributed
+
+from jaxckpt._runtime import processes
+from jaxckpt._runtime.processes import Call, Group
+from jaxckpt._runtime.stalls import Watch
+
+SERVICE_PER_SECOND = 7_000
+"""Requests that JAX's coordination service answers in a second: one takes 145 µs of process 0's CPU time, as if one
+core did it all. Together with 8 processes that ask, on two busy cores, it answered 3,500."""
+
+SERVICE_SECONDS = 330e-6
+"""Until one request, of one process that waits for each before the next, is answered."""
+
+UNMET_BYTES = 14_000
+"""Memory that the service keeps for a request whose key was not posted in time, until it is (jaxlib 0.6.2, 0.10.2)."""
+
+NETWORK_BYTES = 25e9 / 8
+"""Bytes a second of each process, and so of process 0, in which the service runs."""
+
+
+KINDS = {
+    "key_value_set": "set",
+    "blocking_key_value_get": "get",
+    "key_value_dir_get": "list",
+    "key_value_delete": "delete",
+}
+"""What the library asks of JAX's coordination service."""
+
+CALLS = {"save": ("agree", "look", "publish"), "restore": ("open", "end")}
+"""The meetings of a call."""
+
+
+class Service:
+    """JAX's coordination service in memory, which counts what it is asked: for one process after the other."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        self.requests = collections.Counter[str]()
+        self.bytes = 0
+        self.largest = 0
+        self._sorted: list[str] | None = None
+        self._posted = threading.Condition()
+
+    def _count(self, kind: str, size: int) -> None:
+        self.requests[kind] += 1
+        self.bytes += size
+        self.largest = max(self.largest, size)
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self._count("set", len(value))
+        with self._posted:
+            self.kept[key] = value
+            self._sorted = None
+            self._posted.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self._posted:
+            if not self._posted.wait_for(lambda: key in self.kept, timeout_in_ms / 1000):
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            self._count("get", len(self.kept[key]))
+            return self.kept[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        found = [(name, self.kept[name]) for name in self._below(key)]
+        self._count("list", sum(len(name) + len(value) for name, value in found))
+        return found
+
+    def key_value_delete(self, key: str) -> None:
+        self._count("delete", 0)
+        for name in self._below(key):
+            del self.kept[name]
+        self._sorted = None
+
+    def _below(self, key: str) -> list[str]:
+        """As a sorted map finds them: 16,384 keys are not looked at for each request."""
+        self._sorted = self._sorted or sorted(self.kept)
+        return self._sorted[bisect.bisect_left(self._sorted, key) : bisect.bisect_left(self._sorted, key + "\x7f")]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a meeting takes, if no process comes late."""
+
+    processes: int
+    by_first: collections.Counter[str]
+    """Requests of process 0, one after the other."""
+
+    by_other: collections.Counter[str]
+    """Requests of each other process."""
+
+    bytes: int
+    """Of all messages."""
+
+    largest: int
+    """Bytes of the largest message."""
+
+    given_bytes: int
+    """Of what process 1 gives."""
+
+    @property
+    def first(self) -> int:
+        return self.by_first.total()
+
+    @property
+    def requests(self) -> int:
+        """Of all processes."""
+        return self.first + self.by_other.total() * (self.processes - 1)
+
+    @property
+    def seconds(self) -> float:
+        """Process 0's own requests, and those of all others, which come while it works."""
+        served = self.requests / SERVICE_PER_SECOND
+        return max(served, self.first * SERVICE_SECONDS) + self.bytes / NETWORK_BYTES
+
+
+def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
+    """A process of a call that it came to, in its first meeting or in a later one."""
+    call = Call.of("save", "s3://checkpoints/1234abcd")
+    return Group(index, count, 300.0, service, "jaxckpt/0", call, Watch(300.0), meetings=0 if first else 1)
+
+
+def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:
+    """Hold a meeting: what every process gives, and what process 0 shares with all."""
+    service = Service()
+
+    def process(index: int) -> Group:
+        return group_of(index, count, service, first=first)
+
+    by_other, given_bytes = collections.Counter[str](), 0
+    for index in range(1, count):
+        with process(index).meeting("simulated") as meeting:
+            meeting.gather(given(index))
+        if index == 1:
+            by_other, given_bytes = service.requests.copy(), service.bytes
+    before = service.requests.copy()
+    with process(0).meeting("simulated") as meeting:
+        assert meeting.gather(given(0)) == [given(index) for index in range(count)]
+        meeting.share(shared)
+    by_first, before = service.requests - before, service.requests.copy()
+    moved = service.bytes
+    with process(1).meeting("simulated") as meeting:
+        meeting.share(shared)
+    by_other += service.requests - before
+    all_bytes = service.bytes + (service.bytes - moved) * (count - 2)
+    return Meeting(count, by_first, by_other, all_bytes, service.largest, given_bytes)
+
+
+class Clock(Service):
+    """The service as a process finds it that waits for process 0: what is posted when, by the end of its key."""
+
+    def __init__(self, posted: Mapping[str, tuple[float, str]]) -> None:
+        super().__init__()
+        self.posted = posted
+        self.now = 0.0
+        self.unmet: dict[str, int] = {}
+        """Requests that are in the service still, by key."""
+
+        self.most_unmet = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        self.requests["get"] += 1
+        at, text = next((found for end, found in self.posted.items() if key.endswith(end)), (math.inf, ""))
+        if at > self.now + timeout_in_ms / 1000:
+            self.now += timeout_in_ms / 1000
+            self.unmet[key] = self.unmet.get(key, 0) + 1
+            left = (count for name, count in self.unmet.items() if self.posted[_end(name)][0] > self.now)
+            self.most_unmet = max(self.most_unmet, sum(left))
+            raise RuntimeError("DEADLINE_EXCEEDED")
+        self.now = max(self.now, at)
+        return text
+
+
+def _end(key: str) -> str:
+    return "/" + "/".join(key.rsplit("/", 2)[1:])
+
+
+def wait(count: int, seconds: float) -> tuple[float, float]:
+    """What waiting for process 0 takes, such as for the slowest write of a save: requests of all processes a second,
+    and bytes that requests keep in the service at most."""
+    interval = min(max(5.0, count / 2000), 15.0)
+    beats = int(seconds / interval)
+    posted = {f"/out/{beat}": (beat * interval, '{"beat": 1}') for beat in range(1, beats + 1)}
+    posted[f"/out/{beats + 1}"] = posted["/out/0"] = seconds, '{"ok": ""}'
+    posted["/beat/0"] = interval, "1"
+    clock = Clock(posted)
+    usual, processes.time = processes.time, clock  # pyright: ignore
+    try:
+        with group_of(1, count, clock, first=False).meeting("simulated") as meeting:
+            meeting.share("")
+    finally:
+        processes.time = usual  # pyright: ignore
+    return count * clock.requests["get"] / seconds, count * clock.most_unmet * UNMET_BYTES
+
+
+# The service itself ---------------------------------------------------------------------------------------
+
+ASKING, TIMES = 8, 2_000
+
+
+def ask(process: int, address: str) -> None:
+    """One of the processes that ask."""
+    distributed.global_state.initialize(address, ASKING, process, initialization_timeout=60)
+    client: Any = distributed.global_state.client
+
+    def measured(what: str, work: Callable[[int], object]) -> None:
+        client.wait_at_barrier(f"{what} begins", 60_000)
+        begun, cpu_begun = time.perf_counter(), time.process_time()
+        for number in range(TIMES):
+            work(number)
+        client.wait_at_barrier(f"{what} ends", 120_000)
+        seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
+        if process == 0:
+            each = cpu / (ASKING * TIMES) * 1e6
+            print(f"{what}: {ASKING * TIMES / seconds:,.0f} a second, {each:.0f} µs of process 0's CPU time each")
+
+    def unmet(_: int) -> None:
+        if process:
+            with contextlib.suppress(Exception):
+                client.blocking_key_value_get("never posted", 1)
+
+    measured("sets", lambda number: client.key_value_set(f"{process}/{number}", "x" * 80))
+    measured("gets", lambda number: client.blocking_key_value_get(f"{process}/{number}", 10_000))
+    before = resident_bytes()
+    measured("gets of what is not there", unmet)
+    if process == 0:
+        print(f"{(resident_bytes() - before) / (ASKING - 1) / TIMES:,.0f} bytes of process 0 for each of these")
+        begun = time.perf_counter()
+        for number in range(TIMES):
+            client.blocking_key_value_get(f"0/{number}", 10_000)
+        print(f"alone: {(time.perf_counter() - begun) / TIMES * 1e6:.0f} µs until a get is answered")
+    client.wait_at_barrier("all", 120_000)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        ask(int(sys.argv[1]), sys.argv[2])
+        return
+    address = f"127.0.0.1:{random.SystemRandom().randrange(20_000, 32_000)}"
+    children = [subprocess.Popen([sys.executable, __file__, str(process), address]) for process in range(ASKING)]
+    for child in children:
+        child.wait(timeout=300)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Saves and restores the simulated job's tree in the processes of a real one; each prints what it asked of the service.
+
+JAX's coordination service is asked by way of a client that counts. Whoever runs this counts requests to the store.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.sharding import Mesh, NamedSharding
+from joined import args, process_id
+
+import jaxckpt
+from jaxckpt._format.specs import partition_spec
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import cluster
+import meetings
+
+
+class CountingClient:
+    """JAX's client, and how often each of its functions was called."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.requests = collections.Counter[str]()
+        self.given: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.client, name)
+        kind = meetings.KINDS.get(name)
+        if kind is None:
+            return function
+
+        def counted(key: str, *rest: Any, **named: Any) -> Any:
+            if "beat" not in key and not (rest and str(rest[0]).startswith('{"beat"')):  # that depends on time
+                self.requests[kind] += 1
+            if kind == "set" and "/in/" in key:
+                self.given.append(len(rest[0]))
+            return function(key, *rest, **named)
+
+        return counted
+
+    def taken(self) -> dict[str, Any]:
+        """The counts since this was last called."""
+        found = {"requests": dict(self.requests), "given": self.given}
+        self.requests, self.given = collections.Counter(), []
+        return found
+
+
+job = cluster.small_job(jax.process_count())
+axes = dict(job.mesh)
+mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
+client: Any = CountingClient(distributed.global_state.client)
+distributed.global_state.client = client
+
+
+def value(path: str, shape: tuple[int, ...], dtype: str) -> Any:
+    return np.random.default_rng(len(path)).integers(0, 100, shape).astype(dtype)
+
+
+arrays: dict[str, Any] = {}
+for path, (dtype, shape, spec) in cluster.leaves_of(job).items():
+    whole = value(path, shape, jax.numpy.dtype(dtype))
+    sharding = NamedSharding(mesh, partition_spec(spec))
+    arrays[path] = jax.make_array_from_callback(shape, sharding, lambda at, whole=whole: whole[at])
+
+info = jaxckpt.save(args, cluster.nested(arrays))
+saved = client.taken()
+again = jaxckpt.restore(args)
+restored = client.taken()
+for ours, theirs in zip(jax.tree.leaves(cluster.nested(arrays)), jax.tree.leaves(again), strict=True):
+    for a, b in zip(ours.addressable_shards, theirs.addressable_shards, strict=True):
+        assert np.array_equal(a.data, b.data)
+print(json.dumps({"save": saved, "restore": restored, "bytes": info.process_bytes[process_id]}))

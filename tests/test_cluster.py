@@ -1,0 +1,129 @@
+"""The simulation of large jobs (benchmarks/cluster.py): what it counts is what real jobs do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from typing import Any
+
+import pytest
+from processes import PROGRAMS, ROOT, RunProcesses
+from servers import Bucket
+
+import jaxckpt
+
+
+def benchmark(name: str) -> Any:
+    folder = str(ROOT / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    return benchmark("cluster")
+
+
+@pytest.fixture(scope="module")
+def meetings() -> Any:
+    return benchmark("meetings")
+
+
+@pytest.mark.parametrize("processes", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_real_job_asks_what_the_model_counts(
+    processes: int, cluster: Any, meetings: Any, bucket: Bucket, run_processes: RunProcesses
+) -> None:
+    program = PROGRAMS / "cluster_job.py"
+    for url in (bucket.url, f"{bucket.url}-2"):  # moto, on a busy machine, has taken no notice of the probe's condition
+        bucket.proxy.clear()
+        done = run_processes(
+            program, processes=processes, devices_per_process=2, args=url, timeout=120, check=url != bucket.url
+        )
+        if not any("the server ignores the condition" in one.stderr for one in done):
+            break
+    assert all(one.returncode == 0 for one in done), done
+    each = [json.loads(one.stdout.splitlines()[-1]) for one in done]
+    job = cluster.small_job(processes)
+    model = cluster.simulate(job)
+
+    # The store: every request, but for those that prove that the server honours conditions.
+    asked = {kind: count for kind, count in bucket.proxy.counted().items() if not kind.endswith("other")}
+    expected = dict(model["requests"].save)
+    for kind, count in model["requests"].restore.items():
+        expected[kind] = expected.get(kind, 0) + count
+    assert asked == expected
+    (manifest,) = (request for request in bucket.proxy.requests if request.kind == "PUT manifest.json")
+    assert manifest.sent_bytes == pytest.approx(model["manifest_bytes"], rel=0.03)
+    assert [one["bytes"] for one in each] == list(cluster.plan_for(job, 0).process_bytes)
+
+    # The coordination service: what is posted and deleted exactly; who waits, may have to ask again.
+    for call, names in meetings.CALLS.items():
+        met = [model["meetings"][name] for name in names]
+        for process, one in enumerate(each):
+            counted = one[call]["requests"]
+            wanted = sum(
+                (meeting.by_first if process == 0 else meeting.by_other for meeting in met),
+                start=type(met[0].by_first)(),
+            )
+            assert {kind: counted.get(kind, 0) for kind in ("set", "delete")} == {
+                kind: wanted[kind] for kind in ("set", "delete")
+            }
+            assert counted["get"] + counted.get("list", 0) >= wanted["get"] + wanted["list"]
+            sizes = [meeting.given_bytes for meeting in met]
+            assert one[call]["given"] == pytest.approx(sizes, rel=0.2), "bytes of each text"
+
+
+@pytest.mark.parametrize("count", [64, 65, 16_384])
+def test_the_first_process_reads_texts_in_blocks(meetings: Any, count: int) -> None:
+    """Not one after the other; and what it gets is in the order of the processes."""
+    meeting = meetings.meet(count, lambda index: f"text {index}", "")
+    assert meeting.by_first["get"] + meeting.by_first["list"] <= 2 * (count // 64 + 1)
+    assert meeting.by_other.total() == 2
+
+
+@pytest.mark.parametrize("count", [2, 64, 1_000, 4_096, 16_384])
+def test_waiting_leaves_little_in_the_coordination_service(meetings: Any, count: int) -> None:
+    """It keeps each request whose key was not posted in time, in process 0: once 460 MB for each second of waiting."""
+    requests_per_second, kept_bytes = meetings.wait(count, 600.0)
+    assert requests_per_second <= max(2 * count, 4_000)
+    assert kept_bytes <= 150e6
+
+
+def test_all_that_are_silent_in_a_large_meeting_are_named(meetings: Any) -> None:
+    service, silent = meetings.Service(), (1, 64, 199)
+    for index in range(1, 200):
+        if index not in silent:
+            with meetings.group_of(index, 200, service, first=True).meeting("simulated") as meeting:
+                meeting.gather("here")
+    first = meetings.group_of(0, 200, service, first=True)
+    first.timeout_seconds = 0.4
+    with (
+        pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199 of 200 silent"),
+        first.meeting("simulated") as meeting,
+    ):
+        meeting.gather("here")
+    with (
+        pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199"),  # so do all others
+        meetings.group_of(100, 200, service, first=True).meeting("simulated") as meeting,
+    ):
+        meeting.share("")
+
+
+def test_a_failure_in_a_large_meeting_is_quoted(meetings: Any) -> None:
+    service = meetings.Service()
+    for index in range(1, 130):
+        with (
+            contextlib.suppress(OSError),
+            meetings.group_of(index, 130, service, first=True).meeting("simulated") as meeting,
+        ):
+            if index == 100:
+                raise OSError("no space left")
+            meeting.gather("here")
+    with (
+        pytest.raises(jaxckpt.PeerFailedError, match="process 100 failed with OSError: no space left"),
+        meetings.group_of(0, 130, service, first=True).meeting("simulated") as meeting,
+    ):
+        meeting.gather("here")
