@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -133,7 +134,7 @@ class Handler(ocp.AsyncCheckpointHandler):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source, _ = source_at(directory, self._options)
         target, left = _translated(args, source.manifest)
-        if left >= source.manifest.numbers.keys() | {leaf.path for leaf in flatten(target)[0]}:
+        if left >= source.manifest.numbers.keys() | {leaf.path for leaf in _flat(target, source.manifest)}:
             return target  # nothing is to be read
         return restore(directory, target, select=lambda path: path not in left, options=self._options)
 
@@ -220,8 +221,8 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     # transforms={} is an older way to say partial_restore=True.
     partial = transforms is not None or getattr(args, "partial_restore", False)
     item = unflatten(manifest.tree, range(len(manifest.leaves))) if args.item is None else args.item
-    leaves, _ = flatten(item)
-    everywhere, _ = flatten(jax.tree.map(_or_placeholder, item, is_leaf=_is_none))
+    leaves = _flat(item, manifest)
+    everywhere = _flat(jax.tree.map(_or_placeholder, item, is_leaf=_is_none), manifest)
     left = {leaf.path for leaf in everywhere if leaf.value is ocp.PLACEHOLDER}
     wanted = {leaf.path for leaf in leaves} - left
     asked = _restore_args(args, wanted, manifest)
@@ -242,6 +243,11 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     return jax.tree.unflatten(jax.tree.structure(item), [target(leaf) for leaf in leaves]), left
 
 
+def _flat(tree: Tree, manifest: Manifest) -> list[Leaf]:
+    """The leaves by their paths in the checkpoint."""
+    return [msgspec.structs.replace(leaf, path=leaf.path_in(manifest.numbers)) for leaf in flatten(tree)[0]]
+
+
 def _is_none(node: Any) -> bool:
     return node is None
 
@@ -255,7 +261,7 @@ def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, 
     given = getattr(args, "restore_args", None)
     if given is None:
         return {}
-    leaves, _ = flatten(jax.tree.map(lambda one: one or ocp.RestoreArgs(), given, is_leaf=_is_none))
+    leaves = _flat(jax.tree.map(lambda one: one or ocp.RestoreArgs(), given, is_leaf=_is_none), manifest)
     asked = {leaf.path: leaf.value for leaf in leaves}
     lacking = [path for path in wanted if path not in asked and path in manifest.numbers]
     surplus = [

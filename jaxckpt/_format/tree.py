@@ -11,7 +11,7 @@ import collections
 import functools
 import keyword
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -58,6 +58,13 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
 
     path: str
     value: Any
+    is_variable: bool = False
+    """Whether it is the value of a Variable of Flax NNX."""
+
+    def path_in(self, known: Collection[str]) -> str:
+        """Its path in a checkpoint with these paths: Orbax puts "value" after that of a Variable."""
+        longer = f"{self.path}/value"
+        return longer if self.is_variable and self.path not in known and longer in known else self.path
 
 
 # Flattening -----------------------------------------------------------------------------------------------
@@ -88,6 +95,11 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
     if depth >= MAX_DEPTH:
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
     keys, below = level
+    if _is_variable(type(cast("object", node))):
+        structure = _flatten(below[0], path, root, depth, leaves)
+        if isinstance(structure, int):
+            leaves[-1] = Leaf(path, leaves[-1].value, is_variable=True)
+        return structure
     head = "" if root else f"{path}/"
     children: list[Structure] = []
     for part, child in zip(components(keys), below, strict=True):
@@ -97,6 +109,12 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
         else:
             children.append(_flatten(child, head + part, False, depth + 1, leaves))
     return _container(node, path, keys, tuple(children))
+
+
+@functools.cache
+def _is_variable(kind: type) -> bool:
+    """Whether it is a Variable of Flax NNX, whose users know its value by the path of the Variable itself."""
+    return any((base.__module__, base.__name__) == ("flax.nnx.variablelib", "Variable") for base in kind.__mro__)
 
 
 _LEAVES = (
