@@ -15,6 +15,7 @@ import click
 
 from jaxckpt._cli.arguments import (
     FORMATS,
+    back_to_option,
     closest_path,
     complete_leaf,
     debug_option,
@@ -25,6 +26,7 @@ from jaxckpt._cli.arguments import (
     old_and_new,
     output_option,
     overwrite_option,
+    rules_option,
     select_option,
     specs_option,
 )
@@ -132,6 +134,8 @@ def ls(**arguments: Any) -> None:
 @main.command()
 @location("path")
 @select_option
+@rules_option
+@back_to_option
 @click.option("--depth", type=click.IntRange(min=1), help="Show containers down to this level only.")
 @click.option("--all", "every", is_flag=True, help="Show each container, also if many are alike, such as layers.")
 @json_option
@@ -186,6 +190,8 @@ def verify(**arguments: Any) -> None:
 @location("a")
 @location("b")
 @select_option
+@rules_option
+@back_to_option
 @json_option
 @debug_option
 def diff(**arguments: Any) -> None:
@@ -200,6 +206,8 @@ def diff(**arguments: Any) -> None:
 @mesh_option(required=True)
 @specs_option
 @select_option
+@rules_option
+@back_to_option
 @click.option(
     "--devices-per-process", type=click.IntRange(min=1), default=8, show_default=True, help="Devices of each process."
 )
@@ -229,6 +237,8 @@ def plan(**arguments: Any) -> None:
 @mesh_option()
 @specs_option
 @select_option
+@rules_option
+@back_to_option
 @click.option(
     "--rename", type=old_and_new, metavar="OLD=NEW", multiple=True, help="Give a leaf or container another path."
 )
@@ -242,6 +252,8 @@ def convert(**arguments: Any) -> None:
     \b
     jaxckpt convert run1/00000100 model.safetensors --select params
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
+    jaxckpt convert Llama-3.1-8B run0 --rules maxtext --format orbax
+    jaxckpt convert run9 exported --rules maxtext --back-to Llama-3.1-8B --format safetensors
     """
     from jaxckpt._cli import writing
 

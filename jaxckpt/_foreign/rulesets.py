@@ -41,13 +41,13 @@ def huggingface_rules(
     """Rules from a Hugging Face folder's tensors to a tree of arrays; pass them as `rename=`.
 
     The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
-    leaves. Weights that are quantised in blocks of float8, or in int8 or float8 as compressed-tensors writes them, become
-    the floats that they stand for.
+    leaves. Weights that are quantised in blocks of float8, or in int8 or float8 as compressed-tensors writes them,
+    become the floats that they stand for.
 
     Args:
         folder: A local folder with the model's config.json.
-        layout: "plain" is a nested tree, whose leaves are also those of a Flax NNX model that has these names; "maxtext"
-            is the tree of MaxText's checkpoints, for all families but GPT-2.
+        layout: "plain" is a nested tree, whose leaves are also those of a Flax NNX model that has these names;
+            "maxtext" is the tree of MaxText's checkpoints, for all families but GPT-2.
         scan: Whether layers are stacked: in front, as `jax.lax.scan` takes them, or along axis 1 for MaxText. By
             default only for MaxText.
         vocab_size: Rows of the embedding, and columns of the head, if they are to be others than in the folder: rows of
@@ -114,8 +114,8 @@ def _dequantising(rule: Rule, config: Config) -> Rule:
         suffix, block = "_scale", _block_of(quantised)
     elif method != "fp8" or not block:
         raise InputError(
-            f"a model quantised by {method!r} cannot be read; rules are ready for fp8 in blocks, and for int8 and float8"
-            " of compressed-tensors"
+            f"a model quantised by {method!r} cannot be read; rules are ready for fp8 in blocks, and for int8 and"
+            " float8 of compressed-tensors"
         )
     return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
 

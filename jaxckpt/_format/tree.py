@@ -77,7 +77,7 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     than 200.
     """
     leaves: list[Leaf] = []
-    structure = _flatten(tree, "", True, 0, leaves)
+    structure = _flatten(tree, "", True, 0, leaves, {})
     if len({leaf.path for leaf in leaves}) != len(leaves):
         paths = collections.Counter(leaf.path for leaf in leaves)
         twice = [path for path, count in paths.items() if count > 1]
@@ -85,7 +85,8 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     return leaves, structure
 
 
-def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
+def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf], variables: dict[int, str]) -> Structure:
+    """The structure of a node, whose leaves are added; `variables` has the path of each Variable by its id."""
     if node is None:
         return None
     level = _children(node, path)
@@ -96,7 +97,13 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
     keys, below = level
     if _is_variable(type(cast("object", node))):
-        structure = _flatten(below[0], path, root, depth, leaves)
+        first = variables.setdefault(id(node), path)
+        if first != path:
+            raise TreeError(
+                f"{show(first)} and {show(path)} are one Variable of Flax NNX, and would come back as two: give"
+                " nnx.state(module), which has it once"
+            )
+        structure = _flatten(below[0], path, root, depth, leaves, variables)
         if isinstance(structure, int):
             leaves[-1] = Leaf(path, leaves[-1].value, is_variable=True)
         return structure
@@ -107,7 +114,7 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
             children.append(len(leaves))
             leaves.append(Leaf(head + part, child))
         else:
-            children.append(_flatten(child, head + part, False, depth + 1, leaves))
+            children.append(_flatten(child, head + part, False, depth + 1, leaves, variables))
     return _container(node, path, keys, tuple(children))
 
 
