@@ -89,7 +89,8 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._inspect.restore_plan import RestorePlan
     from jaxckpt._inspect.verify import VerifyReport, verify
     from jaxckpt._restore.restore import load_numpy, restore
-    from jaxckpt._restore.rules import Rule, Rules
+    from jaxckpt._restore.rule import Rule
+    from jaxckpt._restore.rules import Rules
     from jaxckpt._runtime.errors import (
         CheckpointExistsError,
         CorruptError,

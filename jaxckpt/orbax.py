@@ -16,16 +16,21 @@ Importing this module imports Orbax, which takes a second or two.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint.checkpoint_args import get_registered_args_cls
@@ -37,9 +42,10 @@ from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Leaf, Tree, flatten, unflatten
-from jaxckpt._format.values import KINDS, NUMBERS
+from jaxckpt._format.values import KINDS, NUMBERS, PYTHON
 from jaxckpt._restore.restore import restore
 from jaxckpt._restore.source import source_at
+from jaxckpt._restore.target import is_array_like
 from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._save.background import PendingSave
@@ -133,7 +139,7 @@ class Handler(ocp.AsyncCheckpointHandler):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source, _ = source_at(directory, self._options)
         target, left = _translated(args, source.manifest)
-        if left >= source.manifest.numbers.keys() | {leaf.path for leaf in flatten(target)[0]}:
+        if left >= source.manifest.numbers.keys() | {leaf.path for leaf in _flat(target, source.manifest)}:
             return target  # nothing is to be read
         return restore(directory, target, select=lambda path: path not in left, options=self._options)
 
@@ -145,6 +151,98 @@ class Handler(ocp.AsyncCheckpointHandler):
         tree = jax.tree.map(_plain, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
         tree = ocp.tree.serialize_tree(tree, keep_empty_nodes=True)
         return build_default_tree_metadata(tree, custom_metadata=manifest.metadata)
+
+
+def register_v1(options: Options | None = None) -> None:
+    """Have jaxckpt write every pytree that the program saves with Orbax v1 from here on, and load those.
+
+    `ocp.training.Checkpointer`, `ocp.save` and `ocp.load` of `orbax.checkpoint.experimental.v1`, and libraries that use
+    them, work as before. Checkpoints that Orbax itself wrote are loaded as well. In a job of several processes, a step
+    must have no more than one pytree.
+
+    Args:
+        options: See `jaxckpt.Options`; `when_busy` is always "wait".
+    """
+    importlib.import_module("orbax.checkpoint.experimental.v1")  # registers Orbax's own handlers first
+    from orbax.checkpoint.experimental.v1._src.handlers.registration import global_registry
+
+    chosen = dataclasses.replace(given(options), when_busy="wait")
+    handler = type("V1Handler", (V1Handler,), {"options": chosen, "__module__": __name__})
+    entries: Any = global_registry().get_all_entries()  # the last one that can handle a pytree is asked for it
+    others = [entry for entry in entries if entry[1] != "state" and not issubclass(entry[0], V1Handler)]
+    entries[:] = [*others, (handler, None), (handler, "state")]
+
+
+class V1Handler:
+    """Saves and loads a pytree of an Orbax v1 checkpoint; `register_v1` registers it."""
+
+    options = Options()
+
+    async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
+        """Begin to save; returns once the caller may donate, delete or overwrite the arrays."""
+        path = await directory.await_creation()
+        pending = save_async(path, checkpointable, options=self.options)
+        return _published(pending, path)
+
+    async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
+        """The pytree, as an abstract one asks for it."""
+        return self._restored(directory, abstract_checkpointable)
+
+    async def _restored(self, directory: Path, abstract: Tree) -> Tree:
+        from orbax.checkpoint.experimental.v1._src.context.context import get_context
+
+        if abstract is None:
+            return restore(directory, options=self.options)
+        target = jax.tree.map(_v1_leaf, abstract)
+        left = {leaf.path for leaf in flatten(target)[0] if leaf.value is ...}
+        partial = get_context().pytree_options.loading.partial_load
+        return restore(
+            directory, target, select=lambda path: path not in left, strict=not partial, options=self.options
+        )
+
+    async def metadata(self, directory: Path) -> Tree:
+        """The saved tree, with a jax.ShapeDtypeStruct for each array and its type for each other value."""
+        manifest = source_at(directory, self.options)[0].manifest
+        leaves = [_v1_described(manifest, record) for record in manifest.leaves]
+        return unflatten(manifest.tree, leaves)
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether it is a pytree that jaxckpt saves: Orbax asks before it saves."""
+        leaves = jax.tree.leaves(checkpointable)
+        return bool(leaves) and all(is_array_like(type(leaf)) or type(leaf) in PYTHON for leaf in leaves)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        """Whether it is an abstract pytree, of arrays, shapes, and types of values."""
+        leaves = map(_v1_leaf, jax.tree.leaves(abstract_checkpointable))
+        return self.is_handleable([leaf for leaf in leaves if leaf is not ...])
+
+
+async def _published(pending: PendingSave, path: Path) -> None:
+    await asyncio.to_thread(pending.wait)
+    if jax.process_index() == 0:  # Orbax loads as a pytree only what has such a file
+        await asyncio.to_thread(epath.Path(path, "_METADATA").write_text, "{}")
+
+
+def _v1_leaf(leaf: Any) -> Any:
+    """A leaf of an abstract pytree of Orbax v1 as one of a target."""
+    if isinstance(leaf, type):
+        return leaf() if leaf in PYTHON else leaf
+    if is_array_like(type(leaf)) or not hasattr(leaf, "shape"):
+        return leaf
+    if hasattr(leaf, "sharding"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
+
+
+def _v1_described(manifest: Manifest, record: LeafRecord) -> Any:
+    saved = SavedLeaf(manifest, record)
+    if not saved.is_array or record.kind in ("str", "bytes"):
+        return KINDS[record.kind].type
+    sharding = None
+    if record.layout is not None:
+        with contextlib.suppress(LayoutError):
+            sharding = saved_sharding(manifest, record.layout)
+    return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
@@ -220,8 +318,8 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     # transforms={} is an older way to say partial_restore=True.
     partial = transforms is not None or getattr(args, "partial_restore", False)
     item = unflatten(manifest.tree, range(len(manifest.leaves))) if args.item is None else args.item
-    leaves, _ = flatten(item)
-    everywhere, _ = flatten(jax.tree.map(_or_placeholder, item, is_leaf=_is_none))
+    leaves = _flat(item, manifest)
+    everywhere = _flat(jax.tree.map(_or_placeholder, item, is_leaf=_is_none), manifest)
     left = {leaf.path for leaf in everywhere if leaf.value is ocp.PLACEHOLDER}
     wanted = {leaf.path for leaf in leaves} - left
     asked = _restore_args(args, wanted, manifest)
@@ -242,6 +340,11 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     return jax.tree.unflatten(jax.tree.structure(item), [target(leaf) for leaf in leaves]), left
 
 
+def _flat(tree: Tree, manifest: Manifest) -> list[Leaf]:
+    """The leaves by their paths in the checkpoint."""
+    return [msgspec.structs.replace(leaf, path=leaf.path_in(manifest.numbers)) for leaf in flatten(tree)[0]]
+
+
 def _is_none(node: Any) -> bool:
     return node is None
 
@@ -255,7 +358,7 @@ def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, 
     given = getattr(args, "restore_args", None)
     if given is None:
         return {}
-    leaves, _ = flatten(jax.tree.map(lambda one: one or ocp.RestoreArgs(), given, is_leaf=_is_none))
+    leaves = _flat(jax.tree.map(lambda one: one or ocp.RestoreArgs(), given, is_leaf=_is_none), manifest)
     asked = {leaf.path: leaf.value for leaf in leaves}
     lacking = [path for path in wanted if path not in asked and path in manifest.numbers]
     surplus = [

@@ -18,6 +18,9 @@ from click.shell_completion import CompletionItem
 Rule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
 """(glob of the leaves that it is for, or None for all; the entries of their PartitionSpec)."""
 
+LAYOUTS = ("plain", "scan", "maxtext")
+"""What `--rules` leads to."""
+
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
 """What `convert` writes."""
 
@@ -170,6 +173,19 @@ specs_option = click.option(
 
 output_option = click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=str), required=True, help="The .html file to write."
+)
+
+rules_option = click.option(
+    "--rules",
+    type=click.Choice(LAYOUTS),
+    help="See a Hugging Face folder as a nested tree (plain), with its layers stacked (scan), or as MaxText's tree.",
+)
+
+back_to_option = click.option(
+    "--back-to",
+    type=click.Path(file_okay=False, path_type=str),
+    metavar="FOLDER",
+    help="With --rules: see such a tree as the tensors of this Hugging Face folder, whose config.json is read.",
 )
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what exists at the destination.")

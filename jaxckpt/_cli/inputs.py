@@ -8,21 +8,38 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import click
 from jax.sharding import PartitionSpec
 
 from jaxckpt._cli.arguments import Rule
+from jaxckpt._foreign.rulesets import huggingface_dtype, huggingface_rules
 from jaxckpt._format.paths import closest
 from jaxckpt._format.select import renamed, selector
 from jaxckpt._format.tree import Tree, nested
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import Options
+from jaxckpt._storage.place import local_path
 
 
 def with_progress() -> Options:
     """Options that draw a progress bar if stderr is a terminal."""
     return Options(progress=sys.stderr.isatty())
+
+
+def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
+    """The rules that `--rules` and `--back-to` ask for. Raises click.UsageError, InputError, DataError."""
+    if rules is None:
+        if back_to is not None:
+            raise click.UsageError("--back-to needs --rules, which names the tree that it leads back from")
+        return None
+    folder = local_path(path if back_to is None else back_to)
+    if folder is None:
+        raise InputError(f"--rules needs the config.json of a local folder, and {path} is none")
+    found = huggingface_rules(folder, layout="maxtext" if rules == "maxtext" else "plain", scan=rules != "plain")
+    return found if back_to is None else found.inverse(huggingface_dtype(folder))
 
 
 def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:

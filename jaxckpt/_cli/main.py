@@ -17,6 +17,7 @@ import click
 
 from jaxckpt._cli.arguments import (
     FORMATS,
+    back_to_option,
     closest_path,
     complete_leaf,
     debug_option,
@@ -27,6 +28,7 @@ from jaxckpt._cli.arguments import (
     old_and_new,
     output_option,
     overwrite_option,
+    rules_option,
     select_option,
     specs_option,
 )
@@ -144,6 +146,8 @@ def ls() -> None:
     "tree_view",
     location("path"),
     select_option,
+    rules_option,
+    back_to_option,
     click.option("--depth", type=click.IntRange(min=1), help="Show containers down to this level only."),
     click.option("--all", "every", is_flag=True, help="Show each container, also if many are alike, such as layers."),
 )
@@ -184,7 +188,7 @@ def verify() -> None:
     """Read every byte of a checkpoint and check it. The exit code is 1 if it has problems."""
 
 
-@_command("results", location("a"), location("b"), select_option)
+@_command("results", location("a"), location("b"), select_option, rules_option, back_to_option)
 def diff() -> None:
     """Compare two checkpoints leaf by leaf, whatever their meshes and formats. The exit code is 1 if they differ."""
 
@@ -195,6 +199,8 @@ def diff() -> None:
     mesh_option(required=True),
     specs_option,
     select_option,
+    rules_option,
+    back_to_option,
     click.option(
         "--devices-per-process",
         type=click.IntRange(min=1),
@@ -225,6 +231,8 @@ def plan() -> None:
     mesh_option(),
     specs_option,
     select_option,
+    rules_option,
+    back_to_option,
     click.option(
         "--rename", type=old_and_new, metavar="OLD=NEW", multiple=True, help="Give a leaf or container another path."
     ),
@@ -237,6 +245,8 @@ def convert() -> None:
     \b
     jaxckpt convert run1/00000100 model.safetensors --select params
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
+    jaxckpt convert Llama-3.1-8B run0 --rules maxtext --format orbax
+    jaxckpt convert run9 exported --rules maxtext --back-to Llama-3.1-8B --format safetensors
     """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from jaxckpt._cli.arguments import Rule
-from jaxckpt._cli.inputs import spec_tree, with_progress
+from jaxckpt._cli.inputs import rules_of, spec_tree, with_progress
 from jaxckpt._cli.terminal import Column, fields, number, print_json, print_table, printable, show_array
 from jaxckpt._inspect.diff import Delta, LeafDelta
 from jaxckpt._inspect.diff import diff as diff_checkpoints
@@ -39,8 +39,9 @@ def verify(path: str, quick: bool, as_json: bool) -> bool:
 # Comparing ------------------------------------------------------------------------------------------------
 
 
-def diff(a: str, b: str, select: Sequence[str], as_json: bool) -> bool:
-    delta = diff_checkpoints(a, b, select=select or None, options=with_progress())
+def diff(a: str, b: str, select: Sequence[str], rules: str | None, back_to: str | None, as_json: bool) -> bool:
+    rename = rules_of(a, rules, back_to)
+    delta = diff_checkpoints(a, b, select=select or None, rename=rename, options=with_progress())
     if as_json:
         print_json(_delta_record(delta))
     else:
@@ -90,10 +91,12 @@ def plan(
     mesh: Mapping[str, int],
     specs: Sequence[Rule],
     select: Sequence[str],
+    rules: str | None,
+    back_to: str | None,
     devices_per_process: int,
     as_json: bool,
 ) -> None:
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, rename=rules_of(path, rules, back_to))
     restore = checkpoint.plan(
         mesh=mesh,
         specs=spec_tree(checkpoint, specs, select),

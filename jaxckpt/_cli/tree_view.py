@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from jaxckpt._cli.inputs import indexed, selected
+from jaxckpt._cli.inputs import indexed, rules_of, selected
 from jaxckpt._cli.terminal import (
     Column,
     elided,
@@ -52,8 +52,16 @@ def _is_value(leaf: LazyLeaf) -> bool:
 # The tree -------------------------------------------------------------------------------------------------
 
 
-def show(path: str, select: Sequence[str], depth: int | None, every: bool, as_json: bool) -> None:
-    checkpoint = open_checkpoint(path)
+def show(
+    path: str,
+    select: Sequence[str],
+    rules: str | None,
+    back_to: str | None,
+    depth: int | None,
+    every: bool,
+    as_json: bool,
+) -> None:
+    checkpoint = open_checkpoint(path, rename=rules_of(path, rules, back_to))
     leaves = selected(checkpoint, select)
     if as_json:
         print_json(_tree_record(checkpoint, leaves))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from jaxckpt._cli.arguments import Rule, require_mesh
-from jaxckpt._cli.inputs import spec_tree, with_progress
+from jaxckpt._cli.inputs import rules_of, spec_tree, with_progress
 from jaxckpt._cli.terminal import print_json, printable, replacing
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._foreign.convert import convert as convert_checkpoint
@@ -40,19 +40,24 @@ def convert(
     specs: Sequence[Rule],
     select: Sequence[str],
     rename: Sequence[tuple[str, str]],
+    rules: str | None,
+    back_to: str | None,
     chunk_bytes: int | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     require_mesh(mesh, specs)
+    if rules and rename:
+        raise click.UsageError("--rules gives every leaf its name: it cannot be used together with --rename")
+    through = rules_of(source, rules, back_to)
     convert_checkpoint(
         source,
         destination,
         format=format,
         mesh_shape=mesh,
-        specs=spec_tree(open_checkpoint(source), specs, select, dict(rename)) if specs else None,
+        specs=spec_tree(open_checkpoint(source, rename=through), specs, select, dict(rename)) if specs else None,
         select=select or None,
-        rename=dict(rename) or None,
+        rename=through or dict(rename) or None,
         chunk_bytes=chunk_bytes,
         overwrite=overwrite,
         options=with_progress(),

@@ -12,30 +12,46 @@ for the layers in front:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from jaxckpt._foreign.maxtext_rules import maxtext_rules
 from jaxckpt._format.paths import closest
+from jaxckpt._restore.rule import Rule
 from jaxckpt._restore.rule_layouts import Layout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
-from jaxckpt._restore.rules import Rule, Rules
+from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import DataError, InputError
 
 Config = Mapping[str, Any]
 
 
-def huggingface_rules(folder: str | os.PathLike[str], *, scan: bool = False) -> Rules:
-    """Rules from a Hugging Face folder's tensors to a plain nested tree; pass them as `rename=`.
+def huggingface_rules(
+    folder: str | os.PathLike[str],
+    *,
+    layout: Literal["plain", "maxtext"] = "plain",
+    scan: bool | None = None,
+    vocab_size: int | None = None,
+) -> Rules:
+    """Rules from a Hugging Face folder's tensors to a tree of arrays; pass them as `rename=`.
 
     The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
-    leaves.
+    leaves. Weights that are quantised in blocks of float8, or in int8 or float8 as compressed-tensors writes them,
+    become the floats that they stand for.
 
     Args:
         folder: A local folder with the model's config.json.
-        scan: Whether layers are stacked, as `jax.lax.scan` takes them.
+        layout: "plain" is a nested tree, whose leaves are also those of a Flax NNX model that has these names;
+            "maxtext" is the tree of MaxText's checkpoints, for all families but GPT-2.
+        scan: Whether layers are stacked: in front, as `jax.lax.scan` takes them, or along axis 1 for MaxText. By
+            default only for MaxText.
+        vocab_size: Rows of the embedding, and columns of the head, if they are to be others than in the folder: rows of
+            zeros follow, or the last ones are left out. MaxText has 256128 for Gemma 2.
 
     Returns:
         The rules; their `inverse(dtype=…)` leads back to the folder's tensors.
@@ -44,21 +60,82 @@ def huggingface_rules(folder: str | os.PathLike[str], *, scan: bool = False) -> 
         DataError: No config.json, or it lacks something.
         InputError: A model of another family.
     """
-    path = Path(folder) / "config.json"
-    try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+    config = _config_of(folder)
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise InputError(
-            f"{path} is of model_type {family!r}{closest(family, _FAMILIES)}; rules are ready for"
+            f"{folder} is of model_type {family!r}{closest(family, _FAMILIES)}; rules are ready for"
             f" {', '.join(_FAMILIES)}. Write Rules for others."
         )
+    if layout not in ("plain", "maxtext"):
+        raise InputError(f'layout must be "plain" or "maxtext", found {layout!r}')
+    is_plain = layout == "plain"
     try:
-        return _FAMILIES[family](config, scan)
+        rules = _FAMILIES[family](config, bool(scan) and is_plain)
+        rules = Rules([_dequantising(_resized(rule, config, vocab_size), config) for rule in rules.rules])
+        return rules if is_plain else maxtext_rules(rules, config, scan is not False)
     except KeyError as error:
-        raise DataError(f"{path} has no {error.args[0]!r}") from error
+        raise DataError(f"the config.json of {folder} has no {error.args[0]!r}") from error
+
+
+def _config_of(folder: str | os.PathLike[str]) -> Config:
+    path = Path(folder) / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+
+
+def huggingface_dtype(folder: str | os.PathLike[str]) -> str:
+    """The dtype of the weights of a Hugging Face folder, as its config.json says. Raises DataError."""
+    return _dtype(_config_of(folder))
+
+
+def _dtype(config: Config) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
+    """The rule of the embedding or of the head, for another vocabulary."""
+    layout = {"embed/embedding": "v m -> v m", "head/kernel": "v m -> m v"}.get(str(rule.target))
+    if vocab_size is None or layout is None:
+        return rule
+    return replace(rule, layout=layout, sizes={"v": int(config["vocab_size"])}, resized={"v": vocab_size})
+
+
+def _dequantising(rule: Rule, config: Config) -> Rule:
+    """The rule of a weight of a layer, if the model is quantised."""
+    quantised: Config | None = config.get("quantization_config")
+    if quantised is None or not re.fullmatch(r"model\.layers\..*_proj\.weight", str(rule.source)):
+        return rule
+    method, block = str(quantised["quant_method"]), quantised.get("weight_block_size")
+    suffix = "_scale_inv"
+    if method == "compressed-tensors":
+        suffix, block = "_scale", _block_of(quantised)
+    elif method != "fp8" or not block:
+        raise InputError(
+            f"a model quantised by {method!r} cannot be read; rules are ready for fp8 in blocks, and for int8 and"
+            " float8 of compressed-tensors"
+        )
+    return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
+
+
+def _block_of(quantised: Config) -> Sequence[int] | None:
+    """The sides of blocks in compressed-tensors; None if a scale is for a row or a tensor. Raises InputError."""
+    weights: list[Config] = [group["weights"] for group in quantised["config_groups"].values()]
+    blocks = [
+        tuple(one.get("block_structure") or ()) or (one.get("group_size") and (1, one["group_size"])) for one in weights
+    ]
+    is_packed = "pack" in str(quantised.get("format"))
+    if (
+        is_packed
+        or len(set(blocks)) > 1
+        or not all(one.get("symmetric", True) and one["num_bits"] == 8 for one in weights)
+    ):
+        raise InputError(
+            "of compressed-tensors, rules are ready for 8 bits, symmetric, the same for all weights, and not packed"
+        )
+    return blocks[0] or None
 
 
 def _layer_rule(

@@ -10,7 +10,7 @@ import collections
 import functools
 import keyword
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -57,6 +57,13 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
 
     path: str
     value: Any
+    is_variable: bool = False
+    """Whether it is the value of a Variable of Flax NNX."""
+
+    def path_in(self, known: Collection[str]) -> str:
+        """Its path in a checkpoint with these paths: Orbax puts "value" after that of a Variable."""
+        longer = f"{self.path}/value"
+        return longer if self.is_variable and self.path not in known and longer in known else self.path
 
 
 # Flattening -----------------------------------------------------------------------------------------------
@@ -69,7 +76,7 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     than 200.
     """
     leaves: list[Leaf] = []
-    structure = _flatten(tree, "", True, 0, leaves)
+    structure = _flatten(tree, "", True, 0, leaves, {})
     if len({leaf.path for leaf in leaves}) != len(leaves):
         paths = collections.Counter(leaf.path for leaf in leaves)
         twice = [path for path, count in paths.items() if count > 1]
@@ -77,7 +84,8 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     return leaves, structure
 
 
-def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) -> Structure:
+def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf], variables: dict[int, str]) -> Structure:
+    """The structure of a node, whose leaves are added; `variables` has the path of each Variable by its id."""
     if node is None:
         return None
     level = _children(node, path)
@@ -87,6 +95,17 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
     if depth >= MAX_DEPTH:
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
     keys, below = level
+    if _is_variable(type(cast("object", node))):
+        first = variables.setdefault(id(node), path)
+        if first != path:
+            raise TreeError(
+                f"{show(first)} and {show(path)} are one Variable of Flax NNX, and would come back as two: give"
+                " nnx.state(module), which has it once"
+            )
+        structure = _flatten(below[0], path, root, depth, leaves, variables)
+        if isinstance(structure, int):
+            leaves[-1] = Leaf(path, leaves[-1].value, is_variable=True)
+        return structure
     head = "" if root else f"{path}/"
     children: list[Structure] = []
     for key, child in zip(components(keys), below, strict=True):
@@ -94,8 +113,14 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf]) 
             children.append(len(leaves))
             leaves.append(Leaf(head + key, child))
         else:
-            children.append(_flatten(child, head + key, False, depth + 1, leaves))
+            children.append(_flatten(child, head + key, False, depth + 1, leaves, variables))
     return _container(node, path, keys, tuple(children))
+
+
+@functools.cache
+def _is_variable(kind: type) -> bool:
+    """Whether it is a Variable of Flax NNX, whose users know its value by the path of the Variable itself."""
+    return any((base.__module__, base.__name__) == ("flax.nnx.variablelib", "Variable") for base in kind.__mro__)
 
 
 _LEAVES = (

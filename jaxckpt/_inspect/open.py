@@ -55,8 +55,8 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
     return Checkpoint(source, options)
 
 
-class Checkpoint:
-    """An opened checkpoint: a mapping of leaf paths to lazy leaves."""
+class Checkpoint(Mapping[str, LazyLeaf]):
+    """An opened checkpoint: a mapping of leaf paths to lazy leaves. Two are equal only if they are the same object."""
 
     def __init__(self, source: Source, options: Options) -> None:
         self._source = source
@@ -181,6 +181,21 @@ class Checkpoint:
 
     def __contains__(self, path: object) -> bool:
         return path in self._numbers
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def get(self, path: str, default: Any = None, /) -> Any:
+        """The leaf at a path, or `default` if there is none."""
+        number = self._numbers.get(path)
+        return default if number is None else self._leaf(number)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """For notebooks: what Tab offers after `checkpoint["`."""
+        return list(self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)

@@ -34,6 +34,7 @@ from jaxckpt._restore.target import (
     build_selected,
     is_array_like,
     match_paths,
+    mesh_in_context,
     not_a_leaf,
     selected,
 )
@@ -457,7 +458,7 @@ def _fitted(
         return sharding
     axes = dict(sharding.mesh.shape)
     if not isinstance(sharding.mesh, Mesh) and request.devices_per_process is None:
-        mesh = next((mesh for mesh in (request.mesh, _mesh_in_context()) if isinstance(mesh, Mesh)), None)
+        mesh = next((mesh for mesh in (request.mesh, mesh_in_context()) if isinstance(mesh, Mesh)), None)
         if mesh is None or dict(mesh.shape) != axes:
             return _Reason(
                 f"cannot be laid out: its sharding is on the AbstractMesh {axes}, which has no devices (found"
@@ -475,9 +476,3 @@ def _fitted(
     if not isinstance(sharding.mesh, Mesh):
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
     return sharding if spec == given else sharding.update(spec=partition_spec(spec))
-
-
-def _mesh_in_context() -> Mesh | None:
-    """The mesh of jax.set_mesh, if there is one; jax 0.6 has no way to ask."""
-    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-    return mesh if mesh is not None and mesh.shape else None

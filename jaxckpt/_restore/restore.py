@@ -45,9 +45,11 @@ def restore(
             kind have made of others.
         target: What is wanted: a pytree, or a prefix of one, of jax.ShapeDtypeStruct (with or without sharding), of
             jax.sharding.Sharding, or of arrays whose shape, dtype and sharding are wanted (their values are not
-            looked at; a weak type is wanted too). NumPy arrays and Python scalars in it ask for such; functions that no
-            checkpoint holds stay. None in it is an empty subtree, as everywhere in JAX: nothing is restored there, and
-            leaves that the checkpoint has there are extra leaves. Without it, the tree as it was saved.
+            looked at; a weak type is wanted too). As for jax.device_put, a jax.Device stands for a sharding, and a
+            PartitionSpec for one on `mesh` or on the mesh of jax.set_mesh. NumPy arrays and Python scalars in it ask
+            for such; functions that no checkpoint holds stay. None in it is an empty subtree, as everywhere in JAX:
+            nothing is restored there, and leaves that the checkpoint has there are extra leaves. Without it, the tree
+            as it was saved.
         mesh: Where leaves go for which `target` gives no sharding: saved specs are carried over by axis name; axes
             that this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
             kind. A sharding on an AbstractMesh, as jax.eval_shape gives under jax.set_mesh, is meant on this mesh, or

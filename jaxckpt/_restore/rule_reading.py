@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +16,7 @@ from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._restore.rule_layouts import Interval, Layout, axes_of, cover, tiles
 from jaxckpt._restore.source import ArrayData, StartedData
 from jaxckpt._storage.objects import Pending
+from jaxckpt._storage.workers import submit_waiting
 
 _WASTE = 2
 """Bytes read over bytes needed, at most, if the needed parts of a dimension lie scattered: up to that, one read takes
@@ -120,15 +119,6 @@ class Piece:
         return several[0] if n_bytes > _TEMPORARY_BYTES and several else None
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Not the threads that move bytes: these wait for those."""
-    return ThreadPoolExecutor(min(32, max(2, os.cpu_count() or 1)), "jaxckpt-rules")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)
-
-
 @dataclass(frozen=True, slots=True)
 class Mapped(StartedData):
     """A target leaf: pieces next to each other along one dimension."""
@@ -136,10 +126,15 @@ class Mapped(StartedData):
     pieces: Sequence[tuple[Box, Piece]]
     """Each with its box in the leaf."""
 
+    is_padded: bool = False
+    """Whether zeros are where no piece is."""
+
     def start(self, box: Box, target: Array) -> Pending:
-        return _threads().submit(self.read, box, target)
+        return submit_waiting(functools.partial(self.read, box, target))
 
     def read(self, box: Box, target: Array) -> None:
+        if self.is_padded:
+            target[...] = 0
         for held, piece in self.pieces:
             common = intersection(held, box)
             if common is not None:

@@ -203,6 +203,9 @@ class Foreign:
     files: Sequence[str] = field(default=(), repr=False)
     """The files or folders that it was put together from, if they are not the one at `url`."""
 
+    origin: Source | None = field(default=None, repr=False)
+    """The checkpoint that this one is a view of."""
+
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass
 
@@ -210,7 +213,7 @@ class Foreign:
         return _BlockReader(self.blocks[stack])
 
     def fate(self) -> str | None:
-        return None
+        return None if self.origin is None else self.origin.fate()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ import jax
 import msgspec
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._format.paths import closest, component, heads, longest_head
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Rename, Select, Selector, origins, renamed, selector
-from jaxckpt._format.specs import Specs
+from jaxckpt._format.specs import Specs, mesh_axes
 from jaxckpt._format.tree import (
     Container,
     Leaf,
@@ -187,6 +187,7 @@ class _Matching:
 
     def match(self) -> tuple[Match, list[Problem]]:
         leaves, shape = flatten(self.request.target)
+        leaves = _with_shardings(leaves, self.request.mesh)
         treedef = jax.tree_util.tree_structure(self.request.target)
         wanted = self.wanted
         containers: set[str] | None = None
@@ -200,10 +201,11 @@ class _Matching:
         sources: list[int | None] = []
         """Number of the saved leaf for each leaf of the target, if it comes from one."""
         for place, leaf in enumerate(leaves):
-            number = wanted.get(leaf.path)
+            path = leaf.path_in(wanted) if leaf.is_variable else leaf.path
+            number = wanted.get(path)
             sources.append(number)
             if number is not None:
-                paths.append(leaf.path)
+                paths.append(path)
                 numbers.append(number)
                 asked.append(leaf.value)
                 continue
@@ -303,6 +305,42 @@ class _Matching:
             yield "since rename= is a function, missing leaves count as selected; a mapping shows which are not"
         if missing and extra:
             yield "rename= matches other names"
+
+
+def _with_shardings(leaves: Sequence[Leaf], mesh: object) -> Sequence[Leaf]:
+    """Leaves of a target, with shardings for devices and PartitionSpecs, as `jax.device_put` takes them."""
+    kinds = {type(leaf.value) for leaf in leaves}  # a few, of thousands of leaves
+    if not any(issubclass(kind, (jax.Device, PartitionSpec)) for kind in kinds):
+        return leaves
+    return [msgspec.structs.replace(leaf, value=_as_sharding(leaf, mesh)) for leaf in leaves]
+
+
+def _as_sharding(leaf: Leaf, mesh: Any) -> Any:
+    """The value of a leaf of a target; a sharding for a device or a PartitionSpec. Raises InputError."""
+    value = leaf.value
+    if isinstance(value, jax.Device):
+        return SingleDeviceSharding(value)
+    if not isinstance(value, PartitionSpec):
+        return value
+    mesh = mesh_in_context() if mesh is None else mesh
+    if mesh is None:
+        raise InputError(
+            f"target has the {value} at {show(leaf.path)}, and there is no mesh: pass mesh=, or set one with"
+            " jax.set_mesh"
+        )
+    if not isinstance(mesh, (Mesh, AbstractMesh)):  # a plan for axis sizes
+        axes = mesh_axes(mesh)
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    try:
+        return NamedSharding(mesh, value)
+    except ValueError as error:
+        raise InputError(f"target has the {value} at {show(leaf.path)}: {error}") from error
+
+
+def mesh_in_context() -> Mesh | None:
+    """The mesh of jax.set_mesh, if there is one; jax 0.6 has no way to ask."""
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    return mesh if mesh is not None and mesh.shape else None
 
 
 def _is_abstract(value: Any) -> bool:

@@ -112,7 +112,7 @@ class PendingSave:
         if self.skipped:
             raise InputError(f"the save to {self.path} was skipped: another was under way; ask `.skipped` before")
         if not self.done and threading.get_ident() == _writer:
-            raise InputError(f"wait() for the save to {self.path} was called by its own progress callback")
+            raise InputError(f"wait() for the save to {self.path} was called by its own callback")
         wake()
         if not self._await_end(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
@@ -120,7 +120,12 @@ class PendingSave:
         if self._error is not None:
             raise self._error
         assert self._info is not None
-        return replace(self._info, seconds=self._seconds or 0.0, blocked_seconds=self._blocked)
+        return self.timed(self._info)
+
+    def timed(self, info: SaveInfo) -> SaveInfo:
+        """What was written, with the times that are known by now."""
+        seconds = time.perf_counter() - self._begun if self._seconds is None else self._seconds
+        return replace(info, seconds=seconds, blocked_seconds=self._blocked)
 
     def abandon(self) -> None:
         """Let nobody wait for it, not even the end of the program."""

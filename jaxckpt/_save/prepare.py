@@ -20,6 +20,7 @@ from jaxckpt._runtime.processes import Group
 from jaxckpt._runtime.threads import Latch
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, Bucket, agreement
+from jaxckpt._save.background import SaveInfo
 from jaxckpt._save.describe import Draft, Recent, describe
 from jaxckpt._save.plan import SavePlan, plan_save
 from jaxckpt._storage.place import store_at
@@ -55,6 +56,9 @@ class SaveRequest:
     then: Callable[[], None] | None = None
     """What process 0 does once the checkpoint is published, before the save counts as done."""
 
+    on_done: Callable[[SaveInfo], object] | None = None
+    """What every process calls once it knows that the checkpoint is published, before the save counts as done."""
+
     deadline: float | None = None
     """Until when, on the monotonic clock, the caller waits for room for copies; then the save fails."""
 
@@ -88,6 +92,8 @@ class Prepared:
 
 def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
     """Check all that can be checked without the others, and plan."""
+    if request.on_done is not None and not callable(request.on_done):
+        raise InputError(f"on_done must be a function that takes a SaveInfo, found {request.on_done!r}")
     clock = Clock()
     background_saves.settle()
     if group.index == 0 and request.check is not None:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +101,7 @@ def save_async(
     metadata: Any = None,
     overwrite: bool = False,
     process_state: Mapping[str, Any] | None = None,
+    on_done: Callable[[SaveInfo], object] | None = None,
     options: Options | None = None,
 ) -> PendingSave:
     """Begin to save a pytree, and return once the caller may donate, delete or overwrite every array of it.
@@ -108,6 +109,12 @@ def save_async(
     A thread writes the rest; see `save` for the arguments, and for what every process must do. On CPU devices the
     arrays' own memory is held and not copied: a step that would donate it gets new memory instead. From other devices
     the arrays are copied to host memory, at most `options.staging_bytes` of them ahead of the writing.
+
+    Args:
+        on_done: Called once the checkpoint is published, with what `wait()` returns, its times as far as they are
+            known; in every process, by the thread that writes, before `done` is true. It is not called if the save
+            fails or is skipped. It may call `open` and `load_numpy`, but neither `wait()` nor a function that every
+            process must call. What it raises is raised by `wait()`, with a note that the checkpoint was published.
 
     Returns:
         The save under way. While it is, a second `save_async` waits for it or is skipped, as `options.when_busy` says.
@@ -124,7 +131,7 @@ def save_async(
         128
     """
     with Group.current(options, Call.of("save_async", path)) as group:
-        request = SaveRequest(path, tree, mesh, specs, metadata, overwrite, process_state)
+        request = SaveRequest(path, tree, mesh, specs, metadata, overwrite, process_state, on_done=on_done)
         return start(request, given(options), group, background=True)
 
 
@@ -142,6 +149,8 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     handover = Handover(most_bytes if save.threaded else None, request.deadline, group.watch)
     rate = options.max_bytes_per_second if background and request.deadline is None else None
     work = functools.partial(_carry_out, save, handover, rate)
+    if request.on_done is not None:
+        work = functools.partial(_then_call, work, request.on_done)
     if background and not background_saves.under_way():
         background_saves.finish_at_exit()
     feeding = time.perf_counter()
@@ -188,6 +197,19 @@ def _is_busy(group: Group) -> bool:
 
 
 # In the thread that writes --------------------------------------------------------------------------------
+
+
+def _then_call(
+    work: Callable[[PendingSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: PendingSave
+) -> SaveInfo:
+    """Save, then call back: outside of the call, so that the callback may make calls of its own."""
+    info = work(pending)
+    try:
+        on_done(pending.timed(info))
+    except BaseException as error:
+        error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {pending.path} was published")
+        raise
+    return info
 
 
 def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: PendingSave) -> SaveInfo:

@@ -22,7 +22,7 @@ from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotA
 from jaxckpt._runtime.options import Options, flag, given, seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
-from jaxckpt._save.background import PendingSave
+from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.describe import Recent
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
@@ -190,6 +190,7 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         process_state: Mapping[str, Any] | None = None,
         metadata: Any = None,
+        on_done: Callable[[SaveInfo], object] | None = None,
         force: bool = False,
         overwrite: bool = False,
     ) -> bool:
@@ -202,6 +203,8 @@ class Checkpointer:
                 that is not finite is recorded as None.
             process_state: As for `jaxckpt.save`: what this process alone knows.
             metadata: Any JSON value.
+            on_done: Called once the step is published, with what was written; as for `jaxckpt.save_async`. If this
+                 returns False, it is not called.
             force: Save although the step is not due.
             overwrite: Replace this step if it is there.
 
@@ -249,6 +252,7 @@ class Checkpointer:
                     recent=self._recent,
                     check=functools.partial(self._admit, record, overwrite=overwrite, last_one=last_one),
                     then=functools.partial(self._deletion.begin, record),
+                    on_done=on_done,
                     deadline=self._notice.deadline if last_one else None,
                 )
                 pending = start(request, self._options, group, background=self._background or last_one)

@@ -18,7 +18,8 @@ class Workers:
     """Threads that move bytes. Unlike those of a ThreadPoolExecutor they still do while the interpreter ends, when a
     save_async is seen to its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._todo = SimpleQueue[Task[Any]]()
         self._lock = threading.Lock()
         self._started = False
@@ -28,7 +29,7 @@ class Workers:
             if not self._started:
                 # More than there are cores only take each other's turns: 4 on 2 cores made a restore 5 to 8 % slower.
                 for number in range(min(32, max(2, os.cpu_count() or 1))):
-                    start_thread(self._run, f"jaxckpt-files-{number}")
+                    start_thread(self._run, f"{self._name}-{number}")
                 self._started = True
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
@@ -51,13 +52,14 @@ class Workers:
             del task  # it holds the data
 
 
-_workers = Workers()
+_workers = Workers("jaxckpt-files")
+_waiting = Workers("jaxckpt-rules")
 
 
 def renew_workers() -> None:
     """Leave the threads as they are and start others with the next work: in a fork, or when these hang."""
-    global _workers
-    _workers = Workers()
+    global _workers, _waiting
+    _workers, _waiting = Workers("jaxckpt-files"), Workers("jaxckpt-rules")
 
 
 os.register_at_fork(after_in_child=renew_workers)
@@ -66,6 +68,11 @@ os.register_at_fork(after_in_child=renew_workers)
 def submit(work: Callable[[], T]) -> Task[T]:
     """Have the threads that move bytes do some work, which must not wait for other such work."""
     return _workers.submit(work)
+
+
+def submit_waiting(work: Callable[[], T]) -> Task[T]:
+    """Have other threads do some work that waits for the threads that move bytes, but not for other work like it."""
+    return _waiting.submit(work)
 
 
 @dataclass(frozen=True, slots=True)

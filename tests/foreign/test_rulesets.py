@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._format.dtypes import DTYPES
 
 DATA = Path(__file__).parents[1] / "data" / "transformers"
 FAMILIES = sorted(path.name for path in DATA.iterdir())
@@ -139,6 +141,162 @@ def test_transformers_loads_what_is_written(family: str, tmp_path: Path) -> None
     with torch.no_grad():
         logits = model(torch.tensor(expected["tokens"])).logits.numpy()
     np.testing.assert_allclose(logits, expected["logits"], rtol=1e-5, atol=1e-5)
+
+
+# Flax NNX ---------------------------------------------------------------------------------------------------
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: dict[str, Any], rngs: nnx.Rngs) -> None:
+        m, d = config["hidden_size"], config["head_dim"]
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        self.q = nnx.LinearGeneral(m, (heads, d), use_bias=False, rngs=rngs)
+        self.k = nnx.LinearGeneral(m, (groups, d), use_bias=False, rngs=rngs)
+        self.v = nnx.LinearGeneral(m, (groups, d), use_bias=False, rngs=rngs)
+        self.o = nnx.LinearGeneral((heads, d), m, axis=(-2, -1), use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any, theta: float) -> Any:
+        q, k, v = rotated(self.q(x), theta), rotated(self.k(x), theta), self.v(x)
+        k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], 2) for y in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        return self.o(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, m: int, f: int, rngs: nnx.Rngs) -> None:
+        self.gate, self.up = (nnx.Linear(m, f, use_bias=False, rngs=rngs) for _ in range(2))
+        self.down = nnx.Linear(f, m, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: dict[str, Any], rngs: nnx.Rngs) -> None:
+        m, epsilon = config["hidden_size"], config["rms_norm_eps"]
+        self.attn_norm, self.mlp_norm = (nnx.RMSNorm(m, epsilon=epsilon, rngs=rngs) for _ in range(2))
+        self.attn = Attention(config, rngs)
+        self.mlp = Mlp(m, config["intermediate_size"], rngs)
+
+    def __call__(self, x: Any, theta: float) -> Any:
+        x = x + self.attn(self.attn_norm(x), theta)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nnx.Module):
+    def __init__(self, config: dict[str, Any], rngs: nnx.Rngs) -> None:
+        v, m = config["vocab_size"], config["hidden_size"]
+        self.theta = config["rope_parameters"]["rope_theta"]
+        self.embed = nnx.Embed(v, m, rngs=rngs)
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config["num_hidden_layers"])])
+        self.norm = nnx.RMSNorm(m, epsilon=config["rms_norm_eps"], rngs=rngs)
+        self.head = nnx.Linear(m, v, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.theta)
+        return self.head(self.norm(x))
+
+
+def test_a_module_of_flax_nnx_takes_the_plain_tree_and_gives_it_back(mesh: Mesh, tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    rules = jaxckpt.huggingface_rules(DATA / "llama")
+    abstract = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    model = jaxckpt.restore(DATA / "llama", abstract, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+    assert isinstance(model, Llama)
+    assert len(model.layers[1].attn.k.kernel[...].sharding.device_set) == 8
+    expected = np.load(DATA / "llama" / "expected.npz")
+    with jax.default_matmul_precision("highest"):
+        found = jax.device_get(model)(expected["tokens"])
+    np.testing.assert_allclose(found, expected["logits"], rtol=2e-4, atol=2e-5)
+    jaxckpt.save(tmp_path / "ours", model)
+    delta = jaxckpt.diff(tmp_path / "ours", DATA / "llama", rename=rules.inverse(dtype="float32"))
+    assert not [leaf.path for leaf in delta.leaves if leaf.differing]
+
+
+# Quantised folders ------------------------------------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 4], "activation_scheme": "dynamic"}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors."""
+    settings = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, **weights}
+    groups = {"group_0": {"targets": ["Linear"], "weights": settings, "input_activations": None}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
+def quantise(folder: Path, quantised: dict[str, Any], family: str = "qwen3") -> dict[str, Any]:
+    """Write a folder like Qwen3-FP8 or those of compressed-tensors, and return its tensors as floats."""
+    dtype = "float8_e4m3fn" if quantised["quant_method"] == "fp8" else "int8"
+    config = json.loads((DATA / family / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    tensors, floats = jaxckpt.load_numpy(DATA / family), {}
+    stored: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        floats[name] = stored[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        most = 448.0 if dtype == "float8_e4m3fn" else 127.0
+        rows, columns = FP8["weight_block_size"] if quantised is FP8 else (1, tensor.shape[1])
+        grid = [(r, c) for r in range(0, tensor.shape[0], rows) for c in range(0, tensor.shape[1], columns)]
+        scales = np.zeros((-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)), "float32")
+        values, back = np.zeros(tensor.shape, DTYPES[dtype]), np.zeros(tensor.shape, "float32")
+        for r, c in grid:
+            at = np.s_[r : r + rows, c : c + columns]
+            scale = np.abs(tensor[at]).max() / most
+            scales[r // rows, c // columns] = scale
+            scaled = tensor[at] / scale
+            values[at] = (np.round(scaled) if dtype == "int8" else scaled).astype(DTYPES[dtype])
+            back[at] = values[at].astype("float32") * scale
+        stored[name], floats[name] = values, back
+        stored[f"{name}_scale_inv" if quantised is FP8 else f"{name}_scale"] = scales
+    jaxckpt.save(folder / "checkpoint", stored)
+    jaxckpt.convert(folder / "checkpoint", folder / "model.safetensors")
+    shutil.rmtree(folder / "checkpoint")
+    return floats
+
+
+@pytest.mark.parametrize("quantised", [FP8, compressed()], ids=["fp8", "int8"])
+@pytest.mark.parametrize("layout", ["plain", "maxtext"])
+def test_quantised_folders_are_read_as_the_floats_that_they_stand_for(
+    quantised: dict[str, Any], layout: Any, mesh: Mesh, tmp_path: Path
+) -> None:
+    floats = quantise(tmp_path, quantised)
+    rules = jaxckpt.huggingface_rules(tmp_path, layout=layout)
+    found = jaxckpt.restore(tmp_path, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+    jaxckpt.save(tmp_path / "floats", floats)
+    shutil.copy(DATA / "qwen3" / "config.json", tmp_path / "floats")
+    expected = jaxckpt.load_numpy(
+        tmp_path / "floats", rename=jaxckpt.huggingface_rules(tmp_path / "floats", layout=layout)
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": None},
+        compressed(num_bits=4),
+        compressed(symmetric=False),
+        {**compressed(), "format": "pack-quantized"},
+    ],
+)
+def test_other_ways_to_quantise_are_an_error(quantised: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    with pytest.raises(jaxckpt.InputError, match="rules are ready for"):
+        jaxckpt.huggingface_rules(tmp_path)
 
 
 def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:

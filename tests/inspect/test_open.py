@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,31 @@ def test_a_checkpoint_is_a_mapping_of_paths_to_leaves(path: Path) -> None:
     assert checkpoint.nbytes == 64 * 48 * 4 + 2 * 2 + 3 * 8 + 2 + 8 + 10000 + 5000
     assert (path / f"data-{checkpoint.save_id}").is_dir()
     assert "9 leaves" in repr(checkpoint)
+    assert list(checkpoint.keys()) == paths == checkpoint._ipython_key_completions_()
+    assert [(path, leaf.kind) for path, leaf in checkpoint.items()] == [(p, checkpoint[p].kind) for p in paths]
+    assert [leaf.path for leaf in checkpoint.values()] == paths
+    assert checkpoint.get("step").value == 7
+    assert checkpoint.get("params") is None
+    assert checkpoint.get("stap", 0) == 0
+    assert isinstance(checkpoint, Mapping)
+    assert {checkpoint: 1}[checkpoint] == 1
+    assert checkpoint != jaxckpt.open(path)
+
+
+def test_a_leaf_of_one_number_is_that_number(path: Path, tmp_path: Path) -> None:
+    checkpoint = jaxckpt.open(path)
+    assert (int(checkpoint["step"]), float(checkpoint["step"])) == (7, 7.0)
+    assert float(checkpoint["seq/1/0"]) == 2.5
+    jaxckpt.save(tmp_path / "one", {"a": jnp.asarray(1.5, jnp.bfloat16), "i": jnp.int32(3), "b": True, "c": 2j})
+    checkpoint = jaxckpt.open(tmp_path / "one")
+    assert float(checkpoint["a"]) == 1.5
+    assert int(checkpoint["i"]) == 3
+    assert int(checkpoint["b"]) == 1
+    with pytest.raises(TypeError, match="complex"):
+        float(checkpoint["c"])
+    for leaf in ("params/w", "name", "raw", "key"):
+        with pytest.raises(TypeError, match=f"one number, but .{leaf}. is"):
+            float(jaxckpt.open(path)[leaf])
 
 
 def test_leaves_say_what_they_were(path: Path) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import RunPython
 from strategies import boxes
 
 import jaxckpt
@@ -314,3 +315,191 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
 def test_a_rule_that_cannot_be_meant_is_an_error(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(jaxckpt.InputError, match=expected):
         Rule(**arguments)
+
+
+# What a view keeps of the checkpoint ------------------------------------------------------------------------
+
+
+def test_meshes_and_specs_are_carried_through_rules(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+
+    def put(leaf: Array, *spec: Any) -> jax.Array:
+        return jax.device_put(leaf, NamedSharding(mesh, P(*spec)))
+
+    tree = {f"h.{i}.q": put(np.ones((8, 6), "float32"), "y", "x") for i in range(3)}
+    tree |= {"h.0.b": put(np.ones(8, "float32"), "y"), "h.1.b": put(np.ones(8, "float32"), "x")}
+    tree |= {"fused": put(np.ones((24, 4), "float32"), "y", None), "norm": put(np.ones(6, "float32"), ("x",))}
+    jaxckpt.save(tmp_path / "a", tree)
+    rules = Rules(
+        [
+            Rule(source="h.{i}.q", target="q", layout="(h d) m -> i m d h", sizes={"h": 4}),
+            Rule(source="h.{i}.b", target="b", layout="a -> i a"),
+            Rule(source="fused", target=("k", "v"), layout="(h d) m -> m h d", sizes={"d": 6}),
+            Rule(source="norm", target="norm", layout="m -> m", sizes={"m": 6}, resized={"m": 9}),
+        ]
+    )
+    view = jaxckpt.open(tmp_path / "a", rename=rules)
+    assert {path: (leaf.spec, leaf.shape) for path, leaf in view.items()} == {
+        "q": (P(None, "x", None, "y"), (3, 6, 2, 4)),
+        "b": (P(), (2, 8)),  # of two specs
+        "k": (P(), (4, 2, 6)),  # two heads do not divide by four
+        "v": (P(), (4, 2, 6)),
+        "norm": (P(), (9,)),
+    }
+    assert dict(view["q"].mesh) == {"x": 2, "y": 4}
+    assert not view["b"].mesh
+    restored = jaxckpt.restore(tmp_path / "a", rename=rules)
+    assert restored["q"].sharding == NamedSharding(mesh, P(None, "x", None, "y"))
+    moved = jaxckpt.restore(tmp_path / "a", rename=rules, mesh=jax.make_mesh((4,), ("y",)))
+    assert moved["q"].sharding.spec == P(None, None, None, "y")
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_through_rules_is_said_to_be(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": np.arange(6.0)})
+    view = jaxckpt.open(tmp_path / "a", rename=Rules([Rule(source="w", target="v")]))
+    jaxckpt.save(tmp_path / "a", {"w": np.arange(7.0)}, overwrite=True)
+    with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another"):
+        view["v"][:]
+
+
+@pytest.mark.child
+def test_rules_are_read_while_the_interpreter_ends(tmp_path: Path, run_python: RunPython) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": np.arange(6.0)})
+    code = f"""
+    import atexit, jaxckpt
+    rules = jaxckpt.Rules([jaxckpt.Rule(source="w", target="v", layout="a -> a")])
+    atexit.register(lambda: print(jaxckpt.load_numpy({str(tmp_path / "a")!r}, rename=rules)["v"].sum(), flush=True))
+    """
+    assert run_python(code, devices=1).strip() == "15.0"
+
+
+# Another size -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [3, 5, 8])
+def test_a_resized_axis_gets_zeros_or_loses_its_end(rows: int, tmp_path: Path) -> None:
+    embed = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
+    jaxckpt.save(tmp_path / "a", {"embed": embed})
+    rule = Rule(source="embed", target="head", layout="v m -> m v", sizes={"v": 5}, resized={"v": rows})
+    expected = np.zeros((4, rows), "float32")
+    expected[:, : min(rows, 5)] = embed.T[:, :rows]
+    assert same(jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule]))["head"], expected)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    restored = jaxckpt.restore(tmp_path / "a", rename=Rules([rule]), mesh=mesh, specs=P("x"))
+    assert same(restored["head"], expected)
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename=Rules([rule]))
+    back = jaxckpt.load_numpy(tmp_path / "b", rename=Rules([rule.inverse()]))["embed"]
+    embed[rows:] = 0
+    assert same(back, embed)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"layout": "v m -> m v", "resized": {"v": 8}},
+        {"layout": "(v w) m -> m (v w)", "sizes": {"v": 2}, "resized": {"v": 8}},
+        {"layout": "v m -> m v", "sizes": {"v": 2}, "resized": {"z": 8}},
+        {"sizes": {}, "resized": {"v": 8}},
+    ],
+)
+def test_a_size_that_cannot_be_changed_is_an_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(jaxckpt.InputError, match="resized= needs"):
+        Rule(source="a", target="b", **arguments)
+
+
+# Quantised sources ------------------------------------------------------------------------------------------
+
+
+def quantised(dtype: str, shape: tuple[int, ...], seed: int) -> Array:
+    """Random values that are no NaN."""
+    values = np.random.default_rng(seed).normal(size=shape) * 50
+    return values.astype(DTYPES[dtype])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_box_of_a_quantised_leaf_is_what_numpy_computes(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(["int8", "float8_e4m3fn"]))
+    shape = data.draw(st.sampled_from([(12,), (7, 10), (4, 3, 5)]))
+    block = tuple(data.draw(st.integers(1, side + 2)) for side in shape)
+    kind = data.draw(st.sampled_from(["block", "rows", "whole", "leading"]))
+    sides = {
+        "block": tuple(-(-n // step) for n, step in zip(shape, block, strict=True)),
+        "rows": (shape[0],) + (1,) * (len(shape) - 1),
+        "whole": data.draw(st.sampled_from([(), (1,), (1,) * len(shape)])),
+        "leading": shape[:1],
+    }[kind]
+    values, scales = quantised(dtype, shape, 1), np.random.default_rng(2).uniform(0.5, 2, sides).astype("float32")
+    grown = scales if scales.size > 1 else scales.reshape((1,) * len(shape))
+    grown = grown.reshape(grown.shape + (1,) * (len(shape) - grown.ndim))
+    for dim, (n, step) in enumerate(zip(shape, block, strict=True)):
+        grown = np.repeat(grown, step, dim).take(range(n), dim) if kind == "block" else grown
+    expected = values.astype("float32") * grown
+    source = compose("memory", {"w": values, "s": scales}, "counted")
+    axes = "abc"[: len(shape)]
+    rule = Rule(
+        source="w",
+        target="w",
+        layout=f"{' '.join(axes)} -> {' '.join(reversed(axes))}",
+        scales="s",
+        block=block if kind == "block" else None,
+    )
+    leaf = jaxckpt.open(source, rename=Rules([rule]))["w"]
+    box = data.draw(boxes(leaf.shape))
+    index = tuple(slice(*side) for side in box)
+    assert same(leaf[index], np.ascontiguousarray(expected.T[index]))
+
+
+def test_quantised_layers_stack_with_others_and_go_back_as_floats(tmp_path: Path) -> None:
+    tree = {f"h.{i}.w": quantised("int8", (6, 4), i) for i in range(2)} | {"h.2.w": np.ones((6, 4), "float16")}
+    tree |= {f"h.{i}.w_scale": np.full((6, 1), 0.5 + i, "float32") for i in range(2)}
+    jaxckpt.save(tmp_path / "a", tree)
+    rules = Rules([Rule(source="h.{i}.w", target="w", layout="a b -> i b a", scales="h.{i}.w_scale", dtype="bfloat16")])
+    made = jaxckpt.load_numpy(tmp_path / "a", rename=rules)["w"]
+    expected = np.stack([tree["h.0.w"].astype("f4") * 0.5, tree["h.1.w"].astype("f4") * 1.5, np.ones((6, 4))])
+    assert same(made, expected.transpose(0, 2, 1).astype(DTYPES["bfloat16"]))
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename=rules)
+    back = jaxckpt.load_numpy(tmp_path / "b", rename=rules.inverse(dtype="float16"))
+    assert set(back) == {f"h.{i}.w" for i in range(3)}
+    assert same(back["h.1.w"], made[1].T.astype("float16"))
+
+
+@pytest.mark.parametrize(
+    ("scales", "block", "expected"),
+    [
+        (None, None, "'w' is int8, and has no scales"),
+        ((3, 2), (2, 2), r"'w' has shape \[6, 6\], and scales of shape \[3, 2\] for blocks of \[2, 2\]"),
+        ((3, 3), None, r"scales of shape \[3, 3\]"),
+        ((3, 3), (2,), r"block=\[2\]"),
+        ((6, 1, 1), None, r"scales of shape \[6, 1, 1\]"),
+    ],
+)
+def test_scales_that_do_not_fit_are_an_error(scales: Any, block: Any, expected: str) -> None:
+    tree = {"w": quantised("int8", (6, 6), 0)} | ({} if scales is None else {"s": np.ones(scales, "float32")})
+    rules = Rules([Rule(source="w", target="w", scales="s", block=block)])
+    with pytest.raises(jaxckpt.MismatchError, match=expected):
+        jaxckpt.open(compose("memory", tree, "counted"), rename=rules)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"block": (2, 2)}, {"scales": "s", "block": (0, 2)}, {"scales": ("s", "t")}, {"scales": "s.{i}"}],
+)
+def test_scales_that_cannot_be_meant_are_an_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(jaxckpt.InputError, match=r"block=|scales="):
+        Rule(source="w", target="w", **arguments)
+
+
+def test_a_quantised_leaf_passes_through_memory_in_parts() -> None:
+    array = np.zeros((4096, 4096), "int8")  # 16 MiB, 64 MiB as float32
+    scales = np.ones((32, 32), "float32")
+    tree = {"w": ForeignArray("int8", array.shape, Counted(array)), "s": scales}
+    rules = Rules([Rule(source="w", target="w", layout="a b -> b a", dtype="bfloat16", scales="s", block=(128, 128))])
+    leaf = jaxckpt.open(compose("memory", tree, "counted"), rename=rules)["w"]
+    tracemalloc.start()
+    try:
+        assert leaf[:, :].nbytes == 2 * array.nbytes
+        peak = tracemalloc.get_traced_memory()[1] - 2 * array.nbytes
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 << 20  # parts of 4 MiB as float32, their bytes and their scales, for each of two threads

@@ -968,6 +968,30 @@ def test_a_format_is_taken_for_its_sharding(path: Path, mesh: Mesh) -> None:
         jaxckpt.restore(path, {"params": {"w": layout.Format()}}, select="params/w")
 
 
+def test_devices_and_partition_specs_in_a_target_are_what_device_put_takes_them_for(path: Path, mesh: Mesh) -> None:
+    device = jax.devices()[3]
+    restored = jaxckpt.restore(path, device)
+    assert {leaf.devices().pop() for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array)} == {device}
+    target = {"params": {"w": P("data", "model"), "b": P("model")}, "layers": device, "step": 0}
+    for restored in (jaxckpt.restore(path, target, mesh=mesh), _with_mesh(mesh, lambda: jaxckpt.restore(path, target))):
+        assert restored["params"]["w"].sharding == NamedSharding(mesh, P("data", "model"))
+        assert restored["params"]["b"].sharding == NamedSharding(mesh, P("model"))
+        assert [leaf.devices() for leaf in restored["layers"]] == [{device}] * 2
+    plan = jaxckpt.open(path).plan(target, mesh={"data": 2, "model": 4})
+    assert [leaf.path for leaf in plan.leaves] == ["layers/0", "layers/1", "params/b", "params/w"]
+    with pytest.raises(jaxckpt.InputError, match=r"'params/w', and there is no mesh: pass mesh=, or set one with jax"):
+        jaxckpt.restore(path, {"params": {"w": P("data")}}, strict=False)
+    with pytest.raises(jaxckpt.InputError, match=r"'params/w': .*nowhere"):
+        jaxckpt.restore(path, {"params": {"w": P("nowhere")}}, mesh=mesh, strict=False)
+    with pytest.raises(jaxckpt.SpecError, match="'params/b'"):
+        jaxckpt.restore(path, {"params": P("data", "model")}, mesh=mesh, strict=False)
+
+
+def _with_mesh(mesh: Mesh, work: Any) -> Any:
+    with jax.set_mesh(mesh):
+        return work()
+
+
 def test_what_is_no_target_is_told_so(path: Path) -> None:
     with pytest.raises(jaxckpt.InputError, match="target is an Options: pass it as options="):
         jaxckpt.restore(path, jaxckpt.Options())

@@ -567,7 +567,7 @@ def test_a_progress_callback_that_waits_for_its_own_save(tmp_path: Path, gate: G
     options = jaxckpt.Options(progress=lambda _: made[0].wait() and None)
     made.append(jaxckpt.save_async(tmp_path / "c", TREE, options=options))
     gate.opened.set()
-    with pytest.raises(jaxckpt.InputError, match="by its own progress callback"):
+    with pytest.raises(jaxckpt.InputError, match="by its own callback"):
         made[0].wait(60)
 
 
@@ -600,3 +600,82 @@ def test_the_rate_of_a_save_in_the_background_is_bounded(tmp_path: Path) -> None
 def test_a_rate_is_a_number_above_zero(rate: Any) -> None:
     with pytest.raises(jaxckpt.InputError, match=r"max_bytes_per_second must be above zero or None"):
         jaxckpt.Options(max_bytes_per_second=rate)
+
+
+# A function that is called at the end ---------------------------------------------------------------------
+
+
+def test_on_done_is_called_once_when_the_checkpoint_is_published(tmp_path: Path, gate: Gate) -> None:
+    called: list[tuple[jaxckpt.SaveInfo, int, Any]] = []
+
+    def on_done(info: jaxckpt.SaveInfo) -> None:
+        assert not pending.done
+        called.append((info, threading.get_ident(), jaxckpt.load_numpy(info.path)["a"]))
+
+    pending = jaxckpt.save_async(tmp_path / "c", TREE, on_done=on_done)
+    assert not called
+    gate.opened.set()
+    info = pending.wait(60)
+    ((given, thread, found),) = called
+    assert (given.save_id, given.total_bytes) == (info.save_id, info.total_bytes)
+    assert 0 < given.seconds <= info.seconds
+    assert thread != threading.get_ident()
+    np.testing.assert_array_equal(found, TREE["a"])
+    pending.wait()
+    assert len(called) == 1
+
+
+def test_what_on_done_raises_is_raised_by_wait_and_the_checkpoint_stays(tmp_path: Path) -> None:
+    def on_done(_: jaxckpt.SaveInfo) -> None:
+        raise ZeroDivisionError("of the callback")
+
+    pending = jaxckpt.save_async(tmp_path / "c", TREE, on_done=on_done)
+    with pytest.raises(ZeroDivisionError, match="of the callback") as caught:
+        pending.wait(60)
+    assert "was published" in caught.value.__notes__[0]
+    assert jaxckpt.verify(tmp_path / "c").ok
+    with pytest.raises(jaxckpt.InputError, match="on_done must be a function"):
+        jaxckpt.save_async(tmp_path / "d", TREE, on_done=3)  # type: ignore[arg-type]
+
+
+def test_on_done_does_not_wait_for_itself(tmp_path: Path) -> None:
+    made: list[jaxckpt.PendingSave] = []
+
+    def again(_: jaxckpt.SaveInfo) -> None:
+        jaxckpt.save(tmp_path / "inner", TREE)
+
+    with pytest.raises(jaxckpt.InputError, match="by its own callback"):
+        jaxckpt.save_async(tmp_path / "c", TREE, on_done=again).wait(60)
+    started = threading.Event()
+
+    def wait(_: jaxckpt.SaveInfo) -> None:
+        assert started.wait(60)
+        made[0].wait()
+
+    made.append(jaxckpt.save_async(tmp_path / "d", TREE, on_done=wait))
+    started.set()
+    with pytest.raises(jaxckpt.InputError, match="by its own callback"):
+        made[0].wait(60)
+
+
+def test_on_done_is_not_called_for_a_failed_or_a_skipped_save(tmp_path: Path, gate: Gate) -> None:
+    called: list[Any] = []
+    first = jaxckpt.save_async(tmp_path / "c", TREE, on_done=called.append)
+    skip = jaxckpt.Options(when_busy="skip")
+    assert jaxckpt.save_async(tmp_path / "d", TREE, on_done=called.append, options=skip).skipped
+    gate.error = jaxckpt.StorageError(28, "no space")
+    gate.opened.set()
+    with pytest.raises(jaxckpt.StorageError):
+        first.wait(60)
+    assert not called
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpointer_calls_on_done_for_the_steps_that_it_saves(tmp_path: Path, background: bool) -> None:
+    called: list[str] = []
+    with jaxckpt.Checkpointer(tmp_path, every=2, background=background) as run:
+        for step in range(1, 5):
+            saved = run.save(step, TREE, on_done=lambda info: called.append(Path(info.path).name))
+            assert background or len(called) == step // 2
+            assert saved == (step % 2 == 0)
+    assert called == ["00000002", "00000004"]

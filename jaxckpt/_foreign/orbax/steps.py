@@ -186,7 +186,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
         raise DataError(f"{path} has no item that can be read\n{listing(left_out)}".rstrip())
     for message in left_out:
         warnings.warn(message, stacklevel=2)
-    whole = {"default"} if record.handler("state") != "PyTreeHandler" else {"state"}
+    whole = {"state"} if record.handler("state") in ("PyTreeHandler", "V1Handler") else {"default"}
     return items[min(items)] if set(items) == whole else items, metadata
 
 
@@ -218,12 +218,12 @@ class _Unread(Exception):
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata. Raises _Unread."""
     names = [name for name in names_in(path) if name not in OF_A_SAVE and TEMPORARY not in name]
+    if _is_ours(path):
+        return _open_ours(path)
     if TREE_FILE in names:
         return read_tree(path)
     if not OF_A_TREE.isdisjoint(names):
         raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
-    if _is_ours(path):
-        return _open_ours(path)
     if any(map(is_data, names)):
         raise DataError(f"{path}/{MANIFEST} is missing: it describes the arrays in this folder")
     if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):

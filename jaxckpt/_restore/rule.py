@@ -1,0 +1,200 @@
+"""One rule: the paths of its sources and targets, and how the values of one become those of the other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.paths import closest
+from jaxckpt._format.pieces import Array
+from jaxckpt._restore.rule_layouts import Layout, axes_of
+from jaxckpt._runtime.errors import InputError
+
+Names = str | tuple[str, ...]
+
+_CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How leaves of a source become leaves of a target.
+
+    Examples:
+        >>> from jaxckpt import Rule
+        >>> one = Rule(
+        ...     source="model.layers.{i}.self_attn.q_proj.weight", target="layers/q/kernel",
+        ...     layout="(heads dim) model -> i model heads dim", sizes={"dim": 64},
+        ... )
+        >>> one.inverse().layout
+        'i model heads dim -> (heads dim) model'
+    """
+
+    source: Names
+    """The path of the source leaf; `{i}` stands for a whole number. Several paths are joined along `axis`."""
+
+    target: Names
+    """The path of the target leaf. A number that only the source has becomes an axis of the layout, along which the
+    leaves are stacked; one that only the target has is an axis of the source. Several paths are parts along `axis`."""
+
+    layout: str = ""
+    """The axes of source and target as einops writes them, such as "(h d) m -> m h d". Empty: as they are."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sizes of axes that do not follow from the shapes. A number of the paths can be given too, such as {"i": 32}: then
+    it is an error if one of 0 to 31 is missing."""
+
+    axis: int = 0
+    """The dimension of the target along which several sources are joined, or of the source that several targets cut."""
+
+    parts: tuple[int, ...] | None = None
+    """Sizes along `axis` of several sources or targets. By default those of targets are equal. Sources that are not of
+    equal size need it for the inverse."""
+
+    dtype: str | None = None
+    """The target's dtype, as NumPy casts; None keeps the source's."""
+
+    scales: Names = ()
+    """If sources are quantised, the paths of their scales, one for each of `source`: each value is multiplied by the
+    scale of its block, in float32, before all else. The target is float32 unless `dtype` is given. The inverse gives
+    floats: it does not quantise."""
+
+    block: tuple[int, ...] | None = None
+    """The sides of a block of values that has one scale, such as (128, 128). None: scales have the shape of the values,
+    with 1 for each dimension that they do not depend on."""
+
+    resized: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sizes in the target of axes whose size in the source, in `sizes`, is another, such as {"vocab": 256128}: zeros
+    follow what the source has, and what is beyond is left out."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+    """The target's values are source × scale + offset, computed in float32, or in float64 for float64 and int64."""
+
+    tied: bool = False
+    """Whether another rule has the same source. The inverse takes the source from the other rule's target."""
+
+    def inverse(self, dtype: str | None = None) -> Rule:
+        """From target to source. Where this rule casts, the inverse casts to `dtype`; None keeps the target's."""
+        return Rule(
+            source=self.target,
+            target=self.source,
+            layout=str(Layout.parse(self.layout).inverse()) if self.layout else "",
+            sizes={**self.sizes, **self.resized},
+            resized={axis: self.sizes[axis] for axis in self.resized},
+            axis=self.axis,
+            parts=self.parts,
+            dtype=None if self.dtype is None else dtype,
+            scale=1 / self.scale,
+            offset=-self.offset / self.scale,
+        )
+
+    def __post_init__(self) -> None:
+        for what, names in (("source", self.source), ("target", self.target)):
+            for name in names_in(names):
+                if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
+                if set(captures(name)) != set(captures(names)):
+                    raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
+        if self.scales and [set(captures(name)) for name in names_in(self.scales)] != [
+            set(captures(self.source)) for _ in names_in(self.source)
+        ]:
+            raise InputError(f"{self}: scales= must name one path for each source, with the same numbers")
+        if self.block is not None and not (self.scales and all(side > 0 for side in self.block)):
+            raise InputError(f"{self}: block= must be sizes above zero, and needs scales=")
+        several = max(len(names_in(self.source)), len(names_in(self.target))) > 1
+        if len(names_in(self.source)) > 1 and len(names_in(self.target)) > 1:
+            raise InputError(f"{self} joins several sources into several targets: make it two rules")
+        if self.parts is not None and not several:
+            raise InputError(f"{self} has parts=, but one source and one target")
+        if self.axis < 0:
+            raise InputError(f"{self} has axis={self.axis}; it must count from the first dimension")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(f"Rule.dtype {self.dtype!r} is unknown{closest(self.dtype, DTYPES)}")
+        if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
+            raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
+        numbers = set(captures(self.source)) ^ set(captures(self.target))
+        known = {*captures(self.source), *captures(self.target)}
+        layout = Layout.parse(self.layout) if self.layout else None
+        if layout:
+            only = set(axes_of(layout.source)) ^ set(axes_of(layout.target))
+            known |= {*axes_of(layout.source), *axes_of(layout.target)}
+            if only != numbers:
+                raise InputError(
+                    f"{self}: the layout has axes {sorted(only)} on one side only, and the paths have numbers"
+                    f" {sorted(numbers)} on one side only; they must be the same"
+                )
+        elif numbers:
+            raise InputError(f"{self} stacks or unstacks leaves, so it needs a layout that names the axis")
+        alone = {dim for side in (layout.source, layout.target) for dim in side if len(dim) == 1} if layout else set()
+        for axis in self.resized:
+            if several or (axis,) not in alone or axis not in self.sizes:
+                raise InputError(
+                    f"{self}: resized= needs one source, one target, a layout in which {axis!r} is a dimension by"
+                    " itself, and its size in the source in sizes="
+                )
+        if unknown := sorted(self.sizes.keys() - known):
+            raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is no axis{closest(unknown[0], known)}")
+
+    def computed(self, values: Array) -> Array:
+        """Values of the target, before they are cast to its dtype."""
+        if self.scale == 1 and self.offset == 0:
+            return values
+        wide = np.result_type(values.dtype, np.float32)
+        return values.astype(wide) * wide.type(self.scale) + wide.type(self.offset)
+
+    def __str__(self) -> str:
+        return f"rule {_shown(self.source)} → {_shown(self.target)}"
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+
+def _shown(names: Names) -> str:
+    first, *others = names_in(names)
+    return " + ".join([first, "…", others[-1]] if len(others) > 3 else [first, *others])
+
+
+def names_in(names: Names) -> tuple[str, ...]:
+    """One path, or several, as a tuple."""
+    return (names,) if isinstance(names, str) else names
+
+
+def captures(names: Names) -> list[str]:
+    """The names of the numbers in paths."""
+    return list(dict.fromkeys(name for one in names_in(names) for name in _CAPTURE.findall(one)))
+
+
+Numbers = tuple[tuple[str, int], ...]
+"""What the captures of a path stand for, by name."""
+
+
+def fitting(name: str, paths: Collection[str]) -> dict[Numbers, str]:
+    """The paths that a name with captures fits, by what these stand for."""
+    parts = _CAPTURE.split(name)
+    if len(parts) == 1:
+        return {(): name} if name in paths else {}
+    seen: set[str] = set()
+    pattern = ""
+    for number, part in enumerate(parts):
+        if number % 2 == 0:
+            pattern += re.escape(part)
+        else:
+            pattern += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
+            seen.add(part)
+    compiled = re.compile(pattern)
+    found: dict[Numbers, str] = {}
+    for path in paths:
+        match = compiled.fullmatch(path)
+        if match:
+            found[tuple(sorted((key, int(value)) for key, value in match.groupdict().items()))] = path
+    return found
+
+
+def filled(name: str, numbers: Mapping[str, int]) -> str:
+    """The path with these numbers."""
+    return _CAPTURE.sub(lambda match: str(numbers[match[1]]), name)

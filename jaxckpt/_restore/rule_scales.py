@@ -1,0 +1,74 @@
+"""Quantised leaves of a source as the float32 arrays that they stand for: each value times the scale of its block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.grid import Box, whole
+from jaxckpt._format.pieces import Array
+from jaxckpt._restore.source import ArrayData, ForeignArray
+from jaxckpt._runtime.errors import show
+
+
+def dequantised(
+    path: str, array: ForeignArray, scales: ForeignArray | None, block: tuple[int, ...] | None
+) -> ForeignArray | str:
+    """A quantised leaf as float32, or why its scales do not fit. A leaf of floats may have none.
+
+    Args:
+        path: The leaf's, for messages.
+        array: The quantised values.
+        scales: One for each block of values. Without `block`, each dimension of the scales is that of the values or 1;
+            dimensions that the scales lack, at the end, are 1.
+        block: The sides of a block; at the end of a dimension, blocks may be smaller.
+    """
+    is_float = DTYPES[array.dtype].kind == "f" or array.dtype == "bfloat16"
+    if scales is None:
+        if not is_float:
+            return f"{show(path)} is {array.dtype}, and has no scales"
+        return replace(array, dtype="float32", data=_Dequantised(array, None, ()))
+    sides = scales.shape + (1,) * (len(array.shape) - len(scales.shape))
+    if math.prod(sides) == 1:
+        block, sides = array.shape, (1,) * len(array.shape)
+    elif block is None:
+        block = tuple(n if side == 1 else 1 for n, side in zip(array.shape, sides, strict=False))
+    wanted = tuple(-(-n // step) for n, step in zip(array.shape, block, strict=False))
+    if len(block) != len(array.shape) or sides != wanted:
+        blocks = f"blocks of {list(block)}" if len(block) == len(array.shape) else f"block={list(block)}"
+        return f"{show(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
+    return replace(array, dtype="float32", data=_Dequantised(array, scales, block))
+
+
+@dataclass(frozen=True, slots=True)
+class _Dequantised(ArrayData):
+    array: ForeignArray
+    scales: ForeignArray | None
+    block: tuple[int, ...]
+
+    def read(self, box: Box, target: Array) -> None:
+        values = np.empty(target.shape, DTYPES[self.array.dtype])
+        self.array.data.read(box, values)
+        np.copyto(target, values, casting="unsafe")
+        if self.scales is not None:
+            np.multiply(target, self._scales(self.scales, box), out=target)
+
+    def _scales(self, scales: ForeignArray, box: Box) -> Array:
+        """The scales of a box, as NumPy broadcasts them to it."""
+        parts = tuple((a // step, -(-b // step)) for (a, b), step in zip(box, self.block, strict=True))
+        own = whole(scales.shape) if math.prod(scales.shape) == 1 else parts[: len(scales.shape)]
+        found = np.empty([b - a for a, b in own], DTYPES[scales.dtype])
+        scales.data.read(own, found)
+        found = found.astype(np.float32).reshape([b - a for a, b in parts])
+        for dim, ((a, b), (first, last), step) in enumerate(zip(box, parts, self.block, strict=True)):
+            if last - first > 1:
+                found = found.take(np.arange(a, b) // step - first, dim)
+        return found
+
+    def check(self) -> None:
+        for array in (self.array, self.scales):
+            if array is not None:
+                array.data.check()

@@ -1,0 +1,254 @@
+"""What a rule makes of the leaves of a source: the target's leaves, or what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.grid import Box, Spec, whole
+from jaxckpt._format.records import MeshRecord
+from jaxckpt._restore.rule import Numbers, Rule, captures, filled, names_in
+from jaxckpt._restore.rule_layouts import Interval, Layout, solve
+from jaxckpt._restore.rule_reading import Mapped, Piece
+from jaxckpt._restore.rule_scales import dequantised
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, StackRow
+from jaxckpt._runtime.errors import show
+
+# Leaves of the source -------------------------------------------------------------------------------------
+
+
+class Leaves:
+    """The arrays of a source, by path."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._readers: dict[int, Any] = {}
+        self._layouts: dict[int | None, tuple[MeshRecord | None, Spec]] = {}
+        self._numbers = source.manifest.numbers
+        self.paths = self._numbers.keys()
+
+    def array(self, path: str) -> ForeignArray | str:
+        """A leaf, or why it is none that a rule could take."""
+        manifest = self._source.manifest
+        record = manifest.leaves[self._numbers[path]]
+        if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
+            return f"{show(path)} is a {record.kind}, no array of numbers"
+        stack = manifest.stacks[record.stack]
+        if isinstance(self._source, Foreign):
+            block = self._source.blocks[record.stack][record.row]
+        else:
+            if record.stack not in self._readers:
+                self._readers[record.stack] = self._source.array_reader(record.stack)
+            block = StackRow(self._readers[record.stack], record.row)
+        if record.layout not in self._layouts:
+            self._layouts[record.layout] = manifest.leaf_layout(record)[:2]
+        mesh, spec = self._layouts[record.layout]
+        return ForeignArray(
+            stack.dtype,
+            tuple(stack.shape),
+            block,
+            record.kind,  # pyright: ignore[reportArgumentType]
+            chunk=tuple(stack.chunk[1:]),
+            mesh=mesh,
+            spec=spec,
+        )
+
+
+# Leaves of the target -------------------------------------------------------------------------------------
+
+
+def made_by(
+    rule: Rule, matches: Sequence[Mapping[Numbers, str]], scales: Sequence[Mapping[Numbers, str]], leaves: Leaves
+) -> Iterator[tuple[str, ForeignArray] | str]:
+    """The target leaves that a rule makes; a text says what does not fit."""
+    kept = [name for name in captures(rule.source) if name in captures(rule.target)]
+    stacked = tuple(name for name in captures(rule.source) if name not in kept)
+    sources: dict[tuple[int, ...], list[dict[tuple[int, ...], str]]] = {}
+    scale_of = {
+        path: scaled.get(values)
+        for found, scaled in zip(matches, scales, strict=False)
+        for values, path in found.items()
+    }
+    for number, found in enumerate(matches):
+        for values, path in found.items():
+            of = dict(values)
+            group = sources.setdefault(tuple(of[name] for name in kept), [{} for _ in matches])
+            group[number][tuple(of[name] for name in stacked)] = path
+    for number, name in enumerate(kept):
+        yield from _missing(name, {values[number] for values in sources}, rule)
+    for values, group in sources.items():
+        numbers = dict(zip(kept, values, strict=True))
+        absent = [name for name, paths in zip(names_in(rule.source), group, strict=True) if not paths]
+        if absent:
+            yield f"{filled(absent[0], numbers)} is missing"
+            continue
+        for number, name in enumerate(stacked):
+            yield from _missing(name, {index[number] for paths in group for index in paths}, rule)
+        stacks = [_stack(rule, stacked, paths, scale_of, leaves) for paths in group]
+        wrong = [stack for stack in stacks if isinstance(stack, str)]
+        if wrong:
+            yield from wrong
+            continue
+        yield from _of_group(rule, stacked, numbers, [stack for stack in stacks if not isinstance(stack, str)])
+
+
+def _missing(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
+    """A problem if a number of the paths is not 0, 1, … up to the size that is given for it."""
+    count = rule.sizes.get(name)
+    if count is not None and values != set(range(count)):
+        odd = sorted(values ^ set(range(count)))
+        shown = ", ".join(map(str, odd[:5])) + (", …" if len(odd) > 5 else "")
+        yield f"{{{name}}} must be 0 to {count - 1}; {'missing' if odd[0] < count else 'found'}: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Source leaves of one shape and dtype."""
+
+    counts: tuple[int, ...]
+    blocks: Mapping[tuple[int, ...], ArrayData]
+    first: ForeignArray
+    name: str
+
+
+def _stack(
+    rule: Rule,
+    stacked: Sequence[str],
+    paths: Mapping[tuple[int, ...], str],
+    scale_of: Mapping[str, str | None],
+    leaves: Leaves,
+) -> _Stack | str:
+    """The leaves to stack, or what is wrong with them."""
+    counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
+    missing = [index for index in itertools.product(*map(range, counts)) if index not in paths]
+    if missing:
+        shown = ", ".join(f"{name} = {value}" for name, value in zip(stacked, missing[0], strict=True))
+        return f"{len(missing)} of {math.prod(counts)} leaves to stack are missing, the first with {shown}"
+    blocks: dict[tuple[int, ...], ArrayData] = {}
+    first = None
+    for index, path in paths.items():
+        array = leaves.array(path)
+        if path in scale_of and not isinstance(array, str):
+            scaled = scale_of[path]
+            scales = None if scaled is None else leaves.array(scaled)
+            array = scales if isinstance(scales, str) else dequantised(path, array, scales, rule.block)
+        if isinstance(array, str):
+            return array
+        first = first or array
+        if (array.mesh, array.spec) != (first.mesh, first.spec):
+            first = replace(first, mesh=None, spec=())
+        if (array.shape, array.dtype) != (first.shape, first.dtype):
+            wanted = f"{first.dtype}{list(first.shape)}"
+            return f"{show(path)} is {array.dtype}{list(array.shape)}, and others are {wanted}"
+        blocks[index] = array.data
+    assert first is not None
+    return _Stack(counts, blocks, first, show(next(iter(paths.values()))))
+
+
+def _of_group(
+    rule: Rule, stacked: tuple[str, ...], numbers: Mapping[str, int], stacks: Sequence[_Stack]
+) -> Iterator[tuple[str, ForeignArray] | str]:
+    """The target leaves that are made of one set of source leaves."""
+    names = names_in(rule.target)
+    cuts = _cuts(rule, len(names), stacks[0])
+    if isinstance(cuts, str):
+        yield cuts
+        return
+    for name, cut in zip(names, cuts, strict=True):
+        pieces: list[Piece] = []
+        for stack in stacks:
+            piece = _piece(rule, stacked, stack, cut)
+            if isinstance(piece, str):
+                yield piece
+                return
+            pieces.append(piece)
+        shapes = [piece.shape for piece in pieces]
+        others = {(*shape[: rule.axis], -1, *shape[rule.axis + 1 :]) for shape in shapes}
+        if len(pieces) > 1 and (
+            len(others) > 1 or len({piece.dtype for piece in pieces}) > 1 or rule.axis >= len(shapes[0])
+        ):
+            yield f"{' and '.join(str(list(shape)) for shape in shapes)} cannot be joined along dimension {rule.axis}"
+            return
+        if len(pieces) > 1 and rule.parts is not None and [*rule.parts] != [shape[rule.axis] for shape in shapes]:
+            yield f"{' and '.join(str(list(shape)) for shape in shapes)} are not the parts {[*rule.parts]}"
+            return
+        unstacked = [axis for axis in captures(name) if axis not in numbers]
+        for values in itertools.product(*(range(pieces[0].sizes[axis]) for axis in unstacked)):
+            fixed = dict(zip(unstacked, values, strict=True))
+            held: list[tuple[Box, Piece]] = []
+            end = 0
+            for piece in pieces:
+                box = list(whole(piece.shape))
+                if len(pieces) > 1:
+                    box[rule.axis] = end, (end := end + piece.shape[rule.axis])
+                held.append((tuple(box), replace(piece, fixed=fixed)))
+            shape = list(shapes[0])
+            if len(pieces) > 1:
+                shape[rule.axis] = end
+            layout = pieces[0].layout.target
+            shape = [rule.resized.get("".join(dim), side) for dim, side in zip(layout, shape, strict=True)]
+            first = stacks[0].first
+            mesh = first.mesh if all(stack.first.mesh == first.mesh for stack in stacks) else None
+            array = ForeignArray(
+                rule.dtype or first.dtype,
+                tuple(shape),
+                Mapped(held, is_padded=bool(rule.resized)),
+                "numpy" if first.kind == "numpy_scalar" and shape else first.kind,
+                mesh=mesh,
+                spec=_carried_over(mesh, first.spec, pieces[0], shape) if mesh else (),
+            )
+            yield filled(name, {**numbers, **fixed}), array
+
+
+def _carried_over(mesh: MeshRecord, spec: Spec, piece: Piece, shape: Sequence[int]) -> Spec:
+    """The spec of a target of this shape: a mesh axis stays with the outermost axis of the dimension that it splits.
+
+    Where the target lacks that axis, or it does not divide by the mesh axis, the target is not split.
+    """
+    of_axis = {dim[0]: entry for dim, entry in zip(piece.layout.source, spec, strict=False) if dim}
+    entries: list[tuple[str, ...]] = []
+    for dim, side in zip(piece.layout.target, shape, strict=True):
+        entry = of_axis.get(dim[0], ()) if dim else ()
+        count = math.prod(mesh.axes[name] for name in entry)
+        entries.append(() if side % count or (dim and piece.sizes[dim[0]] % count) else entry)
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | None) -> Piece | str:
+    """A stack, or the part of it along `rule.axis`, as the target has it; or why it does not fit."""
+    shape, start = list(stack.first.shape), [0] * len(stack.first.shape)
+    if cut is not None:
+        start[rule.axis], shape[rule.axis] = cut[0], cut[1] - cut[0]
+    axes = tuple((f"_{number}",) for number in range(len(shape)))
+    layout = Layout.parse(rule.layout) if rule.layout else Layout(axes, axes)
+    sizes = solve(layout.source, shape, {**rule.sizes, **dict(zip(stacked, stack.counts, strict=True))})
+    if isinstance(sizes, str):
+        return f"{stack.name} {sizes}"
+    first = stack.first
+    unit = math.prod(first.chunk or ()) * DTYPES[first.dtype].itemsize
+    if DTYPES[first.dtype].kind == "c" and (rule.scale, rule.offset) != (1, 0):
+        return f"{stack.name} is complex, and scale and offset are for real numbers"
+    return Piece(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule.computed)
+
+
+def _cuts(rule: Rule, count: int, stack: _Stack) -> list[Interval] | list[None] | str:
+    """What each of the targets takes of the source along `rule.axis`."""
+    if count == 1:
+        return [None]
+    shape = stack.first.shape
+    if rule.axis >= len(shape):
+        return f"{stack.name} has no dimension {rule.axis}"
+    side, parts = shape[rule.axis], rule.parts
+    if parts is None and side % count:
+        return f"{stack.name} has a dimension of {side}, which {count} equal parts do not make up: give Rule.parts"
+    parts = parts or (side // count,) * count
+    if len(parts) != count or sum(parts) != side:
+        return f"parts {list(parts)} do not make up the dimension of {side} of {stack.name} for {count} leaves"
+    ends = list(itertools.accumulate(parts))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
