@@ -71,7 +71,7 @@ def _tree_of(path: str) -> dict[str, Tree]:
     stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
     for name, item in items.items():
-        at = converted(f"{where}: the path of {show(name)}", mapping.get(name, (name,)), _Path)
+        at: tuple[str | int, ...] = converted(f"{where}: the path of {show(name)}", mapping.get(name, (name,)), _Path)
         if at in leaves:
             raise DataError(f"{where}: two of its names have the path {show('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, stored)
@@ -84,7 +84,7 @@ def _by_name(value: Any) -> dict[str, Any] | None:
     return None
 
 
-_Path = Annotated[
+_Path: Any = Annotated[
     tuple[str | Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1, max_length=MAX_DEPTH)
 ]
 """The keys that lead to a leaf: an int leads into a list."""
