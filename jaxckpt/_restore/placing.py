@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -91,8 +92,38 @@ def kept(goal: Goal) -> bool:
     return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
 
 
-def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
-    """The value of every goal by leaf number."""
+def fetch(source: Source, goals: Mapping[int, Goal], options: Options, *, tied: bool = False) -> dict[int, Any]:
+    """The value of every goal by leaf number. If `tied`, leaves in one row with one goal become one value."""
+    same: dict[int, int] = {}
+    if tied:
+        first = dict[tuple[int, Goal], int]()
+        ties = source.manifest.ties
+        same = {number: first.setdefault((ties.get(number, number), goal), number) for number, goal in goals.items()}
+        goals = {number: goals[number] for number in same.values()}
+    values: dict[int, Any] = {}
+    for some in rounds(source.manifest, goals):
+        values |= _fetch(source, some, options)
+    return values | {number: values[one] for number, one in same.items()}
+
+
+def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
+    """The goals, so that no two of a round are of leaves in one row. What is wanted apart is read for each."""
+    ties = manifest.ties
+    if not ties:
+        return [goals]
+    found: list[dict[int, Goal]] = []
+    turns = collections.Counter[int]()
+    for number, goal in goals.items():
+        first = ties.get(number, number)
+        if turns[first] == len(found):
+            found.append({})
+        found[turns[first]][number] = goal
+        turns[first] += 1
+    return [*found]
+
+
+def _fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
+    """The value of every goal by leaf number, no two in one row."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)

@@ -26,6 +26,7 @@ from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.describe import Recent
 from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.reuse import Last
 from jaxckpt._save.save import start
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.initial import target_of
@@ -114,6 +115,7 @@ class Checkpointer:
             self._on_preemption = on_preemption
             self._preemption_seconds = seconds(preemption_seconds, "preemption_seconds")
             self._recent = Recent()
+            self._last = Last(self._directory.newest)
             self._pending: PendingSave | None = None
             self._newest: int | None = None
             self._restored: int | None = None
@@ -230,6 +232,7 @@ class Checkpointer:
                     step=record,
                     components=tuple(self._directory.rules.components),
                     recent=self._recent,
+                    last=self._last,
                     check=functools.partial(self._directory.admit, record, overwrite=overwrite, last_one=last_one),
                     then=functools.partial(self._directory.tidy_up, record),
                     deadline=self._deadline() if last_one else None,
