@@ -309,6 +309,23 @@ def unpin(**arguments: Any) -> None:
 
 
 @main.command()
+@location("run")
+@location("new_run")
+@json_option
+@debug_option
+def fork(**arguments: Any) -> None:
+    """Begin a new run with a step of another one, by hard links: no data is copied.
+
+    \b
+    jaxckpt fork run1 run2
+    jaxckpt fork run1@40 run2
+    """
+    from jaxckpt._cli import writing
+
+    writing.fork(**arguments)
+
+
+@main.command()
 @location("path")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option

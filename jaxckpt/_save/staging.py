@@ -125,7 +125,7 @@ def stage(
                 values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
                 dtype = DTYPES[plan.stacks[obj.stack].dtype]
                 if obj in originals:
-                    late = functools.partial(_pieces, obj, obj.box[1:], [*_by_row(obj, values)], 1, dtype, None, cast)
+                    late = functools.partial(_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, cast)
                     yield Staged(obj, dtype, 1, [], 0, late)
                 elif obj.n_bytes <= stack_bytes and _stackable(values):
                     stack_bytes -= obj.n_bytes if hold else 0
