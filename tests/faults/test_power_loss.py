@@ -278,7 +278,7 @@ def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
 
 
 def check_frozen(folder: Path, acknowledged: int | None) -> str:
-    """What a Checkpointer's directory holds whose steps have objects in common: each step whole, the newest or newer."""
+    """What a run's directory holds, whose steps have objects in common: each step whole, the acknowledged one too."""
     steps = sorted(int(found.parent.name) for found in folder.glob("*/manifest.json"))
     assert [victims.frozen_step(folder / f"{step:08d}") for step in steps] == steps
     assert acknowledged is None or max(steps, default=0) >= acknowledged, f"{steps}, acknowledged {acknowledged}"

@@ -75,12 +75,13 @@ def run_races(fault: Fault, tmp_path: Path, *, overwrite: bool) -> None:
 def test_two_savers_that_link(fault: Fault, tmp_path: Path) -> None:
     for number in fault.rounds():
         path = tmp_path / str(number)
-        with victims.Saver(victims.keep_frozen, str(path), 1, 12, 1, True) as a:
-            with victims.Saver(victims.keep_frozen, str(path), 1, 12, 2, True) as b:
-                for saver in (a, b):
-                    saver.go()
-                said = [saver.end() for saver in (a, b)]
-        assert all(isinstance(text, int) or "another save published" in text for text in sum(said, [])), said
+        with contextlib.ExitStack() as stack:
+            makers = [victims.Saver(victims.keep_frozen, str(path), 1, 12, base, True) for base in (1, 2)]
+            savers = [stack.enter_context(saver) for saver in makers]
+            for saver in savers:
+                saver.go()
+            said = [text for saver in savers for text in saver.end()]
+        assert all(isinstance(text, int) or "another save published" in text for text in said), said
         assert jaxckpt.verify(path).ok
         fault.saw(f"whole: version {victims.frozen_step(path / '00000001') > 0}")
         assert len(data_folders(path / "00000001")) == 1
