@@ -223,11 +223,10 @@ def _tie(leaves: Sequence[Leaf], draft: Draft) -> None:
 
 def _shared(leaves: Sequence[Any]) -> list[int] | None:
     """For each leaf the place of the first that is the same object; None if all are different."""
-    numbers = [*map(id, leaves)]
-    if len({*numbers}) == len(numbers):
+    if len(set(map(id, leaves))) == len(leaves):
         return None
     first = dict[int, int]()
-    return [first.setdefault(number, place) for place, number in enumerate(numbers)]
+    return [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
 
 
 def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:

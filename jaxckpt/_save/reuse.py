@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,10 @@ StoredObject = tuple[int, str, int, str, str]
 _Holds = tuple[Any, ...]
 """What decides the bytes of an object: its stack's dtype and sides; and its box and the identities of the arrays in its
 rows, or the digest of its content."""
+
+
+_Arrays = Sequence[weakref.ref[Any]]
+"""The arrays in the rows of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +77,12 @@ class Base:
     is_synced: bool = False
     """Whether its objects are known to be on the disk."""
 
-    by_arrays: Mapping[_Holds, Original] = field(default_factory=dict[_Holds, Original])
-    arrays: Mapping[int, weakref.ref[jax.Array]] = field(default_factory=dict[int, "weakref.ref[jax.Array]"])
-    """The arrays by their identities. That of a dead array may be another one's by now."""
+    by_arrays: Mapping[_Holds, tuple[Original, _Arrays]] = field(
+        default_factory=dict[_Holds, "tuple[Original, _Arrays]"]
+    )
+    """With the arrays that it was saved from: the identity of a dead one may be another one's by now."""
 
     by_content: Mapping[_Holds, Original] = field(default_factory=dict[_Holds, Original])
-
-    def holds(self, value: jax.Array) -> bool:
-        """Whether it was saved from this very array."""
-        return (known := self.arrays.get(id(value))) is not None and known() is value
 
 
 @dataclass(slots=True)
@@ -108,10 +110,10 @@ class Reuse:
     originals: Mapping[Object, Original] = field(default_factory=dict[Object, Original])
     """The objects that hold the same arrays as before."""
 
-    holds: Mapping[tuple[int, str], _Holds] = field(default_factory=dict[tuple[int, str], _Holds])
+    holds: Mapping[tuple[int, str], tuple[_Holds, _Arrays]] = field(
+        default_factory=dict[tuple[int, str], "tuple[_Holds, _Arrays]"]
+    )
     """What each object of arrays holds, by stack and place."""
-
-    arrays: Mapping[int, weakref.ref[jax.Array]] = field(default_factory=dict[int, "weakref.ref[jax.Array]"])
 
     @property
     def _compares(self) -> bool:
@@ -164,15 +166,16 @@ class Reuse:
             return
         if self.originals and not linked_bytes:
             last.has_links = False
-        by_arrays, by_content = dict[_Holds, Original](), dict[_Holds, Original]()
+        by_arrays, by_content = dict[_Holds, tuple[Original, _Arrays]](), dict[_Holds, Original]()
         for number, place, length, digest, content in objects:
             stack = stacks[number]
             original = Original(f"{data}/{stack.name}/c/{place}", length, digest, content)
-            if holds := self.holds.get((number, place)):
-                by_arrays[holds] = original
+            if found := self.holds.get((number, place)):
+                held, arrays = found
+                by_arrays[held] = original, arrays
             if content:
                 by_content[*_form(stack), content] = original
-        last.base = Base(self.store, self.options.sync, by_arrays, self.arrays, by_content)
+        last.base = Base(self.store, self.options.sync, by_arrays, by_content)
 
 
 def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, last: Last | None) -> Reuse:
@@ -186,25 +189,25 @@ def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, las
         return Reuse(store, options, last, base)
     values = draft.values
     steady = {kind for kind in {*map(type, values.values())} if issubclass(kind, jax.Array)}
-    originals, holds = dict[Object, Original](), dict[tuple[int, str], _Holds]()
-    arrays = dict[int, weakref.ref[jax.Array]]()
+    originals, holds = dict[Object, Original](), dict[tuple[int, str], tuple[_Holds, _Arrays]]()
     for obj in plan.objects:
         rows = [values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
         if plan.moved[obj.stack] or not steady.issuperset(map(type, rows)):
             continue
-        numbers = [*map(id, rows)]
-        held = (*_form(plan.stacks[obj.stack]), obj.box[1:], *numbers)
-        holds[obj.stack, obj.place] = held
-        arrays.update(zip(numbers, map(weakref.ref, rows), strict=True))
-        if base and (original := base.by_arrays.get(held)) and all(map(base.holds, rows)):
-            originals[obj] = original
+        held = (*_form(plan.stacks[obj.stack]), obj.box[1:], *map(id, rows))
+        known = base.by_arrays.get(held) if base else None
+        if known and all(map(operator.is_, [array() for array in known[1]], rows)):
+            originals[obj], arrays = known
+        else:
+            arrays = [*map(weakref.ref, rows)]
+        holds[obj.stack, obj.place] = held, arrays
     if base and originals:
         try:
             odd = base.store.misfits({original.key: original.length for original in originals.values()})
         except JaxckptError:
             odd = None  # the store cannot be read: none is used
         originals = {obj: found for obj, found in originals.items() if odd is not None and found.key not in odd}
-    return Reuse(store, options, last, base, originals, holds, arrays)
+    return Reuse(store, options, last, base, originals, holds)
 
 
 def _on_disk(store: Store | None) -> Base | None:
