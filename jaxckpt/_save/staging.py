@@ -244,10 +244,15 @@ def _caster(sides: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     return jax.jit(cut)
 
 
+@functools.lru_cache(maxsize=4096)
+def _mesh_of(device: Any) -> Mesh:
+    return Mesh(np.array([device]), ("own",))
+
+
 def _cast(array: Any, here: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
     """A part of an array on one device in another dtype, made there: one program for all parts of a shape."""
     sides = tuple(cut.stop - cut.start for cut in here)
-    with moving_bits(None):
+    with moving_bits(_mesh_of(next(iter(array.sharding.device_set)))):
         return _caster(sides, dtype)(array, [np.int64(cut.start) for cut in here])
 
 
