@@ -83,7 +83,7 @@ def _fork(source: Native, target: Store, sync: bool) -> None:
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"
                 length, _ = record.stored(index)
-                if not target.link(source.store, key, key, length, sync=sync):
+                if not target.link(source.store, key, key, length, sync=False):  # as durable as it is there
                     _raise_why(source, target, key, length)
             if sync:
                 target.sync_folders(data, stack, (index for index, _ in stack.objects()))

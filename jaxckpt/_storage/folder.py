@@ -37,7 +37,7 @@ from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import MOST_BYTES, ArrayReader, ArrayWriter, Objects, Pending
 from jaxckpt._storage.store import Writer
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
-from jaxckpt._storage.workers import Then
+from jaxckpt._storage.workers import All, Then, submit
 
 _LOCK_SECONDS = 300.0
 """A sweep that holds it may have many files to delete."""
@@ -332,8 +332,8 @@ class Folder:
             while len(folder) > len(top):
                 folders.add(folder)
                 folder = os.path.dirname(folder)
-        for folder in sorted(folders):
-            sync_path(folder)
+        # At once: a journal commits them together.
+        All([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         """Any folder above may be new."""
