@@ -48,6 +48,7 @@ __all__ = [
     "convert",
     "diff",
     "follow",
+    "fork",
     "huggingface_rules",
     "latest_step",
     "load_numpy",
@@ -118,6 +119,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._save.save import save, save_async
     from jaxckpt._steps.checkpointer import Checkpointer
     from jaxckpt._steps.follow import Step, follow, latest_step, steps
+    from jaxckpt._steps.fork import fork
     from jaxckpt._steps.pins import pin, unpin
 
     for _name in __all__:  # errors and tracebacks show the public names

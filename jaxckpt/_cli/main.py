@@ -295,6 +295,16 @@ def unpin() -> None:
     """Take the name of a pinned step, such as run@paper, back."""
 
 
+@_command("writing", location("run"), location("new_run"))
+def fork() -> None:
+    """Begin a new run with a step of another one, by hard links: no data is copied.
+
+    \b
+    jaxckpt fork run1 run2
+    jaxckpt fork run1@40 run2
+    """
+
+
 @_command("writing", location("path"), click.option("--yes", "-y", is_flag=True, help="Do not ask."))
 def rm() -> None:
     """Delete a jaxckpt checkpoint, such as a step of a run.

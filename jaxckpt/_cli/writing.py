@@ -19,6 +19,7 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options
+from jaxckpt._steps.fork import fork as fork_run
 from jaxckpt._steps.pins import pin as pin_step
 from jaxckpt._steps.pins import unpin as unpin_step
 from jaxckpt._storage.place import local_path, store_at
@@ -102,6 +103,11 @@ def pin(path: str, name: str, as_json: bool) -> None:
 def unpin(path: str, as_json: bool) -> None:
     unpin_step(path)
     _print_done(f"{path} is no longer pinned", {"path": path}, as_json)
+
+
+def fork(run: str, new_run: str, as_json: bool) -> None:
+    step = fork_run(run, new_run)
+    _print_done(f"{new_run} begins with step {step} of {run}", {"run": run, "new_run": new_run, "step": step}, as_json)
 
 
 def rm(path: str, yes: bool, as_json: bool) -> None:

@@ -198,7 +198,10 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
             cells = Layout((1,) * len(shape), ((0,),))
             if mesh is not None and 0 not in shape:
                 cells = mesh_layout(np.zeros(tuple(mesh.values()), np.int64), list(mesh), spec, len(shape))
-            draft.arrays.append(ArrayLeaf(number, leaf.stack.dtype, shape, cells))
-            draft.values[number] = Stored(source, number, options)
+            if number in manifest.ties:
+                draft.ties[number] = manifest.ties[number]
+            else:
+                draft.arrays.append(ArrayLeaf(number, leaf.stack.dtype, shape, cells))
+                draft.values[number] = Stored(source, number, options)
         draft.records.append(msgspec.structs.replace(leaf.record, stack=None, row=None, layout=layout))
     return draft

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +20,14 @@ from jaxckpt._runtime.errors import show
 
 FORMAT = "jaxckpt"
 
-VERSION = 1
+VERSION = 2
+"""The newest version. A manifest says 1 unless leaves share rows or objects have digests of their content."""
 
 MAX_INDEX_BYTES = 64 << 20
 """Of one object's index, which tensorstore holds in memory whole: 4 million chunks."""
+
+MAX_TIED = 256
+"""Leaves in one row, at most: a forged manifest cannot claim much more than its objects hold."""
 
 _ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes
 
@@ -39,11 +45,14 @@ def problems(manifest: Manifest) -> list[str]:
 
 
 def _head_problems(manifest: Manifest) -> Iterator[str]:
-    if (manifest.format, manifest.version) != (FORMAT, VERSION):
-        yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
+    if manifest.format != FORMAT or not 1 <= manifest.version <= VERSION:
+        found = f"format {manifest.format!r} version {manifest.version}"
+        yield f"{found}, expected {FORMAT!r} version 1 to {VERSION}"
         return
     if not _is_name(manifest.save_id):
         yield f"save_id {manifest.save_id!r} is no plain name"
+    if manifest.version == 1 and any(stack.contents for stack in manifest.stacks):
+        yield "version 1 has no digests of content"
     if len({len(seconds) for seconds in manifest.phase_seconds.values()}) > 1:
         yield "phase_seconds has not as many processes for each phase"
 
@@ -112,31 +121,39 @@ def _leaves_fit(manifest: Manifest) -> bool:
 
 
 def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
-    """Whether these are the leaves of a stack, one for each row."""
+    """Whether these are the leaves of a stack: one for each row, in version 1, or at least one."""
     rows = [leaf.row for leaf in leaves if leaf.row is not None]
-    if len(rows) != stack.rows or len(leaves) != stack.rows or sorted(rows) != list(range(stack.rows)):
+    if len(rows) != len(leaves) or sorted({*rows}) != list(range(stack.rows)):
+        return False
+    if len(rows) > stack.rows and max(collections.Counter(rows).values()) > _most_tied(manifest):
         return False
     alike = {(leaf.kind, leaf.layout, leaf.impl, leaf.weak): leaf for leaf in leaves}
     return not any(_array_problem(manifest, leaf) for leaf in alike.values())
 
 
+def _most_tied(manifest: Manifest) -> int:
+    return 1 if manifest.version == 1 else MAX_TIED
+
+
 def _leaf_problems(manifest: Manifest) -> Iterator[str]:
     """What is wrong, leaf by leaf."""
     holders: dict[tuple[int | None, int], str] = {}
+    counts = collections.Counter[tuple[int | None, int]]()
     for leaf in manifest.leaves:
         problem = _array_problem(manifest, leaf) if leaf.value is None else _value_problem(leaf)
         if not problem and leaf.value is None:
             stack = manifest.stacks[leaf.stack or 0]
             if leaf.row is None or leaf.row >= stack.rows:
                 problem = f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
-            elif (leaf.stack, leaf.row) in holders:
+            elif counts[leaf.stack, leaf.row] == _most_tied(manifest):
                 problem = f"shares its row with {show(holders[leaf.stack, leaf.row][:200])}"
             else:
+                counts[leaf.stack, leaf.row] += 1
                 holders[leaf.stack, leaf.row] = leaf.path
         if problem:
             yield f"leaf {show(leaf.path[:200])} {problem}"
     if len(holders) != sum(stack.rows for stack in manifest.stacks):
-        yield f"{len(holders)} leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
+        yield f"{len(holders)} places of leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
 
 
 def _value_problem(leaf: LeafRecord) -> str | None:
@@ -201,6 +218,8 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
             )
             continue
         yield from _object_problems(stack, where)
+        if not stack.contents.keys() <= stack.objects.keys() or not all(map(_is_digest, stack.contents.values())):
+            yield f"{where} has digests of content that are none, or of no object"
 
 
 def _is_grid(stack: StackRecord) -> bool:
@@ -247,6 +266,10 @@ def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
             fits = length - index_bytes >= -(-data_bytes // _ZSTD_MOST)
         if not fits:
             yield f"{where}: object {key!r} is {'missing' if length < 0 else f'{length} bytes long'}"
+
+
+def _is_digest(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", text) is not None
 
 
 def _is_name(text: str) -> bool:

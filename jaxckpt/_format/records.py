@@ -107,11 +107,17 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     compression: str | None = None
 
+    contents: dict[str, str] = {}
+    """For objects, by place: the digest of their content (version 2)."""
+
     @classmethod
-    def of(cls, stack: Stack, objects: dict[str, tuple[int, str]]) -> StackRecord:
+    def of(
+        cls, stack: Stack, objects: dict[str, tuple[int, str]], contents: dict[str, str] | None = None
+    ) -> StackRecord:
         sides = list(stack.chunk), list(stack.object)
         sha256 = hashlib.sha256(zarr.metadata(stack)).hexdigest()
-        return cls(stack.name, stack.dtype, list(stack.shape), stack.rows, *sides, sha256, objects, stack.compression)
+        head = stack.name, stack.dtype, list(stack.shape), stack.rows
+        return cls(*head, *sides, sha256, objects, stack.compression, contents or {})
 
     def stored(self, index: tuple[int, ...]) -> tuple[int, str]:
         """Length and digest of the object at a place in the grid."""
@@ -176,6 +182,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def arrays(self) -> list[Stack]:
         """The stacks as plans take them."""
         return [record.stack() for record in self.stacks]
+
+    @functools.cached_property
+    def ties(self) -> dict[int, int]:
+        """The number of the first leaf in the same row, for each leaf whose row an earlier leaf has."""
+        if self.version == 1:
+            return {}
+        first = dict[tuple[int, int | None], int]()
+        places = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]
+        return {number: one for number, place in places if (one := first.setdefault(place, number)) != number}
 
     def place(self, leaf: LeafRecord) -> tuple[int, int]:
         """(stack, row) of a leaf that lies in a stack."""

@@ -16,7 +16,7 @@ from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
 from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.placing import kept
+from jaxckpt._restore.placing import kept, rounds
 from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options
@@ -185,8 +185,11 @@ def _in_words(where: Where) -> str:
 def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
     """Count what every process reads to reach the goals, by leaf number."""
     stacks = manifest.arrays
-    wants: dict[int, list[Want]] = {}
-    everywhere: list[Want] = []
+    wants: dict[tuple[int, int | None], list[Want]] = {}
+    """By round, and process; None for what every process wants."""
+    found = rounds(manifest, goals)
+    turns = {number: turn for turn, some in enumerate(found) for number in some}
+    processes = set[int]()
     device_bytes: dict[int, dict[Any, int]] = {}
     leaves: list[LeafPlan] = []
     placed = functools.cache(_placed)
@@ -198,17 +201,23 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         before = saved_where(manifest, record)
         leaves.append(LeafPlan(record.path, stack.dtype, stack.shape, before, _where(goal.sharding, goal.on_devices)))
         if goal.sharding is None:
-            everywhere.append(Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal)))
+            wants.setdefault((turns[number], None), []).append(
+                Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal))
+            )
             continue
         boxes_of, bytes_of = placed(goal.sharding, stack.shape, stack.itemsize)
         for process, boxes in boxes_of.items():
-            wants.setdefault(process, []).append(Want(record.stack, rows, boxes, goal.cast, kept(goal)))
+            processes.add(process)
+            wants.setdefault((turns[number], process), []).append(
+                Want(record.stack, rows, boxes, goal.cast, kept(goal))
+            )
         for process, device, n_bytes in bytes_of:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + n_bytes
     plans: list[ProcessPlan] = []
-    for process in sorted(wants) or [0]:
-        steps = plan_read(stacks, [*wants.get(process, ()), *everywhere], options.host_bytes)
+    for process in sorted(processes) or [0]:
+        together = ([*wants.get((turn, process), ()), *wants.get((turn, None), ())] for turn in range(len(found)))
+        steps = [step for some in together for step in plan_read(stacks, some, options.host_bytes)]
         cost = read_cost(stacks, steps, options.host_bytes)
         plans.append(ProcessPlan(process, cost, device_bytes.get(process, {})))
     return RestorePlan(tuple(plans), tuple(leaves))

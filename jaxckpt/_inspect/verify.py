@@ -217,22 +217,22 @@ class _File:
     length: int
     digest: str
 
-    leaves: Mapping[int, str]
-    """Path of the leaf in each row of the stack."""
+    leaves: Mapping[int, Sequence[str]]
+    """Paths of the leaves in each row of the stack."""
 
     def problems(self, box: Box | None, reason: str) -> Iterator[Problem]:
         """A problem of a box of the stack, or of all that the object holds, for each leaf that it hits."""
         (first, last), *sides = box or self.box
         for row in range(first, last):
-            if row in self.leaves:
-                yield Problem(self.leaves[row], reason, object=self.key, box=tuple(sides))
+            for leaf in self.leaves.get(row, ()):
+                yield Problem(leaf, reason, object=self.key, box=tuple(sides))
 
 
 def _files(manifest: Manifest) -> Iterator[_File]:
-    rows: dict[int, dict[int, str]] = {}
+    rows: dict[int, dict[int, list[str]]] = {}
     for leaf in manifest.leaves:
         if leaf.stack is not None and leaf.row is not None:
-            rows.setdefault(leaf.stack, {})[leaf.row] = leaf.path
+            rows.setdefault(leaf.stack, {}).setdefault(leaf.row, []).append(leaf.path)
     for number, record in enumerate(manifest.stacks):
         stack = record.stack()
         for index, box in stack.objects():

@@ -32,6 +32,7 @@ from jaxckpt._restore.target import (
     Request,
     Uncommitted,
     build_selected,
+    given_casts,
     is_array_like,
     match_paths,
     mesh_in_context,
@@ -99,10 +100,11 @@ def resolve(manifest: Manifest, request: Request, options: Options) -> Resolved:
     """
     match, differences = match_paths(manifest, request)
     specs = _given_specs(manifest, match.asks, request)
-    groups = _group(manifest, match.asks, specs)
+    casts, losses = given_casts(manifest, match.asks, request, options)
+    groups = _group(manifest, match.asks, specs, casts)
     checked, mismatches = _check(groups, options)
     placed, misfits, unavailable = _place(request, groups, checked, options)
-    _raise_problems(manifest, request, match, [*differences, *mismatches], misfits, unavailable)
+    _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
     numbers = match.asks.numbers
     goals = {numbers[place]: goal for group, goal in zip(groups, placed, strict=True) if goal for place in group.places}
     return Resolved(goals, match.build, match.lacking)
@@ -161,6 +163,9 @@ class _Group:
     spec: Spec | None
     """The spec that `specs=` gives them, if any."""
 
+    dtype: _Dtype | None
+    """The dtype that `dtype=` gives them, if any."""
+
     @property
     def wanted(self) -> Any:
         """The leaf of the target; None if the leaves are wanted as they were saved."""
@@ -184,14 +189,15 @@ def _given_specs(manifest: Manifest, asks: Asks, request: Request) -> dict[str, 
     return resolve_specs(request.specs, [(path, leaf) for path, leaf in leaves if leaf.on_devices])
 
 
-def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec]) -> list[_Group]:
+def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec], casts: Mapping[str, _Dtype]) -> list[_Group]:
     """The asks in groups, by all of a saved leaf and of the target's leaf that the goal depends on."""
     leaves = manifest.leaves
     groups: dict[Hashable, list[int]] = {}
     for place, (path, number, wanted) in enumerate(zip(asks.paths, asks.numbers, asks.values, strict=True)):
         record = leaves[number]
         spec = specs.get(path) if specs else None
-        form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec)
+        dtype = casts.get(path) if casts else None
+        form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype)
         if wanted is not None:
             tell = _attributes(type(wanted))
             form = path if tell is None or record.value is not None else (form, type(wanted), tell(wanted))
@@ -200,9 +206,10 @@ def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec]) -> list[_G
             groups[form] = [place]
         else:
             group.append(place)
+    firsts = ((places, asks.paths[places[0]], leaves[asks.numbers[places[0]]]) for places in groups.values())
     return [
-        _Group(asks, places, SavedLeaf(manifest, leaves[asks.numbers[places[0]]]), specs.get(asks.paths[places[0]]))
-        for places in groups.values()
+        _Group(asks, places, SavedLeaf(manifest, leaf), specs.get(path), casts.get(path))
+        for places, path, leaf in firsts
     ]
 
 
@@ -226,7 +233,7 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 
 def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None], list[Problem]]:
     """The goal of each group, still without a sharding; None if its leaves cannot be what is wanted, with problems."""
-    goals = [_goal(group.leaf, group.wanted, options) for group in groups]
+    goals = [_goal(group.leaf, group.wanted, options, group.dtype) for group in groups]
     problems = [
         problem
         for group, goal in zip(groups, goals, strict=True)
@@ -236,8 +243,9 @@ def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None
     return [None if isinstance(goal, _Reason) else goal for goal in goals], problems
 
 
-def _goal(leaf: SavedLeaf, wanted: Any, options: Options) -> Goal | _Reason:
-    """What a saved leaf becomes for a leaf of a target; None wants it as it was saved."""
+def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> Goal | _Reason:
+    """What a saved leaf becomes for a leaf of a target; None wants it as it was saved. `dtype` is what it is cast to,
+    whatever the target says."""
     if isinstance(wanted, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
@@ -250,16 +258,16 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options) -> Goal | _Reason:
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (wanted is None and not leaf.on_devices):
-            return host_goal(leaf.kind)
-        return _odd_order(leaf, wanted) or _device_goal(leaf, None, leaf.record.weak, options)
+            return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
+        return _odd_order(leaf, wanted) or _device_goal(leaf, dtype, leaf.record.weak and dtype is None, options)
     if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
-        cast = _cast(leaf, wanted, options)
+        cast = _cast(leaf, wanted, options, dtype)
         if isinstance(cast, _Reason):
             return cast
         if isinstance(wanted, (np.ndarray, np.generic)):
             return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
-        weak = getattr(wanted, "weak_type", False)
+        weak = dtype is None and getattr(wanted, "weak_type", False)
         return _odd_order(leaf, wanted) or _device_goal(leaf, cast, weak, options)
     if type(wanted) in PYTHON:
         return _python_goal(leaf, PYTHON[type(wanted)])
@@ -293,8 +301,8 @@ def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Opti
 _ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts'
 
 
-def _cast(leaf: SavedLeaf, wanted: Any, options: Options) -> _Dtype | _Reason | None:
-    """The dtype to convert to for an array in a target; None if it is the stored one."""
+def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> _Dtype | _Reason | None:
+    """The dtype to convert to for an array in a target; None if it is the stored one. `dtype` goes before its own."""
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     if leaf.kind in ("str", "bytes") or (is_key and not leaf.is_array):
         return _Reason(f"is {leaf.kind} in the checkpoint, {'PRNG keys' if is_key else 'an array'} in the target")
@@ -306,6 +314,8 @@ def _cast(leaf: SavedLeaf, wanted: Any, options: Options) -> _Dtype | _Reason | 
         return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target")
     if not leaf.is_array:
         return _cast_number(leaf, np.dtype(wanted.dtype), options)
+    if dtype is not None:  # checked when it was given
+        return None if leaf.dtype == dtype else dtype
     if leaf.dtype == wanted.dtype:
         return None
     if is_key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -92,10 +93,48 @@ def kept(goal: Goal) -> bool:
 
 
 def fetch(
-    source: Source, goals: Mapping[int, Goal], options: Options, process: int = 0, processes: int = 1
+    source: Source,
+    goals: Mapping[int, Goal],
+    options: Options,
+    process: int = 0,
+    processes: int = 1,
+    *,
+    tied: bool = False,
 ) -> dict[int, Any]:
-    """The value of every goal by leaf number. Of several processes, which have the same goals, each checks some of the
-    small files that describe stacks."""
+    """The value of every goal by leaf number. If `tied`, leaves in one row with one goal become one value.
+
+    Of several processes, which have the same goals, each checks some of the small files that describe stacks.
+    """
+    same: dict[int, int] = {}
+    if tied:
+        first = dict[tuple[int, Goal], int]()
+        ties = source.manifest.ties
+        same = {number: first.setdefault((ties.get(number, number), goal), number) for number, goal in goals.items()}
+        goals = {number: goals[number] for number in same.values()}
+    values: dict[int, Any] = {}
+    for some in rounds(source.manifest, goals):
+        values |= _fetch(source, some, options, process, processes)
+    return values | {number: values[one] for number, one in same.items()}
+
+
+def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
+    """The goals, so that no two of a round are of leaves in one row. What is wanted apart is read for each."""
+    ties = manifest.ties
+    if not ties:
+        return [goals]
+    by_round: list[dict[int, Goal]] = []
+    turns = collections.Counter[int]()
+    for number, goal in goals.items():
+        first = ties.get(number, number)
+        if turns[first] == len(by_round):
+            by_round.append({})
+        by_round[turns[first]][number] = goal
+        turns[first] += 1
+    return [*by_round]
+
+
+def _fetch(source: Source, goals: Mapping[int, Goal], options: Options, process: int, processes: int) -> dict[int, Any]:
+    """The value of every goal by leaf number, no two in one row."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs, require_mesh
 from jaxckpt._format.tree import Tree
@@ -33,6 +34,8 @@ def restore(
     select: Select | None = None,
     rename: Renaming | None = None,
     strict: bool = True,
+    dtype: Dtypes = None,
+    tied: bool = False,
     options: Options | None = None,
 ) -> Tree:
     """Read a checkpoint back onto devices; every process of the job calls it, with the same arguments.
@@ -71,6 +74,9 @@ def restore(
             left out. A target of which no leaf is in the checkpoint is always an error, and so are another shape, a
             class, and an object that JAX takes for a leaf in the place of a container; another dtype follows
             `options.cast`.
+        dtype: Restore leaves in another dtype than the target's or the saved one: as for `save`, by wanted paths.
+        tied: Leaves that were saved as one array come back as one array, if they are wanted in the same way. By default
+            each leaf is an array of its own, so that both can be donated.
         options: See `Options`.
 
     Returns:
@@ -93,7 +99,9 @@ def restore(
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/restore", mesh=jax.make_mesh((1,), ("data",)))["w"].shape
         (8, 4)
     """
-    return carry_out(path, Request(target, mesh, specs, select, *split_rename(rename), strict), options)
+    return carry_out(
+        path, Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied), options
+    )
 
 
 def carry_out(path: Location, request: Request, options: Options | None) -> Tree:
@@ -117,7 +125,8 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
                 source = renamed_source(source, request.rules)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.lacking) if request.initial else []
-            result = resolved.build(fetch(source, resolved.goals, options, group.index, group.count), initial)
+            values = fetch(source, resolved.goals, options, group.index, group.count, tied=request.tied)
+            result = resolved.build(values, initial)
             meeting.barrier()
     if group.index == 0 and _log.isEnabledFor(logging.INFO):
         counts = len(resolved.goals), len(jax.tree.leaves(result)), source.url, len(source.manifest.leaves)

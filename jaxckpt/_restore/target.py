@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxckpt._format.casts import CASTABLE, Castable, Dtypes, resolve_casts
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest, component, heads, longest_head
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Rename, Select, Selector, origins, renamed, selector
@@ -57,6 +59,12 @@ class Request:
     devices_per_process: int | None = None
     """For a plan on a mesh that this machine does not have; None if the arrays will be made."""
 
+    dtype: Dtypes = None
+    """The dtypes that leaves are wanted in, whatever the target says."""
+
+    tied: bool = False
+    """Whether leaves that were saved as one array are to be one."""
+
     initial: Callable[[Sequence[int]], Sequence[Any]] | None = None
     """Makes the leaves of the target that have these numbers, for those that do not come from the checkpoint."""
 
@@ -68,6 +76,7 @@ class Uncommitted(jax.ShapeDtypeStruct):
 def require_request(request: Request) -> None:
     """Raise InputError for arguments that no checkpoint could make right."""
     flag(request.strict, "strict")
+    flag(request.tied, "tied")
     if isinstance(request.target, (Mesh, AbstractMesh)):
         raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
     if isinstance(request.target, Options):
@@ -146,6 +155,20 @@ def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[in
     some = len(chosen) < len(manifest.leaves)
     pruned = prune(structure, {number: number for number in chosen}) if some else structure
     return lambda values, initial: unflatten(pruned, values)
+
+
+def given_casts(
+    manifest: Manifest, asks: Asks, request: Request, options: Options
+) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
+    """The dtype of each wanted path that `dtype=` gives another one than it was saved in, and what cannot be done."""
+    if request.dtype is None:
+        return {}, []
+    leaves = (SavedLeaf(manifest, manifest.leaves[number]) for number in asks.numbers)
+    castable = [
+        Castable(path, leaf, leaf.stored_dtype if leaf.is_array and leaf.kind in CASTABLE else None)
+        for path, leaf in zip(asks.paths, leaves, strict=True)
+    ]
+    return resolve_casts(request.dtype, castable, options)
 
 
 # Matching paths -------------------------------------------------------------------------------------------

@@ -62,6 +62,14 @@ class Options:
     sync: bool = True
     """Whether a save reaches the disk (fsync of files and folders) before it returns."""
 
+    reuse: Literal["identity", "content"] | None = "identity"
+    """Which unchanged objects a save on a file system does not write again but gives a second name (a hard link).
+    "identity": objects all of whose leaves are the same jax.Arrays as in the last save of the same Checkpointer, which
+    is known without reading the devices. "content": also objects that hold the same bytes as one in that save, in the
+    newest step or in the checkpoint that is overwritten; their data is read from the devices and compared by a 128-bit
+    digest, which this setting also records in the manifest (format version 2). None: every object is written. On
+    object stores every object is written too."""
+
     cast: Literal["safe", "unsafe"] = "safe"
     """Restoring to another dtype: "safe" allows only casts that lose no value, "unsafe" all that NumPy can do."""
 
@@ -106,6 +114,7 @@ class Options:
             ("when_busy", ("wait", "skip")),
             ("compression", (None, "zstd")),
             ("io", ("auto", "tensorstore")),
+            ("reuse", (None, "identity", "content")),
             ("sync", (True, False)),
             ("cast", ("safe", "unsafe")),
             ("indivisible", ("error", "replicate")),

@@ -31,6 +31,7 @@ _BUCKETS = 64
 _REASONS = {
     "leaves": "a tree of other leaves, shapes or dtypes",
     "shardings": "leaves of other shardings",
+    "ties": "a tree in which other leaves are one array",
     "options": "other Options, or other components of a Checkpointer,",
     "metadata": "other metadata",
     "process_state": "a process_state of other names",
@@ -72,12 +73,13 @@ def agreement(
         "leaves": (
             msgspec.json.encode(draft.structure),
             [(record.path, record.kind) for record in draft.records],
-            [(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays],
+            sorted([(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays] + _tied(draft)),
         ),
         "shardings": (
             [(layout.grid, layout.holders) for layout in layouts],
             [(layouts[leaf.layout], leaf.moved) for leaf in draft.arrays],
         ),
+        "ties": [*draft.ties.items()],
         "options": (plan.stacks, plan.members),  # what the two above have not decided
         "metadata": json.dumps(metadata, sort_keys=True),
         "process_state": sorted(state_names),
@@ -91,6 +93,12 @@ def agreement(
         for bucket in buckets
     ]
     return Agreement(digests, sums), buckets
+
+
+def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
+    """Number, dtype and shape of the leaves that share the row of another."""
+    forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays} if draft.ties else {}
+    return [(number, *forms[first]) for number, first in draft.ties.items()]
 
 
 def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> None:

@@ -40,7 +40,7 @@ class SaveInfo:
     """Bytes of array data in the checkpoint, replicas once."""
 
     process_bytes: tuple[int, ...]
-    """Bytes of array data that each process wrote."""
+    """Bytes of array data in the objects of each process."""
 
     objects: int
     """Objects that hold the array data."""
@@ -50,6 +50,9 @@ class SaveInfo:
 
     stored_bytes: int
     """Bytes of the objects, checksums and indexes included."""
+
+    reused_bytes: int
+    """Bytes of these that were not written but linked to objects of an earlier checkpoint; see `Options.reuse`."""
 
     manifest_sha256: str
     """SHA-256 of manifest.json, in hexadecimal digits, for `Options.manifest_sha256`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jaxckpt._format.casts import CASTABLE, Castable, Dtypes, resolve_casts
+from jaxckpt._format.checks import MAX_TIED
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name, key_dtype
 from jaxckpt._format.grid import Layout, Spec, both, spec_of
 from jaxckpt._format.layouts import LayoutTable, memory_kind, on_mesh, process_layout
@@ -48,6 +51,13 @@ class Draft:
     arrays: list[ArrayLeaf] = field(default_factory=list[ArrayLeaf])
     values: dict[int, Value] = field(default_factory=dict[int, Value])
     table: LayoutTable = field(default_factory=LayoutTable)
+    casts: dict[int, np.dtype[Any]] = field(default_factory=dict[int, "np.dtype[Any]"])
+    """The dtype of each leaf that is stored in another one than it has."""
+
+    ties: dict[int, int] = field(default_factory=dict[int, int])
+    """Leaves that are the same array as an earlier one, and stored alike: the number of that one, whose row they share.
+    They have no entry in `arrays` and `values`."""
+
     plans: list[tuple[Any, SavePlan]] = field(default_factory=list[tuple[Any, SavePlan]], repr=False)
     """What the last plan was made for, and that plan; shared by the drafts of trees that are alike."""
 
@@ -70,6 +80,7 @@ def describe(
     options: Options,
     components: tuple[str, ...] = (),
     recent: Recent | None = None,
+    dtype: Dtypes = None,
 ) -> Draft:
     """Flatten a tree and find how each leaf will be stored. TreeError and SpecError list all leaves at fault.
 
@@ -78,15 +89,16 @@ def describe(
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
     require_mesh(mesh)
-    plain = _likeness(tree, components) if recent is not None and mesh is None else None
+    plain = _likeness(tree, components) if recent is not None and mesh is None and dtype is None else None
     if recent is None or plain is None:
-        return _describe(tree, mesh, specs, options, components)
+        return _describe(tree, mesh, specs, options, components, dtype)
     likeness, leaves = plain
     if recent.tree is not None:
         last, paths, draft = recent.tree
         if _alike(last, likeness) and (paths is None or _alike(paths, _key_paths(tree))):
-            return replace(draft, values=dict(enumerate(leaves)))
-    draft = _describe(tree, mesh, specs, options, components)
+            values = {number: leaf for number, leaf in enumerate(leaves) if number not in draft.ties}
+            return replace(draft, values=values)
+    draft = _describe(tree, mesh, specs, options, components, None)
     if _has_str_keys(draft.structure):
         # A custom node may keep its keys in a list that changes in place, and then it equals itself.
         paths = _key_paths(tree) if _has_custom_nodes(draft.structure) else None
@@ -115,7 +127,8 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Ar
         return None
     if any(type(leaf) is not plain or leaf.is_deleted() for leaf in leaves):
         return None
-    return (treedef, [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves], components), leaves
+    forms = [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves]
+    return (treedef, forms, _shared(leaves), components), leaves
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -143,7 +156,9 @@ def _key_paths(tree: Tree) -> Any:
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...]) -> Draft:
+def _describe(
+    tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...], dtype: Dtypes
+) -> Draft:
     leaves, structure = flatten(tree)
     draft = Draft(structure)
     problems: list[Problem] = []
@@ -158,6 +173,8 @@ def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, com
             draft.values[len(draft.records) - 1] = value
     if problems:
         raise TreeError.of(f"{len(problems)} of {counted(len(leaves), 'leaf')} cannot be stored", problems)
+    if dtype is not None:
+        _choose_casts(leaves, draft, dtype, options)
     _lay_out(leaves, draft, mesh, specs, options)
     if components:
         tests = [selector(component) for component in components]
@@ -166,7 +183,50 @@ def _describe(tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, com
             for array in draft.arrays
         ]
         _require_all(components, tests, draft)
+    _tie(leaves, draft)
     return draft
+
+
+def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: Options) -> None:
+    """Note which leaves are cast. Raises TreeError, listing all leaves that cannot be."""
+    castable = [
+        Castable(leaf.path, leaf.value, draft.values[number].dtype if record.kind in CASTABLE else None)
+        for number, (leaf, record) in enumerate(zip(leaves, draft.records, strict=True))
+    ]
+    casts, problems = resolve_casts(dtype, castable, options)
+    if problems:
+        raise TreeError.of(f"dtype= cannot be met for {counted(len(problems), 'leaf')}", problems)
+    for number, record in enumerate(draft.records):
+        if record.path in casts:
+            draft.casts[number] = casts[record.path]
+            draft.records[number] = msgspec.structs.replace(record, weak=False)
+
+
+def _tie(leaves: Sequence[Leaf], draft: Draft) -> None:
+    """Store leaves that are one array, and are laid out alike, once."""
+    if _shared([leaves[number].value for number in draft.values]) is None:
+        return
+    first: dict[Hashable, int] = {}
+    counts = collections.Counter[int]()
+    for array in draft.arrays:
+        if draft.records[array.number].kind in ("jax", "key", "numpy"):
+            alike = id(leaves[array.number].value), array.dtype, array.layout, array.moved, array.component
+            one = first.setdefault(alike, array.number)
+            if counts[one] == MAX_TIED:
+                one = first[alike] = array.number
+            counts[one] += 1
+            if one != array.number:
+                draft.ties[array.number] = one
+                del draft.values[array.number]
+    draft.arrays = [array for array in draft.arrays if array.number not in draft.ties]
+
+
+def _shared(leaves: Sequence[Any]) -> list[int] | None:
+    """For each leaf the place of the first that is the same object; None if all are different."""
+    if len(set(map(id, leaves))) == len(leaves):
+        return None
+    first = dict[int, int]()
+    return [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
 
 
 def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
@@ -286,7 +346,8 @@ def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Spe
         else:
             layout, is_moved, record = placed
             draft.records[number] = msgspec.structs.replace(draft.records[number], layout=record)
-        draft.arrays.append(ArrayLeaf(number, dtype_name(value.dtype), value.shape, layout, is_moved))
+        dtype = draft.casts.get(number, value.dtype) if draft.casts else value.dtype
+        draft.arrays.append(ArrayLeaf(number, dtype_name(dtype), value.shape, layout, is_moved))
 
 
 def _shardings(

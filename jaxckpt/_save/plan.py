@@ -79,6 +79,11 @@ class Object:
     n_bytes: int
     """Bytes of array data."""
 
+    @property
+    def place(self) -> str:
+        """Its place as manifests write it."""
+        return "/".join(map(str, self.index))
+
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxckpt._format import manifest as manifests
+from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.records import StepRecord
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
@@ -23,6 +24,7 @@ from jaxckpt._save.agreement import Agreement, Bucket, agreement
 from jaxckpt._save.background import SaveInfo
 from jaxckpt._save.describe import Draft, Recent, describe
 from jaxckpt._save.plan import SavePlan, plan_save
+from jaxckpt._save.reuse import Last, Reuse, plan_reuse
 from jaxckpt._storage.place import store_at
 from jaxckpt._storage.store import Store
 
@@ -35,6 +37,7 @@ class SaveRequest:
     tree: Tree = None
     mesh: Mesh | None = None
     specs: Specs = None
+    dtype: Dtypes = None
     metadata: Any = None
     overwrite: bool = False
     process_state: Mapping[str, Any] | None = None
@@ -49,6 +52,9 @@ class SaveRequest:
 
     recent: Recent | None = None
     """Where what is found of the tree is remembered."""
+
+    last: Last | None = None
+    """Where what is published is remembered."""
 
     check: Callable[[], None] | None = None
     """What process 0 does before anything else; what it raises, all raise."""
@@ -72,6 +78,9 @@ class Prepared:
     store: Store
     draft: Draft
     plan: SavePlan
+    reuse: Reuse
+    """What of it this process need not write again."""
+
     agreement: Agreement
     """What must be the same in every process."""
 
@@ -104,9 +113,10 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
         metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
         draft = request.draft or describe(
-            request.tree, request.mesh, request.specs, options, request.components, request.recent
+            request.tree, request.mesh, request.specs, options, request.components, request.recent, request.dtype
         )
         plan = _planned(draft, options, group)
+        reuse = plan_reuse(store, draft, plan, options, request.last)
         if any(plan.moved) and not threaded:
             raise InputError("leaves that the processes must exchange cannot be saved while the interpreter ends")
         given, values = Agreement({}, []), list[Bucket]()
@@ -116,7 +126,7 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
     # What the caller may change, and what should be freed when the caller lets go of it, is not held.
     overwrite = flag(request.overwrite, "overwrite")
     request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
-    return Prepared(request, group, store, draft, plan, given, values, state, options, clock, Latch(), threaded)
+    return Prepared(request, group, store, draft, plan, reuse, given, values, state, options, clock, Latch(), threaded)
 
 
 def _planned(draft: Draft, options: Options, group: Group) -> SavePlan:

@@ -19,14 +19,17 @@ from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.reuse import StoredObject
 from jaxckpt._storage.claims import Claims
 
 
 class Share(msgspec.Struct, frozen=True):
     """What one process has written."""
 
-    objects: list[tuple[int, str, int, str]]
-    """(stack, place, length, digest) of each object."""
+    objects: list[StoredObject]
+
+    linked_bytes: int
+    """Bytes of those of them that are links to objects of an earlier checkpoint."""
 
     state: tuple[int, str] | None
     """Length and digest of the file of its own state."""
@@ -40,6 +43,9 @@ class Published(msgspec.Struct, frozen=True):
 
     stored_bytes: int
     """Bytes of all objects."""
+
+    reused_bytes: int
+    """Bytes of those of them that were linked."""
 
     manifest_sha256: str
 
@@ -58,7 +64,7 @@ def publish(
     watch = meeting.group.watch
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
-    published = Published(0, "")  # what process 0 shares counts
+    published = Published(0, 0, "")  # what process 0 shares counts
     if texts:
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = make(shares)
@@ -70,8 +76,9 @@ def publish(
             meeting.group.check()  # the last moment at which it can be cancelled
             with watch.doing(f"publishing {meeting.group.call.where}"):
                 store.publish(claimed.data, content, claimed.previous, sync=sync)
-            stored_bytes = sum(length for share in shares for _, _, length, _ in share.objects)
-            published = Published(stored_bytes, hashlib.sha256(content).hexdigest())
+            stored_bytes = sum(length for share in shares for _, _, length, *_ in share.objects)
+            reused_bytes = sum(share.linked_bytes for share in shares)
+            published = Published(stored_bytes, reused_bytes, hashlib.sha256(content).hexdigest())
     with clock.timed("barrier"):
         return msgspec.json.decode(meeting.share(msgspec.json.encode(published).decode()), type=Published)
 
@@ -85,16 +92,21 @@ def compose(
 ) -> Manifest:
     """The manifest, from what every process has written."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
+    contents: list[dict[str, str]] = [{} for _ in plan.stacks]
     for share in shares:
-        for stack, place, length, digest in share.objects:
+        for stack, place, length, digest, content in share.objects:
             objects[stack][place] = (length, digest)
+            if content:
+                contents[stack][place] = content
     records = list(draft.records)
     for number, members in enumerate(plan.members):
         for row, leaf in enumerate(members):
             records[leaf] = msgspec.structs.replace(records[leaf], stack=number, row=row)
+    for leaf, first in draft.ties.items():
+        records[leaf] = msgspec.structs.replace(records[leaf], stack=records[first].stack, row=records[first].row)
     return Manifest(
         format=FORMAT,
-        version=VERSION,
+        version=VERSION if draft.ties or any(contents) else 1,  # what older versions of jaxckpt read too
         save_id=save_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         libraries=_libraries(),
@@ -104,8 +116,8 @@ def compose(
         meshes=draft.table.meshes,
         layouts=draft.table.layouts,
         stacks=[
-            StackRecord.of(stack, dict(sorted(found.items())))
-            for stack, found in zip(plan.stacks, objects, strict=True)
+            StackRecord.of(stack, dict(sorted(found.items())), dict(sorted(compared.items())))
+            for stack, found, compared in zip(plan.stacks, objects, contents, strict=True)
         ],
         process_states=[share.state for share in shares if share.state is not None],
         step=request.step,

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from jax.sharding import Mesh
 
+from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.errors import PeerError
@@ -44,6 +45,7 @@ def save(
     *,
     mesh: Mesh | None = None,
     specs: Specs = None,
+    dtype: Dtypes = None,
     metadata: Any = None,
     overwrite: bool = False,
     process_state: Mapping[str, Any] | None = None,
@@ -61,6 +63,11 @@ def save(
         mesh: Store each jax.Array as if it lay on this mesh. Without it each is stored in the layout it has.
         specs: With `mesh`, the PartitionSpec of each leaf: one for all, a pytree prefix of them, or a function of
             (path, leaf). Without it each leaf keeps its own, by axis name.
+        dtype: Store leaves in another dtype: one for all, a pytree prefix of them, or a function of (path, leaf) that
+            returns a dtype or None. A dtype for the tree or a container is for the leaves below of the same kind of
+            number, so bfloat16 is for floats alone; a function, and a dtype at a leaf's own path, are obeyed. It asks
+            for fewer digits and a smaller range of floats; other casts that lose values need `Options(cast="unsafe")`.
+            Leaves are cast on their devices, an object at a time.
         metadata: Any JSON value; it comes back as `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
         process_state: What this process alone knows, such as its data iterator's position: a mapping of names to
@@ -88,7 +95,7 @@ def save(
         128
     """
     with Group.current(options, Call.of("save", path)) as group:
-        request = SaveRequest(path, tree, mesh, specs, metadata, overwrite, process_state)
+        request = SaveRequest(path, tree, mesh, specs, dtype, metadata, overwrite, process_state)
         return start(request, given(options), group, background=False).wait()
 
 
@@ -98,6 +105,7 @@ def save_async(
     *,
     mesh: Mesh | None = None,
     specs: Specs = None,
+    dtype: Dtypes = None,
     metadata: Any = None,
     overwrite: bool = False,
     process_state: Mapping[str, Any] | None = None,
@@ -131,7 +139,7 @@ def save_async(
         128
     """
     with Group.current(options, Call.of("save_async", path)) as group:
-        request = SaveRequest(path, tree, mesh, specs, metadata, overwrite, process_state, on_done=on_done)
+        request = SaveRequest(path, tree, mesh, specs, dtype, metadata, overwrite, process_state, on_done=on_done)
         return start(request, given(options), group, background=True)
 
 
@@ -172,7 +180,9 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
                 pending.wait()  # raises why
         hold = background or not save.threaded
         stack_bytes = options.host_bytes // 2
-        with contextlib.closing(stage(save.plan, save.draft, hold=hold, stack_bytes=stack_bytes)) as staged:
+        with contextlib.closing(
+            stage(save.plan, save.draft, save.reuse.originals, hold=hold, stack_bytes=stack_bytes)
+        ) as staged:
             handover.feed(staged, begin)
         save.draft.values.clear()  # all is staged: the leaves themselves are the caller's alone again
         if not background:
@@ -244,6 +254,7 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
         except BaseException:
             claimed.release(keep=False)
             raise
+        save.reuse.keep(claimed.data, save.plan.stacks, share.objects, share.linked_bytes)
         with clock.timed("publish"):
             claimed.release(keep=True)
             if group.index == 0 and save.request.then is not None:
@@ -297,6 +308,7 @@ def _info(save: Prepared, claimed: Claim, published: Published) -> SaveInfo:
         objects=plan.n_objects,
         files=plan.n_objects + len(plan.stacks) + states + 1,
         stored_bytes=published.stored_bytes,
+        reused_bytes=published.reused_bytes,
         manifest_sha256=published.manifest_sha256,
         seconds=0.0,  # these two are known when it is waited for
         blocked_seconds=0.0,

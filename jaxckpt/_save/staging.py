@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Literal
@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, contains, extent, intersection, volume, whole, within
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces
@@ -58,8 +59,9 @@ Index = tuple[slice | int, ...]
 Hold = Literal["views", "copies"] | None
 """How pieces are made safe from the caller: as views of arrays where that is enough, as copies, or not at all."""
 
-Way = Literal["leave", "view", "copy", "send"]
-"""What is done with a piece: nothing, a NumPy view, a NumPy copy, or a copy from its device to the host begun."""
+Way = Literal["leave", "view", "copy", "send", "cast"]
+"""What is done with a piece: nothing, a NumPy view, a NumPy copy, a copy from its device to the host begun, or one in
+another dtype made on its device."""
 
 
 Group = list[tuple[Box, Any, Index | EllipsisType]]
@@ -83,8 +85,13 @@ class Staged:
     copied_bytes: int
     """Host memory that the pieces take beside the leaves."""
 
+    late: Callable[[], Staged] | None = None
+    """Stages an object that an earlier save wrote, if it must be written after all."""
+
     def data(self) -> Pieces:
         """The pieces in host memory; they are let go here."""
+        if self.late is not None:
+            return self.late().data()
         groups, self.groups = self.groups, []
         return Pieces(
             self.obj.box,
@@ -99,8 +106,10 @@ class Staged:
         return found if found.dtype == self.dtype else found.view(self.dtype)
 
 
-def stage(plan: SavePlan, draft: Draft, *, hold: bool, stack_bytes: int) -> Generator[Staged]:
-    """The data of each object that this process writes. Every process, to the end or closed.
+def stage(
+    plan: SavePlan, draft: Draft, originals: Container[Object] = (), *, hold: bool, stack_bytes: int
+) -> Generator[Staged]:
+    """The data of each object that this process writes, but for `originals`. Every process, to the end or closed.
 
     With `hold` it is safe from what the caller does to the leaves once it is yielded; no more than `stack_bytes` of
     it are stacked by JAX.
@@ -109,23 +118,29 @@ def stage(plan: SavePlan, draft: Draft, *, hold: bool, stack_bytes: int) -> Gene
     # Whoever writes it, all take part in the exchange of an object.
     exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
     own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.moved[obj.stack]}
+    cast = bool(draft.casts)
     try:
         for obj in plan.objects:
             if not plan.moved[obj.stack]:
                 values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
-                if obj.n_bytes <= stack_bytes and _stackable(values):
+                dtype = DTYPES[plan.stacks[obj.stack].dtype]
+                if obj in originals:
+                    late = functools.partial(_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, cast)
+                    yield Staged(obj, dtype, 1, [], 0, late)
+                elif obj.n_bytes <= stack_bytes and _stackable(values):
                     stack_bytes -= obj.n_bytes if hold else 0
-                    yield _stacked(obj, values)
+                    yield _stacked(obj, values, dtype)
                 else:
                     sources = _by_row(obj, values)
-                    yield _pieces(obj, obj.box[1:], sources, 1, values[0].dtype, "views" if hold else None)
+                    yield _pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, cast)
         for number, index, box in exchanges:
             parts = _exchanged(plan, draft, number, box)
             obj = own.get((number, index))
             if obj is not None:
                 # They are ours alone, but whole on every device: what is kept for later is a copy.
                 region, sources = whole(parts[0].shape), _by_row(obj, parts)
-                yield _pieces(obj, region, sources, 1, parts[0].dtype, "copies" if hold else None)
+                dtype = DTYPES[plan.stacks[number].dtype]
+                yield _pieces(obj, region, sources, 1, dtype, "copies" if hold else None, cast)
     except (Exception, GeneratorExit):
         # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
         for number, _, box in exchanges:
@@ -151,13 +166,20 @@ def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
 
 
 def _pieces(
-    obj: Object, region: Box, sources: Iterable[Source], group_rows: int, dtype: np.dtype[Any], hold: Hold
+    obj: Object,
+    region: Box,
+    sources: Iterable[Source],
+    group_rows: int,
+    dtype: np.dtype[Any],
+    hold: Hold,
+    cast: bool = False,
 ) -> Staged:
-    """An object from one region of each source, which is `group_rows` rows of it."""
+    """An object from one region of each source, which is `group_rows` rows of it; with `cast`, sources may be of other
+    dtypes than the object."""
 
     def alike(source: Source) -> tuple[Way, Held, Box]:
         value, held, place = source
-        return _way(value, hold), held, place[len(place) - len(region) :]
+        return _way(value, hold, cast and value.dtype != dtype), held, place[len(place) - len(region) :]
 
     groups: list[Group] = []
     sent: list[Group] = []
@@ -166,11 +188,11 @@ def _pieces(
         cuts = [(_moved(common, region, rest), here, number) for common, here, number in _cuts(held, region)]
         for value, _, place in run:
             lead = place[: len(place) - len(region)]
-            group: Group = [((*lead, *box), *_taken(value, number, here, way)) for box, here, number in cuts]
+            group: Group = [((*lead, *box), *_taken(value, number, here, way, dtype)) for box, here, number in cuts]
             groups.append(group)
-            if way == "send":
+            if way == "send" or (way == "cast" and not lies_in_host_memory(value)):
                 sent.append(group)
-            elif way == "copy":
+            elif way in ("copy", "cast"):
                 copied += sum(array.nbytes for _, array, _ in group)
     if sent:
         arrays = iter(_to_host([array for group in sent for _, array, _ in group]))
@@ -180,7 +202,7 @@ def _pieces(
     return Staged(obj, np.dtype(dtype), group_rows, groups, copied)
 
 
-def _taken(value: Value, number: int, here: Index, way: Way) -> tuple[Any, Index | EllipsisType]:
+def _taken(value: Value, number: int, here: Index, way: Way, dtype: np.dtype[Any]) -> tuple[Any, Index | EllipsisType]:
     """An array, and what part of it is a piece of a leaf."""
     array = value.addressable_data(number) if isinstance(value, jax.Array) else value
     match way:
@@ -189,7 +211,9 @@ def _taken(value: Value, number: int, here: Index, way: Way) -> tuple[Any, Index
         case "view":
             return np.asarray(array), here
         case "copy":
-            return np.array(np.asarray(array)[here]), ...
+            return np.array(np.asarray(array)[here]).astype(dtype, copy=False), ...
+        case "cast":
+            return _cast(array, here, dtype), ...
         case "send":
             return array if _is_all(here, array.shape) else array[here], ...
 
@@ -199,14 +223,37 @@ def _moved(box: Box, origin: Box, target: Box) -> Box:
     return tuple((a - o + t, b - o + t) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True))
 
 
-def _way(value: Value, hold: Hold) -> Way:
+def _way(value: Value, hold: Hold, cast: bool) -> Way:
     """What is to be done with the pieces of an array."""
     if not isinstance(value, jax.Array):
-        return "copy" if hold else "leave"
+        return "copy" if hold or cast else "leave"
+    if cast:
+        # XLA must not be given what the user has put into the host's memory.
+        return "cast" if lies_in_host_memory(value) or memory_kind(value.sharding) is None else "copy"
     if lies_in_host_memory(value):
         return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
     # What the user has put into the host's memory would not be copied by a device_put to there.
     return "send" if memory_kind(value.sharding) is None else "copy"
+
+
+@functools.lru_cache(maxsize=256)
+def _caster(sides: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def cut(array: Any, starts: Any) -> Any:
+        return lax.dynamic_slice(array, starts, sides).astype(dtype)
+
+    return jax.jit(cut)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mesh_of(device: Any) -> Mesh:
+    return Mesh(np.array([device]), ("own",))
+
+
+def _cast(array: Any, here: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+    """A part of an array on one device in another dtype, made there: one program for all parts of a shape."""
+    sides = tuple(cut.stop - cut.start for cut in here)
+    with moving_bits(_mesh_of(next(iter(array.sharding.device_set)))):
+        return _caster(sides, dtype)(array, [np.int64(cut.start) for cut in here])
 
 
 def _is_all(here: Index, shape: tuple[int, ...]) -> bool:
@@ -300,7 +347,7 @@ def _stacks_whole(value: jax.Array) -> bool:
     )
 
 
-def _stacked(obj: Object, values: Sequence[Any]) -> Staged:
+def _stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> Staged:
     """An object of packed rows, its leaves stacked on the devices where they lie."""
     first: jax.Array = values[0]
     held = _held(first)
@@ -318,9 +365,11 @@ def _stacked(obj: Object, values: Sequence[Any]) -> Staged:
             leaves = [_own_part(value, held, own) for value in leaves]
         with moving_bits(sharding.mesh):
             # Filled up with the last one, so that there is one program.
-            stacked = _stack(along)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
+            stacked = _stack(along, dtype)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
         sources.append((stacked, stacked_held, ((begun + start, begun + start + rows), *obj.box[1:])))
-    return _pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, first.dtype, None)
+    staged = _pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None)
+    staged.dtype = dtype
+    return staged
 
 
 @functools.lru_cache(maxsize=256)
@@ -340,8 +389,9 @@ def _own_part(value: jax.Array, held: Held, own: NamedSharding) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _stack(sharding: Sharding) -> Any:
+def _stack(sharding: Sharding, dtype: np.dtype[Any]) -> Any:
     def stack(leaves: list[jax.Array]) -> jax.Array:
+        leaves = [leaf.astype(dtype) for leaf in leaves]
         # As integers: XLA computes with small floats in wider ones, which is slow and changes the payload of NaNs.
         if jnp.issubdtype(leaves[0].dtype, jnp.floating) and leaves[0].dtype.itemsize < 4:
             bits = jnp.finfo(leaves[0].dtype).bits

@@ -14,9 +14,10 @@ from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.progress import Report
 from jaxckpt._runtime.threads import POLL_SECONDS, ending
 from jaxckpt._save.handover import Handover
-from jaxckpt._save.plan import WRITE_COPIES
+from jaxckpt._save.plan import WRITE_COPIES, Object
 from jaxckpt._save.prepare import Prepared
 from jaxckpt._save.publish import Share
+from jaxckpt._save.reuse import Written
 from jaxckpt._save.staging import Staged
 from jaxckpt._storage.objects import ArrayWriter, Pending
 
@@ -31,26 +32,28 @@ def write(save: Prepared, data: str, handover: Handover, rate: float | None, rep
             with save.group.watch.doing(f"writing to {save.store.url}"):
                 save.store.put(name, save.state, sync=save.options.sync)
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
-    return Share(written, state, save.clock.reported())
+    objects = [(obj.stack, obj.place, one.length, one.digest, one.content) for obj, one in written]
+    linked_bytes = sum(one.length for _, one in written if one.linked)
+    return Share(objects, linked_bytes, state, save.clock.reported())
 
 
 def _write_objects(
     save: Prepared, data: str, handover: Handover, rate: float | None, report: Report
-) -> list[tuple[int, str, int, str]]:
+) -> list[tuple[Object, Written]]:
     store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
     flights = _Flights(save.options.host_bytes // WRITE_COPIES)
-    written: list[tuple[int, str, int, str]] = []
+    written: list[tuple[Object, Written]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
     writers: dict[int, ArrayWriter] = {}
     paced_until = 0.0
 
     def land(done: Iterable[Landed]) -> None:
         with watch.doing(f"writing to {store.url}"):
-            for one, (length, digest) in done:
+            for one, found in done:
                 watch.moved()
                 handover.landed(one)
                 report(one.obj.n_bytes)
-                written.append((one.obj.stack, "/".join(map(str, one.obj.index)), length, digest))
+                written.append((one.obj, found))
 
     try:
         for one in _timed(handover, clock):
@@ -59,12 +62,12 @@ def _write_objects(
                 writers[obj.stack] = store.array_writer(data, stack, sync=save.options.sync)
             indices.setdefault(obj.stack, []).append(obj.index)
             land(flights.make_room(obj.n_bytes))
-            if rate is not None:
+            if rate is not None and obj not in save.reuse.originals:
                 _sleep_until(paced_until, handover.check)
                 paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / rate
             with clock.timed("device_to_host"):
-                source = one.data()
-            flights.launch(one, writers[obj.stack].write(obj.index, source), source)
+                pending, source = save.reuse.begin(one, stack, writers[obj.stack], data)
+            flights.launch(one, pending, source)
             if handover.starves():
                 land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
         land(flights.land_all())
@@ -98,8 +101,8 @@ def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:
         yield one
 
 
-Landed = tuple[Staged, tuple[int, str]]
-"""What was written, its length and its digest."""
+Landed = tuple[Staged, Written]
+"""What was written, and as what."""
 
 
 class _Flights:
@@ -108,14 +111,14 @@ class _Flights:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._queue: deque[tuple[Staged, Pending, Pieces]] = deque()
+        self._queue: deque[tuple[Staged, Pending, Pieces | None]] = deque()
 
     def make_room(self, n_bytes: int) -> Iterator[Landed]:
         """Wait until `n_bytes` more may fly; yields those that are done."""
         while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
             yield self._land()
 
-    def launch(self, one: Staged, pending: Pending, source: Pieces) -> None:
+    def launch(self, one: Staged, pending: Pending, source: Pieces | None) -> None:
         """Add a write whose data is `source`, which is kept until it has landed."""
         self._queue.append((one, pending, source))
         self._bytes += one.obj.n_bytes

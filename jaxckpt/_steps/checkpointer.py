@@ -25,6 +25,7 @@ from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.describe import Recent
 from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.reuse import Last
 from jaxckpt._save.save import start
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
@@ -132,6 +133,7 @@ class Checkpointer:
             self._notice = Notice(group.count, seconds(preemption_seconds, "preemption_seconds"))
             self._recent = Recent()
             self._last = LastSave()
+            self._published = Last(self._directory.newest)
             self._restored: int | None = None
             self._preempted = False
             self._trains = False
@@ -250,6 +252,7 @@ class Checkpointer:
                     step=record,
                     components=tuple(self._directory.rules.components),
                     recent=self._recent,
+                    last=self._published,
                     check=functools.partial(self._admit, record, overwrite=overwrite, last_one=last_one),
                     then=functools.partial(self._deletion.begin, record),
                     on_done=on_done,

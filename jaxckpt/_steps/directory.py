@@ -44,6 +44,11 @@ class Directory:
         """The published steps, oldest first."""
         return step_folders(self.store)[0]
 
+    def newest(self) -> Store | None:
+        """The store of the newest step."""
+        steps = self.steps()
+        return self.child(steps[-1]) if steps else None
+
     def look(self, step: int) -> SavedStep | None:
         """What a step's manifest says, read once; None if it is missing or damaged."""
         found = self._known.get(step)

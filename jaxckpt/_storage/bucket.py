@@ -35,7 +35,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import readable, storage_errors
 from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, wanted_whole
-from jaxckpt._storage.objects import MOST_BYTES, Pending
+from jaxckpt._storage.objects import MOST_BYTES, Objects, Pending
 from jaxckpt._storage.store import Writer
 from jaxckpt._storage.tensors import ROOT_CONTEXT
 from jaxckpt._storage.workers import Then
@@ -147,6 +147,11 @@ class Bucket:
             self._keys.write(key, None).result()
 
     # Arrays -----------------------------------------------------------------------------------------------
+
+    links = False  # deletion would have to count references
+
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
+        return False
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> EncodingWriter:
         return EncodingWriter(f"{self.url}/{data}", stack, lambda key, *found: self._begin_put(f"{data}/{key}", *found))

@@ -25,7 +25,8 @@ import crc32c
 import numpy as np
 
 from jaxckpt._format import zarr
-from jaxckpt._format.grid import Box, contains, extent, within
+from jaxckpt._format.chunks import chunks_of, in_place
+from jaxckpt._format.grid import Box, extent, within
 from jaxckpt._format.pieces import Array, Pieces, as_bits
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.zarr import Bytes
@@ -73,26 +74,8 @@ class FileWriter:
         stack = self.stack
         size = stack.chunk_stored_bytes
         out = _Output(handle, size)
-        scratch, used = np.empty(0, np.uint8), 0
-        for part in pieces.apart(stack.chunk):
-            array = part.alone
-            in_place = array is not None and array.flags.c_contiguous
-            run = zarr.numbers_in_one_run(stack, index, part.box) if in_place else None
-            if array is not None and run is not None:
-                out.add(run, array.reshape(-1).view(np.uint8))
-                continue
-            for block in zarr.chunk_runs(stack, index, part.box):
-                data = None if array is None else _in_place(block, part.box, array)
-                if data is None:
-                    needed = block.chunks * (size - 4)
-                    if used + needed > len(scratch):
-                        out.write()  # what is in the scratch
-                        used = 0
-                        if needed > len(scratch):
-                            scratch = np.empty(max(needed, zarr.RUN_BYTES), np.uint8)
-                    data = part.gathered(block.box, scratch[used:])
-                    used += needed
-                out.add(block.numbers, data)
+        for numbers, data in chunks_of(stack, index, pieces, out.write):
+            out.add(numbers, data)
         entries = np.full((stack.chunks_per_object, 2), zarr.ABSENT, "<u8")
         entries[out.numbers, 0] = np.arange(len(out.numbers)) * size
         entries[out.numbers, 1] = size
@@ -165,7 +148,7 @@ class FileReader(ArrayReader):
                 wanted.append((run, target.reshape(-1).view(np.uint8), None, part, target))
             else:
                 blocks = zarr.chunk_runs(stack, index, part)
-                wanted += ((block.numbers, _in_place(block, part, target), block, part, target) for block in blocks)
+                wanted += ((block.numbers, in_place(block.box, part, target), block, part, target) for block in blocks)
         wanted.sort(key=lambda one: found.start(one[0][0]))
         waiting, chunks, aside = list[int](), list[Any](), list[tuple[Bytes, Box, Box, Array]]()
         scratch, used = np.empty(0, np.uint8), 0
@@ -289,14 +272,6 @@ _Wanted = tuple[Box, Array]
 """A box within an object, and the array that it is read into."""
 
 
-def _in_place(run: zarr.ChunkRun, box: Box, target: Array) -> Bytes | None:
-    """The bytes of the target that a run of chunks fills, if all of it is wanted, in one piece."""
-    if not contains(box, run.box):
-        return None
-    place = target[within(run.box, box)]
-    return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
-
-
 # System calls ---------------------------------------------------------------------------------------------
 
 
@@ -305,20 +280,25 @@ def _path(folder: str, index: tuple[int, ...]) -> str:
 
 
 def _created(path: str, folder: str) -> int:
-    """A new file, and the folders that it needs below `folder`, which must be there: its deletion ends the save."""
+    """A new file, and the folders that it needs below `folder`."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     try:
         return os.open(path, flags, 0o666)
     except FileNotFoundError:
-        above = [os.path.dirname(path)]
-        while len(above[-1]) > len(folder) + 2:
-            above.append(os.path.dirname(above[-1]))
-        for missing in reversed(above):
-            try:
-                os.mkdir(missing)
-            except FileExistsError:
-                continue
+        make_folders(path, folder)
         return os.open(path, flags, 0o666)
+
+
+def make_folders(path: str, folder: str) -> None:
+    """Create the folders of an object below its stack's `folder`, which must exist: its deletion ends the save."""
+    above = [os.path.dirname(path)]
+    while len(above[-1]) > len(folder) + 2:
+        above.append(os.path.dirname(above[-1]))
+    for missing in reversed(above):
+        try:
+            os.mkdir(missing)
+        except FileExistsError:
+            continue
 
 
 def _rows(data: Bytes, count: int) -> list[Any]:

@@ -33,10 +33,11 @@ from jaxckpt._runtime.errors import DataError, StorageError
 from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import storage_errors, system_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
-from jaxckpt._storage.objects import MOST_BYTES, ArrayReader, ArrayWriter, Pending
+from jaxckpt._storage.links import link
+from jaxckpt._storage.objects import MOST_BYTES, ArrayReader, ArrayWriter, Objects, Pending
 from jaxckpt._storage.store import Writer
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
-from jaxckpt._storage.workers import Then
+from jaxckpt._storage.workers import All, Then, submit
 
 _LOCK_SECONDS = 300.0
 """A sweep that holds it may have many files to delete."""
@@ -134,6 +135,13 @@ class Folder:
             folder = self._path(data, stack.name)
             return FileReader(folder, stack, stored, lambda path: self._look(path[below:], plain)[1])
         return _TensorFileReader(self, data, stack, stored, TensorReader(self._open_array(data, stack, sync=False)))
+
+    links = True
+
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
+        stack = self._path(new.partition("/c/")[0])
+        same_kind = isinstance(source, Folder)
+        return same_kind and link(source._path(old), self._path(new), stack, length, sync=sync)
 
     def _own_files(self, stack: Stack) -> bool:
         return self.io == "auto" and stack.compression is None
@@ -324,8 +332,8 @@ class Folder:
             while len(folder) > len(top):
                 folders.add(folder)
                 folder = os.path.dirname(folder)
-        for folder in sorted(folders):
-            sync_path(folder)
+        # At once: a journal commits them together.
+        All([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         """Any folder above may be new."""

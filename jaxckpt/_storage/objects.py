@@ -63,6 +63,14 @@ class Objects(Protocol):
 
     # Objects as bytes
 
+    links: bool
+    """Whether an object of another checkpoint can get a name in this one without being copied."""
+
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
+        """Have the object of `length` bytes at the key `old` of `source` at the key `new` here as well; returns whether
+        that was possible. With `sync` its data is made durable first."""
+        ...
+
     def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
         """What is wrong with objects of these lengths, as far as that shows without reading them whole."""
         ...

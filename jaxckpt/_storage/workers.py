@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxckpt._runtime.threads import Task, ending, start_thread
 
@@ -109,3 +109,29 @@ class All:
                 error = error or found
         if error is not None:
             raise error
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Work whose result is further work, as one."""
+
+    first: Any
+
+    def done(self) -> bool:
+        return self.first.done() and self.first.result().done()
+
+    def result(self) -> Any:
+        return self.first.result().result()
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    """Work that nothing is left to do of, and its result."""
+
+    value: T
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> T:
+        return self.value

@@ -284,6 +284,7 @@ def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
         ["report", "run1/00000300", "-o", str(tmp_path / "c.html"), "--mesh", "model=2", "--histograms"],
         ["pin", "run1@300", "--name", "kept"],
         ["unpin", "run1@kept"],
+        ["fork", "run1@300", str(tmp_path / "forked")],
         ["rm", str(tmp_path / "a"), "--yes"],
     ]
     assert {command[0] for command in commands} >= main.commands.keys() - {"integrate"}

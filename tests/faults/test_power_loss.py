@@ -26,7 +26,7 @@ import jaxckpt
 
 pytestmark = pytest.mark.child
 
-CALLS = "fsync,fdatasync,rename,openat,mkdir,write,writev,unlink,unlinkat,rmdir,sendto"
+CALLS = "fsync,fdatasync,rename,openat,mkdir,write,writev,unlink,unlinkat,rmdir,link,linkat,sendto"
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +134,11 @@ class Disk:
                 folder.put(name, None, call.ended)
                 target.put(new, found, call.ended)
                 found.content = call.paths[1]
+            case "link" | "linkat":
+                assert isinstance(found, File), call
+                target, new = self._at(call.paths[1])
+                target.put(new, found, call.ended)
+                found.content = call.paths[1]  # which outlives the old name here
             case _:
                 folder.put(name, None, call.ended)
 
@@ -269,6 +274,34 @@ def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
         there = tmp_path / f"left-{number}"
         left.lose_power(there, draw)
         fault.saw(check(there / "new" / "deeper" / "ckpt", old, acknowledged))
+        shutil.rmtree(there)
+
+
+def check_frozen(folder: Path, acknowledged: int | None) -> str:
+    """What a run's directory holds, whose steps have objects in common: each step whole, the acknowledged one too."""
+    steps = sorted(int(found.parent.name) for found in folder.glob("*/manifest.json"))
+    assert [victims.frozen_step(folder / f"{step:08d}") for step in steps] == steps
+    assert acknowledged is None or max(steps, default=0) >= acknowledged, f"{steps}, acknowledged {acknowledged}"
+    return f"{len(steps)} whole"
+
+
+@needs_strace
+@pytest.mark.fault(
+    4,
+    "power lost at any call of saves that link what earlier steps have",
+    "each step that is published is whole; what was acknowledged is published",
+    quick=60,
+)
+def test_after_a_power_loss_amid_links(fault: Fault, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    disk, calls = trace(tmp_path / "linked", tmp_path / "empty", victims.keep_frozen, 1, 3)  # it deletes none
+    assert sum(call.name in ("link", "linkat") for call in calls) == 8
+    draws: list[Callable[[int], int]] = [lambda _: 0, lambda n: n - 1, *(fault.random.randrange for _ in range(3))]
+    cases = [(cut, draw) for draw in draws for cut in range(len(calls) + 1)]
+    for number, (cut, draw) in enumerate(fault.rounds(cases)):
+        left, acknowledged = after(disk, calls[:cut])
+        left.lose_power(there := tmp_path / f"left-{number}", draw)
+        fault.saw(check_frozen(there / "new" / "deeper" / "ckpt", acknowledged))
         shutil.rmtree(there)
 
 

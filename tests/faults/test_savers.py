@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import victims
 from reliability import Fault
 from rivals import MOMENTS, ORBAX_CHECKPOINTER, ORBAX_MANAGER, Saver, data_folders, version, versions_at, versions_in
 
@@ -66,6 +67,25 @@ def run_races(fault: Fault, tmp_path: Path, *, overwrite: bool) -> None:
                 # To replace is what the second was asked for, where it began after the first had published.
                 fault.saw("one won, the other raised" if losers else "both saved, one after the other")
             assert len(data_folders(path)) == 1, "the loser's data is taken away"
+
+
+@pytest.mark.fault(
+    13, "two runs replace one step again and again, and link what they had there", PROMISE, quick=2, full=40
+)
+def test_two_savers_that_link(fault: Fault, tmp_path: Path) -> None:
+    for number in fault.rounds():
+        path = tmp_path / str(number)
+        with contextlib.ExitStack() as stack:
+            makers = [victims.Saver(victims.keep_frozen, str(path), 1, 12, base, True) for base in (1, 2)]
+            savers = [stack.enter_context(saver) for saver in makers]
+            for saver in savers:
+                saver.go()
+            said = [text for saver in savers for text in saver.end()]
+        assert all(isinstance(text, int) or "another save published" in text for text in said), said
+        assert jaxckpt.verify(path).ok
+        fault.saw(f"whole: version {victims.frozen_step(path / '00000001') > 0}")
+        assert len(data_folders(path / "00000001")) == 1
+        assert all(file.stat().st_nlink == 1 for file in path.rglob("data-*/*/c/**/*") if file.is_file())
 
 
 @pytest.mark.fault(13, "three threads of one process save to one path", PROMISE, quick=5, full=50)

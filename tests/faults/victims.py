@@ -116,6 +116,32 @@ def move_steps(say: Say, folder: str, number: int) -> None:
     say(number)
 
 
+def frozen(number: int) -> np.ndarray[Any, Any]:
+    """What does not change from step to step: four objects. Every process has others."""
+    return np.arange(64 * 256, dtype=np.int32).reshape(64, 256) + (number << 20)
+
+
+def keep_frozen(say: Say, folder: str, first: int, count: int, base: int = 0, overwrite: bool = False) -> None:
+    """Save step after step, or one step again and again, most of which is linked, and tell which are there."""
+    held = jax.device_put(frozen(base))
+    with jaxckpt.Checkpointer(folder, background=False, options=OPTIONS) as checkpoints:
+        for number in range(first, first + count):
+            step = first if overwrite else number
+            try:
+                checkpoints.save(step, {**version(number), "base": base, "frozen": held}, overwrite=overwrite)
+            except jaxckpt.CheckpointExistsError as error:
+                say(str(error))
+            else:
+                say(number)
+
+
+def frozen_step(path: str | os.PathLike[str]) -> int:
+    """The version that a step of `keep_frozen` holds, checked to the bit."""
+    tree = jaxckpt.load_numpy(path)
+    np.testing.assert_array_equal(tree["frozen"], frozen(tree["base"]))
+    return require_version(tree)
+
+
 def delete_step(say: Say, folder: str, number: int) -> None:
     """Delete a step with a Checkpointer."""
     with jaxckpt.Checkpointer(folder) as checkpoints:

@@ -31,9 +31,9 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     stack = _staging._stacked
 
-    def counted(obj: Any, values: Any) -> Any:
+    def counted(obj: Any, values: Any, dtype: Any) -> Any:
         seen.append(values[0].dtype.name)
-        return stack(obj, values)
+        return stack(obj, values, dtype)
 
     monkeypatch.setattr(_staging, "_stacked", counted)
     return seen

@@ -1,0 +1,109 @@
+"""Which dtype each leaf is cast to: what `dtype=` says for it, if that loses no more than was asked for."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxckpt._format.dtypes import DTYPES, dtype_name, lossless
+from jaxckpt._format.paths import closest, longest_head
+from jaxckpt._format.tree import flatten
+from jaxckpt._runtime.errors import InputError, Problem, show
+from jaxckpt._runtime.options import Options
+
+Dtypes = Any
+"""A dtype, a pytree prefix of them, or a function of (path, leaf)."""
+
+CASTABLE = ("jax", "numpy", "numpy_scalar")
+"""The kinds of leaves that can be cast."""
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+@dataclass(frozen=True, slots=True)
+class Castable:
+    """A leaf that `dtype=` may be about."""
+
+    path: str
+    leaf: Any
+    """What a function is given."""
+
+    dtype: np.dtype[Any] | None
+    """Its own; None for PRNG keys, and for what is no array."""
+
+
+def resolve_casts(
+    asked: Dtypes, leaves: Sequence[Castable], options: Options
+) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
+    """The dtype of each leaf that gets another one, by path, and what cannot be done.
+
+    A dtype for the tree or a container is for the leaves below of the same kind of number: bfloat16 leaves integers as
+    they are. A function, and a dtype at a leaf's own path, are obeyed. Raises InputError if an entry is no dtype or is
+    for nothing.
+    """
+    chosen: dict[str, np.dtype[Any]] = {}
+    problems: list[Problem] = []
+    for one, wanted in _wanted(asked, leaves):
+        if one.dtype is None:
+            reason = f"is no array of numbers, and dtype= gives {wanted} for it"
+            problems.append(Problem(one.path, reason, "leave the leaf out of dtype="))
+        elif wanted != one.dtype:
+            chosen[one.path] = wanted
+            if not _may_cast(one.dtype, wanted, options):
+                reason = f"has dtype {one.dtype}, and dtype= gives {wanted}: a lossy cast"
+                problems.append(Problem(one.path, reason, 'Options(cast="unsafe") allows lossy casts'))
+    return chosen, problems
+
+
+def _wanted(asked: Dtypes, leaves: Sequence[Castable]) -> list[tuple[Castable, np.dtype[Any]]]:
+    """(leaf, dtype) of each leaf that a dtype is asked for."""
+    if callable(asked) and not _is_dtype(asked) and jax.tree_util.all_leaves([asked]):
+        answers = [(one, asked(one.path, one.leaf)) for one in leaves if one.dtype is not None]
+        return [(one, _dtype(answer, one.path)) for one, answer in answers if answer is not None]
+    by_prefix = {entry.path: _dtype(entry.value, entry.path) for entry in flatten(asked)[0]}
+    unused = dict(by_prefix)
+    found: list[tuple[Castable, np.dtype[Any]]] = []
+    for one in leaves:
+        head = longest_head(one.path, by_prefix)
+        if head is not None and (head == one.path or _alike(one.dtype, by_prefix[head])):
+            unused.pop(head, None)
+            found.append((one, by_prefix[head]))
+    if unused:
+        path, dtype = next(iter(unused.items()))
+        hint = closest(path, (one.path for one in leaves)) if path else ""
+        raise InputError(f"dtype= gives {dtype} for {show(path)}, but no leaf of that kind of number is there{hint}")
+    return found
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, (str, type, np.dtype)) or hasattr(value, "dtype")
+
+
+def _dtype(value: Any, path: str) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(value) if _is_dtype(value) else None
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype_name(dtype) not in DTYPES:
+        raise InputError(
+            f"dtype= gives {reprlib.repr(value)} for {show(path)}; expected a dtype such as jnp.bfloat16, one of"
+            f" {', '.join(DTYPES)}"
+        )
+    return dtype
+
+
+def _alike(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
+    """Whether two dtypes are of one kind of number."""
+    return own is not None and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS)
+
+
+def _may_cast(own: np.dtype[Any], wanted: np.dtype[Any], options: Options) -> bool:
+    """Whether a cast loses nothing, or only what asking for fewer digits means."""
+    inexact = any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:])
+    return inexact or options.cast == "unsafe" or lossless(own, wanted)

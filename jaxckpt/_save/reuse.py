@@ -1,0 +1,235 @@
+"""Reuse: objects that an earlier save wrote and that have not changed are linked, not written.
+
+    the caller's thread:       own objects ─▶ what they hold, by their arrays' identities ─▶ originals that still exist
+    the thread that writes:    original ─▶ link; else data ─▶ digest, if asked for ─▶ link; else write
+    once it is published:      what the objects hold, their lengths and digests are kept for the next save
+
+Each process decides this for the objects that it writes; no other process needs to know.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxckpt._format import zarr
+from jaxckpt._format.chunks import content_digest
+from jaxckpt._format.pieces import Pieces
+from jaxckpt._format.stacks import Stack
+from jaxckpt._runtime.errors import JaxckptError, StorageError
+from jaxckpt._runtime.options import Options
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.plan import Object, SavePlan
+from jaxckpt._save.staging import Staged
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.objects import ArrayWriter, Pending
+from jaxckpt._storage.store import Store
+from jaxckpt._storage.workers import Continued, Done, Then, submit
+
+StoredObject = tuple[int, str, int, str, str]
+"""Stack, place, length, digest and content's digest of an object; the last is empty if none was computed."""
+
+_Holds = tuple[Any, ...]
+"""What decides the bytes of an object: its stack's dtype and sides; and its box and the identities of the arrays in its
+rows, or the digest of its content."""
+
+
+_Arrays = Sequence[weakref.ref[Any]]
+"""The arrays in the rows of an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """An object of an earlier checkpoint."""
+
+    key: str
+    """Where it lies, below that checkpoint's path."""
+
+    length: int
+    digest: str
+    content: str
+    """The digest of its content; empty if none was recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An object that was written, or linked."""
+
+    length: int
+    digest: str
+    content: str = ""
+    linked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A published checkpoint, as far as this process may use its objects again."""
+
+    store: Store
+
+    is_synced: bool = False
+    """Whether its objects are known to be on the disk."""
+
+    by_arrays: Mapping[_Holds, tuple[Original, _Arrays]] = field(
+        default_factory=dict[_Holds, "tuple[Original, _Arrays]"]
+    )
+    """With the arrays that it was saved from: the identity of a dead one may be another one's by now."""
+
+    by_content: Mapping[_Holds, Original] = field(default_factory=dict[_Holds, Original])
+
+
+@dataclass(slots=True)
+class Last:
+    """The last save of a Checkpointer that was published."""
+
+    newest: Callable[[], Store | None]
+    """Finds the newest step, for the first save."""
+
+    base: Base | None = None
+
+    has_links: bool = True
+    """False once the storage has refused all links of a save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What this process does not write again in a save."""
+
+    store: Store
+    options: Options
+    last: Last | None
+    base: Base | None = None
+
+    originals: Mapping[Object, Original] = field(default_factory=dict[Object, Original])
+    """The objects that hold the same arrays as before."""
+
+    holds: Mapping[tuple[int, str], tuple[_Holds, _Arrays]] = field(
+        default_factory=dict[tuple[int, str], "tuple[_Holds, _Arrays]"]
+    )
+    """What each object of arrays holds, by stack and place."""
+
+    @property
+    def _compares(self) -> bool:
+        """Whether objects are compared by content."""
+        return self.options.reuse == "content" and self.store.links
+
+    # The thread that writes -------------------------------------------------------------------------------
+
+    def begin(self, one: Staged, stack: Stack, writer: ArrayWriter, data: str) -> tuple[Pending, Pieces | None]:
+        """Start to link or write an object: (what results in a `Written`, data that must be kept until then)."""
+        original = self.originals.get(one.obj)
+        source = None if original else one.data()
+        if source is not None and not self._compares:
+            return Then(writer.write(one.obj.index, source), _written), source
+        return Continued(submit(functools.partial(self._link, one, original, source, stack, writer, data))), source
+
+    def _link(
+        self,
+        one: Staged,
+        original: Original | None,
+        source: Pieces | None,
+        stack: Stack,
+        writer: ArrayWriter,
+        data: str,
+    ) -> Pending:
+        """Link an object if it can be, else start to write it."""
+        index = one.obj.index
+        content = original.content if original else ""
+        if source is not None:
+            content = content_digest(stack, index, source)
+            original = self.base.by_content.get((*_form(stack), content)) if self.base else None
+        if original is not None and self.base is not None:
+            key, sync = f"{data}/{zarr.object_key(stack, index)}", self.options.sync and not self.base.is_synced
+            if self.store.link(self.base.store, original.key, key, original.length, sync=sync):
+                return Done(Written(original.length, original.digest, content, linked=True))
+        try:
+            source = one.data() if source is None else source
+        except RuntimeError as error:  # JAX's, of a deleted array
+            raise StorageError(
+                errno.ENOENT,
+                f"{original and original.key} was to be used again and can no longer be linked, and its arrays, which"
+                " would be written instead, were donated or deleted meanwhile: save again",
+            ) from error
+        return Then(writer.write(index, source), functools.partial(_written, content=content))
+
+    def keep(self, data: str, stacks: Sequence[Stack], objects: Iterable[StoredObject], linked_bytes: int) -> None:
+        """Remember what this process wrote, now that it is published, for the next save."""
+        last = self.last
+        if last is None:
+            return
+        if self.originals and not linked_bytes:
+            last.has_links = False
+        by_arrays, by_content = dict[_Holds, tuple[Original, _Arrays]](), dict[_Holds, Original]()
+        for number, place, length, digest, content in objects:
+            stack = stacks[number]
+            original = Original(f"{data}/{stack.name}/c/{place}", length, digest, content)
+            if found := self.holds.get((number, place)):
+                held, arrays = found
+                by_arrays[held] = original, arrays
+            if content:
+                by_content[*_form(stack), content] = original
+        last.base = Base(self.store, self.options.sync, by_arrays, by_content)
+
+
+def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, last: Last | None) -> Reuse:
+    """Find what need not be written again, and note what each object holds."""
+    if options.reuse is None or not store.links:
+        return Reuse(store, options, None)
+    base = last.base if last else None
+    if base is None and options.reuse == "content":
+        base = next(filter(None, map(_on_disk, (store, last.newest() if last else None))), None)
+    if last is None or not last.has_links:
+        return Reuse(store, options, last, base)
+    values = draft.values
+    steady = {kind for kind in {*map(type, values.values())} if issubclass(kind, jax.Array)}
+    originals, holds = dict[Object, Original](), dict[tuple[int, str], tuple[_Holds, _Arrays]]()
+    for obj in plan.objects:
+        rows = [values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
+        if plan.moved[obj.stack] or not steady.issuperset(map(type, rows)):
+            continue
+        held = (*_form(plan.stacks[obj.stack]), obj.box[1:], *map(id, rows))
+        known = base.by_arrays.get(held) if base else None
+        if known and all(map(operator.is_, [array() for array in known[1]], rows)):
+            originals[obj], arrays = known
+        else:
+            arrays = [*map(weakref.ref, rows)]
+        holds[obj.stack, obj.place] = held, arrays
+    if base and originals:
+        try:
+            odd = base.store.misfits({original.key: original.length for original in originals.values()})
+        except JaxckptError:
+            odd = None  # the store cannot be read: none is used
+        originals = {obj: found for obj, found in originals.items() if odd is not None and found.key not in odd}
+    return Reuse(store, options, last, base, originals, holds)
+
+
+def _on_disk(store: Store | None) -> Base | None:
+    """The checkpoint at a store, if it has digests of its content."""
+    if store is None:
+        return None
+    try:
+        manifest, _ = load_manifest(store)
+    except JaxckptError:  # there is none, or it is damaged: then all is written
+        return None
+    found = dict[_Holds, Original]()
+    for record, stack in zip(manifest.stacks, manifest.arrays, strict=True):
+        for place, content in record.contents.items():
+            key = f"{manifest.data}/{stack.name}/c/{place}"
+            found[*_form(stack), content] = Original(key, *record.objects[place], content)
+    return Base(store, by_content=found) if found else None
+
+
+def _written(pending: Pending, content: str = "") -> Written:
+    length, digest = pending.result()
+    return Written(length, digest, content)
+
+
+def _form(stack: Stack) -> _Holds:
+    return stack.dtype, stack.chunk, stack.object, stack.compression

@@ -1,0 +1,112 @@
+"""Forking a run: a step of it becomes the first step of another run, without a copy of its data."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import NoReturn
+
+from jaxckpt._format import zarr
+from jaxckpt._format.manifest import state_name
+from jaxckpt._restore.source import Native, source_at
+from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, counted
+from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.threads import uninterrupted
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import store_at
+from jaxckpt._storage.steps import require_step, run_and_step, step_folders, step_name
+from jaxckpt._storage.store import Store
+
+
+def fork(
+    run: str | os.PathLike[str],
+    new_run: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    options: Options | None = None,
+) -> int:
+    """Begin a new run with a step of another one, without copying its data: the files get second names (hard links).
+
+    Either run may delete its step at any time, and the other one keeps the data. One process calls it; it takes
+    milliseconds. The metrics, metadata and process states of the step come with it; the names of pinned steps do not.
+
+    Args:
+        run: The directory of the run, or one of its steps, as in "run@best".
+        new_run: The directory of the new run, on the same file system, in which there is no step yet.
+        step: The number of the step; by default the newest, or the one that `run` names.
+        options: `sync`; see `Options`.
+
+    Returns:
+        The number of the step.
+
+    Raises:
+        CheckpointExistsError: `new_run` has steps, or something else stands in its place.
+        InputError: One of the paths is an object store or on another file system, or a link is refused; `run` is no
+            run. `convert(run, f"{new_run}/{step:08d}")` makes a copy.
+        NotACheckpointError: There is no such step, or it was deleted meanwhile.
+        DataError: A file of the step is missing or of another length.
+
+    Examples:
+        >>> import shutil, jax.numpy as jnp, jaxckpt
+        >>> for name in ("forked", "fork"):
+        ...     shutil.rmtree(f"/tmp/jaxckpt-doc/{name}", ignore_errors=True)
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/forked") as steps:
+        ...     saved = steps.save(40, {"w": jnp.ones(4)})
+        >>> jaxckpt.fork("/tmp/jaxckpt-doc/forked", "/tmp/jaxckpt-doc/fork", step=40)
+        40
+        >>> jaxckpt.restore("/tmp/jaxckpt-doc/fork")["w"].shape
+        (4,)
+    """
+    options = given(options)
+    path = os.fspath(run) if step is None else f"{os.fspath(run).rstrip('/')}@{require_step(step)}"
+    source, _ = source_at(path, options)
+    found = run_and_step(source.store) if isinstance(source, Native) else None
+    if not isinstance(source, Native) or found is None:
+        raise InputError(f"{source.url} is not a step in a run's directory: give a run, or one of its steps")
+    new = store_at(new_run, options).anchored()
+    if new.is_file() or (steps := step_folders(new)[0]):
+        what = "is a file" if new.is_file() else f"has {counted(len(steps), 'step')}"
+        raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
+    uninterrupted(functools.partial(_fork, source, new.child(step_name(found[1])), options.sync))
+    return found[1]
+
+
+def _fork(source: Native, target: Store, sync: bool) -> None:
+    """Link the objects of a checkpoint, write its small files again, and publish it."""
+    manifest, content = load_manifest(source.store)
+    data = manifest.data
+    target.sweep(None)  # what a fork that was killed left
+    writer = target.begin(manifest.save_id, None)
+    try:
+        for record, stack in zip(manifest.stacks, manifest.arrays, strict=True):
+            target.create_array(data, stack)
+            for index, _ in stack.objects():
+                key = f"{data}/{zarr.object_key(stack, index)}"
+                length, _ = record.stored(index)
+                if not target.link(source.store, key, key, length, sync=False):  # as durable as it is there
+                    _raise_why(source, target, key, length)
+            if sync:
+                target.sync_folders(data, stack, (index for index, _ in stack.objects()))
+        for process in range(len(manifest.process_states)):
+            key = f"{data}/{state_name(process)}"
+            target.put(key, source.store.read(key) or b"", sync=sync)
+        if sync:
+            target.sync_data(data, manifest.arrays)
+        target.publish(data, content, None, sync=sync)
+    except BaseException:
+        writer.release(keep=False)
+        raise
+    writer.release(keep=True)
+
+
+def _raise_why(source: Native, target: Store, key: str, length: int) -> NoReturn:
+    """Raise what kept an object from being linked."""
+    became = source.fate()
+    if became is not None:
+        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being forked")
+    if odd := source.store.misfits({key: length}):
+        raise DataError(f"{source.url}/{key} {odd[key]}")
+    raise InputError(
+        f"{source.url}/{key} cannot be linked to {target.url}: both must be on one file system that has hard links, and"
+        f" the file must be yours. convert({source.url!r}, {target.url!r}) makes a copy instead"
+    )

@@ -1,0 +1,199 @@
+"""`dtype=` of save and restore: what is asked for is cast, what loses more than that is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt._save import staging as _staging
+
+BF16 = ml_dtypes.bfloat16
+
+
+def state() -> dict[str, Any]:
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    rng = np.random.default_rng(0)
+
+    def on(shape: tuple[int, ...], *spec: Any) -> jax.Array:
+        return jax.device_put(rng.standard_normal(shape, np.float32), NamedSharding(mesh, P(*spec)))
+
+    return {
+        "params": {"w": on((16, 8), "x", "y"), "b": on((8,), "y"), "scale": jnp.float32(1.25)},
+        "many": [on((4, 8), "x") for _ in range(40)],
+        "host": rng.standard_normal(5),
+        "scalar": np.float64(0.1),
+        "count": jnp.int32(70001),
+        "mask": jnp.array([True, False]),
+        "key": jax.random.key(0),
+        "lr": 0.1,
+        "name": "x" * 5000,
+    }
+
+
+def cast_of(tree: Any, dtype: Any = BF16) -> Any:
+    def cast(leaf: Any) -> Any:
+        floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return np.asarray(leaf).astype(dtype) if floating else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def require_equal(found: Any, expected: Any) -> None:
+    def same(a: Any, b: Any) -> None:
+        if isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    jax.tree.map(same, found, expected)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("save", [jaxckpt.save, lambda *given, **how: jaxckpt.save_async(*given, **how).wait()])
+def test_floats_are_cast_and_nothing_else(
+    tmp_path: Path, save: Any, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_staging, "STACK_PIECES", 2 if stacked else 1 << 30)
+    tree = state()
+    info = save(tmp_path / "a", tree, dtype=jnp.bfloat16)
+    require_equal(jaxckpt.restore(tmp_path / "a"), cast_of(tree))
+    floats = sum(
+        leaf.size for leaf in jax.tree.leaves(tree) if getattr(leaf, "dtype", None) in (np.float32, np.float64)
+    )
+    assert info.total_bytes == 2 * floats + 4 + 2 + 8 + 5000
+    assert {leaf.weak_type for leaf in jax.tree.leaves(tree["params"])} == {False}
+
+
+def test_large_leaves_are_cast_an_object_at_a_time(tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(1 << 16, dtype=jnp.float32).reshape(256, 256) / 7, "host": np.arange(1 << 14) / 3}
+    options = jaxckpt.Options(object_bytes=8 << 10, chunk_bytes=1 << 10, host_bytes=64 << 10)
+    jaxckpt.save(tmp_path / "a", tree, dtype=jnp.float16, options=options)
+    require_equal(jaxckpt.load_numpy(tmp_path / "a"), cast_of(tree, np.float16))
+
+
+def test_a_save_with_specs_is_cast_too(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((8,), ("z",))
+    w = state()["params"]["w"]
+    jaxckpt.save(tmp_path / "a", {"w": w}, mesh=mesh, specs=P(None, "z"), dtype=jnp.bfloat16)
+    found = jaxckpt.restore(tmp_path / "a")["w"]
+    assert found.sharding.spec == P(None, "z")
+    require_equal({"w": found}, cast_of({"w": w}))
+
+
+def test_a_prefix_and_a_function_choose(tmp_path: Path) -> None:
+    tree = state()
+    wanted = tree | {"params": cast_of(tree["params"])}
+    jaxckpt.save(tmp_path / "a", tree, dtype={"params": jnp.bfloat16})
+    require_equal(jaxckpt.restore(tmp_path / "a"), wanted)
+    seen: list[str] = []
+
+    def choose(path: str, leaf: Any) -> Any:
+        seen.append(path)
+        return "bfloat16" if path.startswith("params/") and leaf.dtype == np.float32 else None
+
+    jaxckpt.save(tmp_path / "b", tree, dtype=choose)
+    require_equal(jaxckpt.restore(tmp_path / "b"), wanted)
+    assert {"key", "lr", "name"}.isdisjoint(seen), "neither keys nor values of Python's are offered"
+    jaxckpt.save(tmp_path / "c", tree)
+    for dtype in ({"params": jnp.bfloat16}, choose):
+        require_equal(jaxckpt.restore(tmp_path / "c", dtype=dtype), wanted)
+
+
+def test_wider_dtypes_lose_nothing(tmp_path: Path) -> None:
+    tree = {"h": jnp.arange(5, dtype=jnp.bfloat16), "n": jnp.arange(5, dtype=jnp.int8), "b": jnp.array([True])}
+    jaxckpt.save(tmp_path / "a", tree, dtype={"h": jnp.float32, "n": np.int32, "b": np.float16})
+    found = jaxckpt.restore(tmp_path / "a")
+    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [np.float16, np.float32, np.int32]
+    require_equal(jax.tree.map(lambda a, b: a.astype(b.dtype), found, tree), tree)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        ({"count": jnp.bfloat16}, "'count' has dtype int32, and dtype= gives bfloat16: a lossy cast"),
+        (lambda path, leaf: jnp.bfloat16, "'count' has dtype int32, and dtype= gives bfloat16: a lossy cast"),
+        (jnp.int16, "'count' has dtype int32, and dtype= gives int16: a lossy cast"),
+        ({"params": {"w": jnp.int32}}, "'params/w' has dtype float32, and dtype= gives int32: a lossy cast"),
+        ({"key": jnp.bfloat16}, "'key' is no array of numbers, and dtype= gives bfloat16 for it"),
+        ({"lr": jnp.bfloat16}, "'lr' is no array of numbers"),
+        ({"name": jnp.bfloat16}, "'name' is no array of numbers"),
+        ({"parms": jnp.bfloat16}, "no leaf of that kind of number is there; did you mean"),
+        ({"mask": {"deep": jnp.bfloat16}}, "no leaf of that kind of number is there"),
+        (jnp.complex64, "no leaf of that kind of number is there"),
+        ("bf16", "expected a dtype such as jnp.bfloat16"),
+        (3, "expected a dtype such as jnp.bfloat16"),
+        (lambda path, leaf: 3, "expected a dtype such as jnp.bfloat16"),
+        (np.dtype("U3"), "expected a dtype such as jnp.bfloat16"),
+    ],
+)
+def test_what_cannot_be_cast_is_an_error(tmp_path: Path, dtype: Any, reason: str) -> None:
+    tree = state()
+    jaxckpt.save(tmp_path / "a", tree)
+    for act in (
+        lambda: jaxckpt.save(tmp_path / "b", tree, dtype=dtype),
+        lambda: jaxckpt.restore(tmp_path / "a", dtype=dtype),
+        lambda: jaxckpt.restore(tmp_path / "a", tree, dtype=dtype),
+    ):
+        with pytest.raises(jaxckpt.InputError) as caught:
+            act()
+        assert reason in str(caught.value)
+    assert not (tmp_path / "b").exists()
+
+
+def test_lossy_casts_are_done_if_they_are_allowed(tmp_path: Path) -> None:
+    tree = {"n": jnp.array([1, 300]), "x": jnp.array([1.5, -2.5])}
+    unsafe = jaxckpt.Options(cast="unsafe")
+    jaxckpt.save(tmp_path / "a", tree, dtype={"n": np.uint8, "x": np.int32}, options=unsafe)
+    require_equal(jaxckpt.restore(tmp_path / "a"), {"n": np.array([1, 44], np.uint8), "x": np.array([1, -2], np.int32)})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_restore_is_cast_whatever_its_target_says(tmp_path: Path, tied: bool) -> None:
+    tree = state()
+    jaxckpt.save(tmp_path / "a", tree)
+    mesh = jax.make_mesh((2,), ("x",))
+    found = jaxckpt.restore(tmp_path / "a", tree, dtype=jnp.bfloat16, tied=tied)
+    require_equal(found, cast_of(tree))
+    assert found["params"]["w"].sharding == tree["params"]["w"].sharding
+    found = jaxckpt.restore(tmp_path / "a", mesh=mesh, select="params", dtype=jnp.bfloat16)
+    require_equal(found, {"params": cast_of(tree["params"])})
+    assert found["params"]["w"].sharding == NamedSharding(mesh, P("x", None))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((3, *leaf.shape), leaf.dtype), tree["params"])
+    with pytest.raises(jaxckpt.MismatchError, match="has shape"):
+        jaxckpt.restore(tmp_path / "a", {"params": shapes}, select="params", dtype=jnp.bfloat16)
+
+
+def test_a_cast_array_is_still_known_to_be_the_same(tmp_path: Path) -> None:
+    """And another dtype of it is tied to nothing else."""
+    w = jnp.arange(9.0)
+    info = jaxckpt.save(tmp_path / "a", {"a": w, "b": w, "c": w}, dtype={"a": jnp.bfloat16, "b": jnp.bfloat16})
+    assert info.total_bytes == 9 * 2 + 9 * 4
+    found = jaxckpt.restore(tmp_path / "a", tied=True)
+    assert found["a"] is found["b"]
+    assert [leaf.dtype for leaf in found.values()] == [BF16, BF16, np.float32]
+
+
+def test_weak_types_become_strong(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", (weak := jnp.asarray(0.5)), dtype=jnp.bfloat16)
+    jaxckpt.save(tmp_path / "b", weak)
+    assert weak.weak_type
+    for found in (jaxckpt.restore(tmp_path / "a"), jaxckpt.restore(tmp_path / "b", dtype=jnp.bfloat16)):
+        assert (found.dtype, found.weak_type) == (BF16, False)
+
+
+def test_it_is_cast_within_a_mesh_context_and_with_checks_for_nans(tmp_path: Path) -> None:
+    tree = {"w": state()["params"]["w"], "x": jnp.array([np.nan, 1.0])}
+    with jax.set_mesh(jax.make_mesh((2,), ("q",))), jax.debug_nans(True):
+        jaxckpt.save(tmp_path / "a", tree, dtype=jnp.bfloat16)
+    found = jaxckpt.restore(tmp_path / "a")
+    assert np.isnan(found.pop("x")).tolist() == [True, False]
+    require_equal(found, cast_of({"w": tree["w"]}))

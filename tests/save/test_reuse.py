@@ -1,0 +1,305 @@
+"""What an earlier save wrote and has not changed is linked; what may have changed is written."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt._storage import links as _links
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import store_at
+
+COMPARE = jaxckpt.Options(reuse="content")
+
+
+def objects(checkpoint: Path) -> dict[str, os.stat_result]:
+    """The objects of a checkpoint, by their paths below its stacks."""
+    found = (path for path in checkpoint.glob("data-*/*/c/**/*") if path.is_file())
+    return {"/".join(path.parts[len(checkpoint.parts) + 1 :]): path.stat() for path in found}
+
+
+def shared(a: Path, b: Path) -> set[str]:
+    """The objects that two checkpoints have in common."""
+    first, second = objects(a), objects(b)
+    return {name for name in first.keys() & second.keys() if os.path.samestat(first[name], second[name])}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[jaxckpt.Checkpointer]:
+    with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(sync=False)) as checkpoints:
+        yield checkpoints
+
+
+def saved(run: jaxckpt.Checkpointer, step: int, tree: Any, **how: Any) -> jaxckpt.SaveInfo:
+    assert run.save(step, tree, **how)
+    assert run.pending is not None
+    return run.pending.wait()
+
+
+def frozen(rows: int = 3) -> dict[str, jax.Array]:
+    """Arrays that lie each in an object of its own, and small ones that are packed into one."""
+    large = {f"large{n}": jnp.full((1100, 1024), n, jnp.float32) for n in range(rows)}
+    return {**large, **{f"small{n}": jnp.full((7,), n, jnp.float32) for n in range(20)}}
+
+
+def require_equal(found: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.asarray, expected))
+
+
+def test_a_frozen_base_is_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
+    base = frozen()
+    trees = [{"base": base, "lora": jnp.full((4, 8), step), "step": step} for step in range(4)]
+    infos = [saved(run, step, tree) for step, tree in enumerate(trees)]
+    assert [info.reused_bytes for info in infos[1:]] == [infos[0].stored_bytes - 4 * 8 * 4 - 4 - 20] * 3
+    assert infos[0].reused_bytes == 0
+    assert len(shared(tmp_path / "run/00000000", tmp_path / "run/00000003")) == 4
+    for step, tree in enumerate(trees):
+        require_equal(jaxckpt.load_numpy(f"{tmp_path}/run@{step}"), tree)
+    assert jaxckpt.verify(tmp_path / "run").ok
+    manifest, _ = load_manifest(store_at(tmp_path / "run/00000003", jaxckpt.Options()))
+    assert manifest.version == 1
+
+
+def test_steps_are_deleted_without_those_that_share_their_objects(tmp_path: Path) -> None:
+    base = frozen(1)
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_last=1) as run:
+        for step in range(4):
+            saved(run, step, {"base": base, "step": np.arange(step + 1)})
+            run.wait()
+            assert run.steps() == [step]
+    assert all(status.st_nlink == 1 for status in objects(tmp_path / "run/00000003").values())
+    require_equal(jaxckpt.load_numpy(tmp_path / "run")["base"], base)
+    assert jaxckpt.verify(tmp_path / "run").ok
+
+
+def test_what_may_have_changed_is_written(run: jaxckpt.Checkpointer) -> None:
+    host = np.zeros(5)
+    saved(run, 0, {"host": host, "x": jnp.zeros(3), "y": (y := jnp.zeros((3, 3)))})
+    host[:] = 1
+    info = saved(run, 1, {"host": host, "x": jnp.ones(3), "y": y + 0})
+    assert info.reused_bytes == 0
+    require_equal(run.restore(1)["host"], np.ones(5))
+    del y
+    gc.collect()
+    # Other arrays, perhaps at the addresses of those that are gone by now.
+    assert saved(run, 2, {"host": host, "x": jnp.full(3, 7.0), "y": jnp.full((3, 3), 7.0)}).reused_bytes == 0
+    require_equal(run.restore(2)["x"], np.full(3, 7.0))
+
+
+def test_an_object_is_written_if_one_of_its_leaves_changed(run: jaxckpt.Checkpointer) -> None:
+    tree = {f"w{n}": jnp.full((5,), n) for n in range(10)}
+    saved(run, 0, tree)
+    changed = tree | {"w3": jnp.full((5,), 77)}
+    assert saved(run, 1, changed).reused_bytes == 0
+    require_equal(run.restore(1), changed)
+    # Moved to other names, the same arrays in another order are other bytes.
+    swapped = changed | {"w3": changed["w4"], "w4": changed["w3"]}
+    assert saved(run, 2, swapped).reused_bytes == 0
+    require_equal(run.restore(2), swapped)
+
+
+def test_a_tree_that_grew_keeps_what_it_had(run: jaxckpt.Checkpointer) -> None:
+    base = {f"m{n}": jnp.full((1100, 1024), n) for n in range(2)}
+    saved(run, 0, {"base": base})
+    info = saved(run, 1, {"base": {"a": jnp.zeros((1100, 1024)), **base}, "more": jnp.ones(3)})
+    assert (
+        info.reused_bytes == 2 * (info.stored_bytes // 3 // 1000 * 1000) or info.reused_bytes > 0.6 * info.stored_bytes
+    )
+    require_equal(run.restore(1)["base"]["m1"], base["m1"])
+
+
+def test_another_dtype_or_sharding_is_another_object(tmp_path: Path) -> None:
+    base = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(jax.make_mesh((4,), ("x",)), P("x")))
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        saved(run, 0, base)
+        assert saved(run, 1, base).reused_bytes
+        info = saved(run, 2, jax.device_put(base, NamedSharding(jax.make_mesh((2,), ("y",)), P(None, "y"))))
+        assert not info.reused_bytes
+
+
+def test_a_save_that_fails_is_not_built_on(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    saved(run, 0, tree)
+    (tmp_path / "run/00000001").write_text("in the way")
+    with pytest.raises(jaxckpt.JaxckptError):
+        saved(run, 1, tree)
+    (tmp_path / "run/00000001").unlink()
+    assert saved(run, 2, tree).reused_bytes
+    assert shared(tmp_path / "run/00000000", tmp_path / "run/00000002")
+
+
+@pytest.mark.parametrize("harm", ["deleted", "cut", "a link", "gone amid the save"])
+def test_an_original_that_is_gone_is_written_again(
+    run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    tree = {"w": jnp.arange(1000.0), "v": jnp.arange(1000)}
+    saved(run, 0, tree)
+    victim = next((tmp_path / "run/00000000").glob("data-*/0000*/c/0/0"))
+    match harm:
+        case "deleted":
+            victim.unlink()
+        case "cut":
+            os.truncate(victim, 100)
+        case "a link":
+            victim.rename(tmp_path / "moved")
+            victim.symlink_to(tmp_path / "moved")
+        case _:
+            link = _links._link
+            monkeypatch.setattr(_links, "_link", lambda *paths: victim.unlink(missing_ok=True) or link(*paths))
+    info = saved(run, 1, tree)
+    assert 0 < info.reused_bytes < info.stored_bytes
+    require_equal(run.restore(1), tree)
+    assert jaxckpt.verify(tmp_path / "run/00000001").ok
+
+
+def test_storage_without_links_gets_everything_in_full(
+    run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        tries.append(1)
+        raise PermissionError(1, "Operation not permitted")
+
+    tries: list[int] = []
+    monkeypatch.setattr(os, "link", refuse)
+    tree = {"w": jnp.arange(1000.0)}
+    assert [saved(run, step, tree).reused_bytes for step in range(4)] == [0] * 4
+    assert len(tries) == 1, "refused once, links are not tried again"
+    require_equal(run.restore(3), tree)
+
+
+def test_arrays_may_be_donated_as_soon_as_the_save_returns(run: jaxckpt.Checkpointer) -> None:
+    tree = {"w": jnp.arange(100_000.0), "v": jnp.zeros(3)}
+    expected = jax.tree.map(np.array, tree)
+    saved(run, 0, tree)
+    run.save(1, tree)
+    tree = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(tree)
+    require_equal(run.restore(1), expected)
+    info = saved(run, 2, tree)
+    assert info.reused_bytes == 0
+    require_equal(run.restore(2), tree)
+
+
+def test_an_original_that_is_lost_after_its_arrays_were_donated_is_an_error(
+    run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    saved(run, 0, tree)
+
+    def lose(*_: Any) -> None:
+        tree["w"].delete()
+        raise FileNotFoundError
+
+    monkeypatch.setattr(_links, "_link", lose)
+    run.save(1, tree)
+    with pytest.raises(jaxckpt.StorageError, match=r"can no longer be linked.*donated or deleted meanwhile"):
+        run.wait()
+    assert run.steps() == [0]
+
+
+def test_none_writes_everything(tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse=None)) as run:
+        assert [saved(run, step, tree).reused_bytes for step in range(3)] == [0] * 3
+    assert not shared(tmp_path / "run/00000000", tmp_path / "run/00000001")
+
+
+def test_a_step_that_is_overwritten_lends_its_objects(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(1000.0), "v": 1}
+    saved(run, 0, tree)
+    before = objects(tmp_path / "run/00000000")
+    assert saved(run, 0, tree | {"v": 2}, overwrite=True).reused_bytes
+    after = objects(tmp_path / "run/00000000")
+    assert [status.st_ino for status in before.values()] == [status.st_ino for status in after.values()]
+    assert all(status.st_nlink == 1 for status in after.values())
+    require_equal(run.restore(0), tree | {"v": 2})
+
+
+@pytest.mark.parametrize("options", [jaxckpt.Options(compression="zstd"), jaxckpt.Options(io="tensorstore")])
+def test_tensorstores_objects_are_linked_too(tmp_path: Path, options: jaxckpt.Options) -> None:
+    tree = {"w": jnp.arange(100_000.0)}
+    with jaxckpt.Checkpointer(tmp_path / "run", options=options) as run:
+        infos = [saved(run, step, tree) for step in range(2)]
+    assert infos[1].reused_bytes == infos[1].stored_bytes
+    require_equal(jaxckpt.load_numpy(tmp_path / "run"), tree)
+
+
+# By content -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"compression": "zstd"}, {"io": "tensorstore"}])
+def test_equal_content_is_linked(tmp_path: Path, how: Any) -> None:
+    options = jaxckpt.Options(reuse="content", **how)
+    tree = {"w": jnp.arange(200_000.0), "host": np.arange(99), "step": np.array(0)}
+    first = jaxckpt.save(tmp_path / "ckpt", tree, options=options)
+    copies = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x + 0, tree)
+    info = jaxckpt.save(tmp_path / "ckpt", copies | {"step": np.array(1)}, overwrite=True, options=options)
+    assert first.reused_bytes == 0
+    assert info.stored_bytes - info.reused_bytes < 100
+    require_equal(jaxckpt.load_numpy(tmp_path / "ckpt"), tree | {"step": np.array(1)})
+    assert jaxckpt.verify(tmp_path / "ckpt").ok
+
+
+def test_a_new_job_compares_with_the_newest_step(tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(200_000.0)}
+    for step in range(2):
+        with jaxckpt.Checkpointer(tmp_path / "run", options=COMPARE) as run:
+            info = saved(run, step, {"w": tree["w"] + 0, "step": step})
+    assert info.reused_bytes == info.stored_bytes
+    manifest, _ = load_manifest(store_at(tmp_path / "run/00000001", jaxckpt.Options()))
+    assert manifest.version == 2
+    assert all(stack.contents.keys() == stack.objects.keys() for stack in manifest.stacks)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_the_digest_is_of_the_content_whatever_the_layout_in_memory(tmp_path: Path, spec: P) -> None:
+    """Pieces of columns, gathered, and rows, in place, in objects of one shape have one digest."""
+    values = np.arange(4 * 64.0, dtype=np.float32).reshape(4, 64)
+    mesh = jax.make_mesh((4,), ("x",))
+    digests: set[str] = set()
+    for name, leaf in (("a", values), ("b", jax.device_put(values, NamedSharding(mesh, spec)))):
+        jaxckpt.save(tmp_path / name, leaf, options=COMPARE)
+        manifest, _ = load_manifest(store_at(tmp_path / name, jaxckpt.Options()))
+        digests |= {*manifest.stacks[0].contents.values()}
+    assert len(digests) == 1
+
+
+def test_a_digest_is_what_the_format_says(tmp_path: Path) -> None:
+    xxhash = pytest.importorskip("xxhash")
+    values = np.arange(10, dtype="<u2")
+    jaxckpt.save(tmp_path / "a", values, options=COMPARE)
+    manifest, _ = load_manifest(store_at(tmp_path / "a", jaxckpt.Options()))
+    entry = (0).to_bytes(8, "little") + xxhash.xxh3_128(values.tobytes()).digest()
+    assert manifest.stacks[0].contents == {"0/0": xxhash.xxh3_128(entry).hexdigest()}
+
+
+def test_a_damaged_checkpoint_is_replaced_by_one_in_full(tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    jaxckpt.save(tmp_path / "a", tree, options=COMPARE)
+    manifest = tmp_path / "a/manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"created"', b'"createD"'))
+    info = jaxckpt.save(tmp_path / "a", tree, overwrite=True, options=COMPARE)
+    assert info.reused_bytes == 0
+    assert jaxckpt.verify(tmp_path / "a").ok
+
+
+def test_an_object_store_gets_everything_in_full() -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    with jaxckpt.Checkpointer("memory://reuse/run", options=COMPARE) as run:
+        assert [saved(run, step, tree).reused_bytes for step in range(3)] == [0] * 3
+    require_equal(jaxckpt.load_numpy("memory://reuse/run"), tree)
+
+
+def test_the_option_is_checked() -> None:
+    with pytest.raises(jaxckpt.InputError, match=r"Options\.reuse must be one of"):
+        jaxckpt.Options(reuse="hash")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,118 @@
+"""A fork has a step of another run, by links."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import jaxckpt
+from jaxckpt._cli.main import main
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of three steps, of objects of several files, with metrics and process states."""
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_best=("loss", "min"), keep_last=3) as checkpoints:
+        for step in (1, 2, 3):
+            tree = {"w": jnp.arange(1000.0) + step, "n": np.arange(10), "step": step}
+            checkpoints.save(step, tree, metrics={"loss": abs(step - 2)}, process_state={"data": step})
+    return tmp_path / "run"
+
+
+def files(path: Path) -> dict[str, os.stat_result]:
+    found = (file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.stat() for file in found}
+
+
+@pytest.mark.parametrize(
+    ("named", "step", "expected"), [("", None, 3), ("", 1, 1), ("@best", None, 2), ("/00000001", None, 1)]
+)
+def test_a_fork_begins_with_a_step(run: Path, tmp_path: Path, named: str, step: int | None, expected: int) -> None:
+    assert jaxckpt.fork(f"{run}{named}", tmp_path / "new", step=step) == expected
+    assert jaxckpt.steps(tmp_path / "new") == [expected]
+    assert jaxckpt.verify(tmp_path / "new").ok
+    before, after = (files(path / f"{expected:08d}") for path in (run, tmp_path / "new"))
+    assert before.keys() == after.keys()
+    for name in before:
+        assert os.path.samestat(before[name], after[name]) == ("/c/" in name)
+    with jaxckpt.Checkpointer(tmp_path / "new") as checkpoints:
+        assert checkpoints.restore()["step"] == expected
+        assert checkpoints.metrics(expected) == {"loss": abs(expected - 2)}
+        assert checkpoints.process_state("data") == expected
+        checkpoints.save(expected + 1, {"w": jnp.zeros(3)})
+    assert jaxckpt.steps(run) == [1, 2, 3]
+
+
+def test_either_run_may_go(run: Path, tmp_path: Path) -> None:
+    jaxckpt.fork(run, tmp_path / "a")
+    jaxckpt.fork(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(run)
+    with jaxckpt.Checkpointer(tmp_path / "a", keep_last=1) as checkpoints:
+        checkpoints.save(4, {"w": jnp.zeros(3)})
+        checkpoints.wait()
+        assert checkpoints.steps() == [4]
+    assert jaxckpt.verify(tmp_path / "b").ok
+    assert jaxckpt.load_numpy(tmp_path / "b")["w"][0] == 3
+
+
+def test_what_cannot_be_forked_is_an_error(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.CheckpointExistsError, match="has 3 steps"):
+        jaxckpt.fork(run, run)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(jaxckpt.CheckpointExistsError, match="is a file"):
+        jaxckpt.fork(run, tmp_path / "file")
+    with pytest.raises(jaxckpt.NotACheckpointError, match="no step 7"):
+        jaxckpt.fork(run, tmp_path / "new", step=7)
+    with pytest.raises(jaxckpt.NotACheckpointError):
+        jaxckpt.fork(tmp_path / "none", tmp_path / "new")
+    jaxckpt.save(tmp_path / "alone", {"w": jnp.zeros(3)})
+    with pytest.raises(jaxckpt.InputError, match="not a step in a run's directory"):
+        jaxckpt.fork(tmp_path / "alone", tmp_path / "new")
+    with pytest.raises(jaxckpt.InputError, match=r"cannot be linked.*convert\("):
+        jaxckpt.fork(run, "memory://fork/new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_fork_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+    calls: list[int] = []
+
+    def refuse(*paths: Any, **how: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(18, "Invalid cross-device link")
+        link(*paths, **how)
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(jaxckpt.InputError, match="hard links"):
+        jaxckpt.fork(run, tmp_path / "new")
+    assert not files(tmp_path / "new")
+    monkeypatch.undo()
+    assert jaxckpt.fork(run, tmp_path / "new") == 3
+
+
+def test_a_damaged_step_is_not_forked(run: Path, tmp_path: Path) -> None:
+    victim = next((run / "00000003").glob("data-*/*/c/0/*"))
+    victim.write_bytes(b"cut")
+    with pytest.raises(jaxckpt.DataError, match="is 3 bytes long"):
+        jaxckpt.fork(run, tmp_path / "new")
+    victim.unlink()
+    with pytest.raises(jaxckpt.DataError, match="is missing"):
+        jaxckpt.fork(run, tmp_path / "new")
+    assert not files(tmp_path / "new")
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["fork", f"{run}@2", str(tmp_path / "new"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output) == {"run": f"{run}@2", "new_run": str(tmp_path / "new"), "step": 2}
+    result = CliRunner().invoke(main, ["fork", str(run), str(tmp_path / "new")])
+    assert result.exit_code == 2
