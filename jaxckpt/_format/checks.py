@@ -20,8 +20,7 @@ from jaxckpt._runtime.errors import show
 
 FORMAT = "jaxckpt"
 
-VERSION = 2
-"""The newest version. A manifest says 1 unless leaves share rows or objects have digests of their content."""
+VERSION = 1
 
 MAX_INDEX_BYTES = 64 << 20
 """Of one object's index, which tensorstore holds in memory whole: 4 million chunks."""
@@ -45,14 +44,11 @@ def problems(manifest: Manifest) -> list[str]:
 
 
 def _head_problems(manifest: Manifest) -> Iterator[str]:
-    if manifest.format != FORMAT or not 1 <= manifest.version <= VERSION:
-        found = f"format {manifest.format!r} version {manifest.version}"
-        yield f"{found}, expected {FORMAT!r} version 1 to {VERSION}"
+    if (manifest.format, manifest.version) != (FORMAT, VERSION):
+        yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
         return
     if not _is_name(manifest.save_id):
         yield f"save_id {manifest.save_id!r} is no plain name"
-    if manifest.version == 1 and any(stack.contents for stack in manifest.stacks):
-        yield "version 1 has no digests of content"
     if len({len(seconds) for seconds in manifest.phase_seconds.values()}) > 1:
         yield "phase_seconds has not as many processes for each phase"
 
@@ -121,18 +117,14 @@ def _leaves_fit(manifest: Manifest) -> bool:
 
 
 def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
-    """Whether these are the leaves of a stack: one for each row, in version 1, or at least one."""
+    """Whether these are the leaves of a stack: at least one for each row."""
     rows = [leaf.row for leaf in leaves if leaf.row is not None]
     if len(rows) != len(leaves) or sorted({*rows}) != list(range(stack.rows)):
         return False
-    if len(rows) > stack.rows and max(collections.Counter(rows).values()) > _most_tied(manifest):
+    if len(rows) > stack.rows and max(collections.Counter(rows).values()) > MAX_TIED:
         return False
     alike = {(leaf.kind, leaf.layout, leaf.impl, leaf.weak): leaf for leaf in leaves}
     return not any(_array_problem(manifest, leaf) for leaf in alike.values())
-
-
-def _most_tied(manifest: Manifest) -> int:
-    return 1 if manifest.version == 1 else MAX_TIED
 
 
 def _leaf_problems(manifest: Manifest) -> Iterator[str]:
@@ -145,7 +137,7 @@ def _leaf_problems(manifest: Manifest) -> Iterator[str]:
             stack = manifest.stacks[leaf.stack or 0]
             if leaf.row is None or leaf.row >= stack.rows:
                 problem = f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
-            elif counts[leaf.stack, leaf.row] == _most_tied(manifest):
+            elif counts[leaf.stack, leaf.row] == MAX_TIED:
                 problem = f"shares its row with {show(holders[leaf.stack, leaf.row][:200])}"
             else:
                 counts[leaf.stack, leaf.row] += 1

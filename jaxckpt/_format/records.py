@@ -108,7 +108,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     compression: str | None = None
 
     contents: dict[str, str] = {}
-    """For objects, by place: the digest of their content (version 2)."""
+    """For objects, by place: the digest of their content."""
 
     @classmethod
     def of(
@@ -186,7 +186,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @functools.cached_property
     def ties(self) -> dict[int, int]:
         """The number of the first leaf in the same row, for each leaf whose row an earlier leaf has."""
-        if self.version == 1:
+        if sum(leaf.stack is not None for leaf in self.leaves) == sum(stack.rows for stack in self.stacks):
             return {}
         first = dict[tuple[int, int | None], int]()
         places = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]

@@ -67,7 +67,7 @@ class Options:
     "identity": objects all of whose leaves are the same jax.Arrays as in the last save of the same Checkpointer, which
     is known without reading the devices. "content": also objects that hold the same bytes as one in that save, in the
     newest step or in the checkpoint that is overwritten; their data is read from the devices and compared by a 128-bit
-    digest, which this setting also records in the manifest (format version 2). None: every object is written. On
+    digest, which this setting also records in the manifest. None: every object is written. On
     object stores every object is written too."""
 
     cast: Literal["safe", "unsafe"] = "safe"

@@ -106,7 +106,7 @@ def compose(
         records[leaf] = msgspec.structs.replace(records[leaf], stack=records[first].stack, row=records[first].row)
     return Manifest(
         format=FORMAT,
-        version=VERSION if draft.ties or any(contents) else 1,  # what older versions of jaxckpt read too
+        version=VERSION,
         save_id=save_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         libraries=_libraries(),
