@@ -64,8 +64,9 @@ def fork(
     if not isinstance(source, Native) or found is None:
         raise InputError(f"{source.url} is not a step in a run's directory: give a run, or one of its steps")
     new = store_at(new_run, options).anchored()
-    if new.is_file() or (steps := step_folders(new)[0]):
-        what = "is a file" if new.is_file() else f"has {counted(len(steps), 'step')}"
+    steps = [] if new.is_file() else step_folders(new)[0]
+    if steps or new.is_file():
+        what = f"has {counted(len(steps), 'step')}" if steps else "is a file"
         raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
     uninterrupted(functools.partial(_fork, source, new.child(step_name(found[1])), options.sync))
     return found[1]
