@@ -102,7 +102,14 @@ def fetch(source: Source, goals: Mapping[int, Goal], options: Options, *, tied: 
         goals = {number: goals[number] for number in same.values()}
     values: dict[int, Any] = {}
     for some in rounds(source.manifest, goals):
-        values |= _fetch(source, some, options)
+        steps, leaves = _planned(source, some, options, values)
+        total = sum(step.n_bytes for step in steps)
+        with undisturbed(source), reporting("restore", total, options.progress) as advance:
+            read(source, source.manifest.arrays, steps, options, leaves, advance)
+        leaves.empty_leaves()
+    for number, goal in goals.items():
+        if goal.weak:
+            values[number] = _weakly_typed(values[number])
     return values | {number: values[one] for number, one in same.items()}
 
 
@@ -122,18 +129,17 @@ def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, G
     return [*found]
 
 
-def _fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
-    """The value of every goal by leaf number, no two in one row."""
+def _planned(
+    source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any]
+) -> tuple[list[ReadStep], _Leaves]:
+    """What is to be read for goals, no two of leaves in one row, and what puts it into `values`; values that lie in the
+    manifest are put there at once."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)
-    values: dict[int, Any] = {}
     by_stack: dict[int, _Rows] = {}
-    weak: list[int] = []
     for number, goal in goals.items():
         record = manifest.leaves[number]
-        if goal.weak:
-            weak.append(number)
         if record.stack is None or record.row is None:
             values[number] = _from_text(record, goal)
         else:
@@ -144,14 +150,7 @@ def _fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[
             destination = destinations.of(goal, stack)
             wants.append(Want(stack, rows, destination.boxes, goal.cast, destination.kept))
     steps = plan_read(stacks, wants, options.host_bytes)
-    leaves = _Leaves(manifest, stacks, by_stack, destinations, values)
-    total = sum(step.n_bytes for step in steps)
-    with undisturbed(source), reporting("restore", total, options.progress) as advance:
-        read(source, stacks, steps, options, leaves, advance)
-    leaves.empty_leaves()
-    for number in weak:
-        values[number] = _weakly_typed(values[number])
-    return values
+    return steps, _Leaves(manifest, stacks, by_stack, destinations, values)
 
 
 def _weakly_typed(array: Any) -> Any:
