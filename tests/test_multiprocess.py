@@ -217,3 +217,14 @@ def test_what_else_may_not_differ(cases: Cases) -> None:
 def test_an_exchange_once_the_main_thread_has_ended(cases: Cases, folder: Path) -> None:
     assert cases["after the main thread"] == [["fine"]] * 2
     assert jaxckpt.load_numpy(folder / "an_exchange_after_the_main_thread" / "c")["w"].shape == (8, 8)
+
+
+def test_each_process_links_what_it_has_unchanged(run_processes: RunProcesses, tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    done = run_processes(PROGRAMS / "reuse_in_two.py", processes=2, devices_per_process=2, args=path)
+    first, second, third, fourth = json.loads(done[0].stdout.splitlines()[-1])
+    assert second < 0.05 * first, "nothing but what changed"
+    assert second < third < first, "one process had new arrays"
+    assert second < fourth < first, "one process found its object gone"
+    assert jaxckpt.verify(tmp_path / "run").problems[0].object.startswith("00000002/"), "where the object was deleted"
+    assert {problem.object.partition("/")[0] for problem in jaxckpt.verify(tmp_path / "run").problems} == {"00000002"}

@@ -113,7 +113,15 @@ def fetch(
         goals = {number: goals[number] for number in same.values()}
     values: dict[int, Any] = {}
     for some in rounds(source.manifest, goals):
-        values |= _fetch(source, some, options, process, processes)
+        steps, leaves = _planned(source, some, options, values)
+        total = sum(step.n_bytes for step in steps)
+        with undisturbed(source), reporting("restore", total, options.progress) as advance:
+            source.require_metadata(leaves.stacks[process::processes])
+            read(source, source.manifest.arrays, steps, options, leaves, advance)
+        leaves.empty_leaves()
+    for number, goal in goals.items():
+        if goal.weak:
+            values[number] = _weakly_typed(values[number])
     return values | {number: values[one] for number, one in same.items()}
 
 
@@ -133,18 +141,17 @@ def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, G
     return [*by_round]
 
 
-def _fetch(source: Source, goals: Mapping[int, Goal], options: Options, process: int, processes: int) -> dict[int, Any]:
-    """The value of every goal by leaf number, no two in one row."""
+def _planned(
+    source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any]
+) -> tuple[list[ReadStep], _Leaves]:
+    """What is to be read for goals, no two of leaves in one row, and what puts it into `values`; values that lie in the
+    manifest are put there at once."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)
-    values: dict[int, Any] = {}
     by_stack: dict[int, _Rows] = {}
-    weak: list[int] = []
     for number, goal in goals.items():
         record = manifest.leaves[number]
-        if goal.weak:
-            weak.append(number)
         if record.stack is None or record.row is None:
             values[number] = _from_text(record, goal)
         else:
@@ -155,15 +162,7 @@ def _fetch(source: Source, goals: Mapping[int, Goal], options: Options, process:
             destination = destinations.of(goal, stack)
             wants.append(Want(stack, rows, destination.boxes, goal.cast, destination.kept))
     steps = plan_read(stacks, wants, options.host_bytes)
-    leaves = _Leaves(manifest, stacks, by_stack, destinations, values)
-    total = sum(step.n_bytes for step in steps)
-    with undisturbed(source), reporting("restore", total, options.progress) as advance:
-        source.require_metadata(sorted(by_stack)[process::processes])
-        read(source, stacks, steps, options, leaves, advance)
-    leaves.empty_leaves()
-    for number in weak:
-        values[number] = _weakly_typed(values[number])
-    return values
+    return steps, _Leaves(manifest, stacks, by_stack, destinations, values)
 
 
 def _weakly_typed(array: Any) -> Any:
@@ -240,6 +239,11 @@ class _Leaves:
         self._values = values
         self._parts: dict[tuple[int, int, int], list[Any]] = {}
         """By stack, row and box: an array for each device that wants it, as far as it is read."""
+
+    @property
+    def stacks(self) -> list[int]:
+        """The stacks that have some of the leaves, the same in every process."""
+        return sorted(self._by_stack)
 
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
         """Rows become arrays of the host, or go to the devices in one batched call."""

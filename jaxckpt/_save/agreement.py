@@ -30,8 +30,8 @@ _BUCKETS = 64
 
 _REASONS = {
     "leaves": "a tree of other leaves, shapes or dtypes",
-    "shardings": "leaves of other shardings",
     "ties": "a tree in which other leaves are one array",
+    "shardings": "leaves of other shardings",
     "options": "other Options, or other components of a Checkpointer,",
     "metadata": "other metadata",
     "process_state": "a process_state of other names",

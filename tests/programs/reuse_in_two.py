@@ -1,0 +1,67 @@
+"""Two processes save steps most of which is unchanged; once they do not agree on what is. Process 0 prints what the
+saves report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from joined import args, process_id
+
+import jaxckpt
+
+run_path = Path(args)
+mesh = jax.make_mesh((4,), ("x",))
+ROWS = jax.jit(lambda: jnp.arange(64 * 32.0).reshape(64, 32), out_shardings=NamedSharding(mesh, P("x")))
+base = {"rows": ROWS(), "whole": jax.jit(lambda: jnp.arange(500.0), out_shardings=NamedSharding(mesh, P()))()}
+copies = jax.jit(lambda tree: jax.tree.map(lambda x: x + 0, tree))(base)
+lines: list[int] = []
+
+
+def local(path: Path, name: str) -> np.ndarray:
+    return jaxckpt.load_numpy(path)["base"][name]
+
+
+with jaxckpt.Checkpointer(run_path) as run:
+    for step in range(4):
+        if step == 3 and process_id == 1:  # what this process was to link is gone
+            for file in (run_path / "00000002").glob("data-*/*float32-64x32/c/0/1/0"):
+                file.unlink()
+        own = copies if step == 2 and process_id == 1 else base
+        lora = jax.jit(lambda step: jnp.full((4, 4), step), out_shardings=NamedSharding(mesh, P("x")))(step)
+        run.save(step, {"base": own, "lora": lora})
+        assert run.pending is not None
+        info = run.pending.wait()
+        lines.append(info.stored_bytes - info.reused_bytes)
+
+for step in (0, 1, 3):
+    np.testing.assert_array_equal(local(run_path / f"{step:08d}", "rows"), np.arange(64 * 32.0).reshape(64, 32))
+    np.testing.assert_array_equal(local(run_path / f"{step:08d}", "whole"), np.arange(500.0))
+
+# Rows are saved as columns, so that processes exchange them, in another dtype.
+columns = jax.make_mesh((4,), ("y",))
+moved = run_path.with_name("moved")
+jaxckpt.save(
+    moved, base, mesh=columns, specs=lambda path, leaf: P(None, "y") if leaf.ndim > 1 else P(), dtype="bfloat16"
+)
+np.testing.assert_array_equal(
+    jaxckpt.load_numpy(moved)["rows"], np.arange(64 * 32.0).reshape(64, 32).astype(jnp.bfloat16)
+)
+
+# One process holds one array where the other holds two.
+pair = {"a": base["rows"], "b": base["rows"] if process_id else copies["rows"]}
+with pytest.raises(jaxckpt.PeersDisagreeError, match="a tree in which other leaves are one array"):
+    jaxckpt.save(run_path.with_name("tied"), pair)
+jaxckpt.save(run_path.with_name("tied"), {"a": base["rows"], "b": base["rows"]})
+found = jaxckpt.restore(run_path.with_name("tied"), tied=True)
+assert found["a"] is found["b"]
+found = jaxckpt.restore(run_path.with_name("tied"))
+assert found["a"] is not found["b"]
+if process_id == 0:
+    print(json.dumps(lines))
