@@ -36,6 +36,7 @@ __all__ = [
     "Preempted",
     "Problem",
     "Progress",
+    "Publisher",
     "RestorePlan",
     "Rule",
     "Rules",
@@ -61,6 +62,7 @@ __all__ = [
     "save",
     "save_async",
     "steps",
+    "subscribe",
     "unpin",
     "verify",
 ]
@@ -118,6 +120,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._steps.checkpointer import Checkpointer
     from jaxckpt._steps.follow import Step, follow, latest_step, steps
     from jaxckpt._steps.pins import pin, unpin
+    from jaxckpt._steps.weights import Publisher, subscribe
 
     for _name in __all__:  # errors and tracebacks show the public names
         globals()[_name].__module__ = __name__
