@@ -60,7 +60,7 @@ class Publisher:
         """The anchor of the oldest chain that is kept."""
 
         packed = replace(given(options), compression="zstd")
-        self._steps = Checkpointer(directory, keep_if=self._is_needed, on_preemption="continue", options=packed)
+        self._steps = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
         newest = self._steps.latest_step()
         self._next = 0 if newest is None else newest + 1
         self._anchor = -1.0 if newest is None else self._anchor_of(newest)
@@ -193,7 +193,8 @@ def _anchor_of(directory: str | os.PathLike[str], newest: int | None, options: O
 
 @jax.jit
 def _as_bfloat16(weights: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    # Copied, for bfloat16 leaves would be the caller's own arrays otherwise, which it may donate.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.bfloat16, copy=True), weights)
 
 
 def _planes(leaf: jax.Array) -> jax.Array:
@@ -229,7 +230,8 @@ def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _alike(now: Tree, before: Tree) -> bool:
     def kinds(tree: Tree) -> Any:
-        return jax.tree.map(lambda leaf: leaf.shape, tree)
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [leaf.shape for leaf in leaves]
 
     return kinds(now) == kinds(before)
 

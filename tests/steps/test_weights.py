@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -106,6 +107,19 @@ def test_every_bit_pattern(tmp_path: Path) -> None:
             publisher.publish(step, {"x": leaf})
     ((_, tree),) = jaxckpt.subscribe(tmp_path)
     np.testing.assert_array_equal(np.asarray(tree["x"]).view(np.uint16), bits[::-1])
+
+
+def test_the_arrays_may_be_donated_and_signals_are_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        for step in range(3):
+            tree = {"x": jnp.full(3, step, jnp.bfloat16), "y": jnp.full(3, step, jnp.float32)}
+            publisher.publish(step, tree)
+            for leaf in jax.tree.leaves(tree):
+                leaf.delete()
+        assert signal.getsignal(signal.SIGTERM) is before, "a training's own Checkpointer listens"
+    ((_, tree),) = jaxckpt.subscribe(tmp_path)
+    assert float(tree["x"][0]) == float(tree["y"][0]) == 2
 
 
 def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
