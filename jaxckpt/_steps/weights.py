@@ -238,7 +238,8 @@ def _alike(now: Tree, before: Tree) -> bool:
 
 def _require_floats(weights: Tree) -> None:
     for leaf in flatten(weights)[0]:
-        if not jnp.issubdtype(getattr(leaf.value, "dtype", None), jnp.floating):
+        dtype = getattr(leaf.value, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise InputError(f"weights must be arrays of floating-point numbers, and {leaf.path!r} is not")
 
 
