@@ -36,6 +36,7 @@ __all__ = [
     "Preempted",
     "Problem",
     "Progress",
+    "Publisher",
     "RestorePlan",
     "Rule",
     "Rules",
@@ -62,6 +63,7 @@ __all__ = [
     "save",
     "save_async",
     "steps",
+    "subscribe",
     "unpin",
     "verify",
 ]
@@ -121,6 +123,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._steps.follow import Step, follow, latest_step, steps
     from jaxckpt._steps.fork import fork
     from jaxckpt._steps.pins import pin, unpin
+    from jaxckpt._steps.weights import Publisher, subscribe
 
     for _name in __all__:  # errors and tracebacks show the public names
         globals()[_name].__module__ = __name__

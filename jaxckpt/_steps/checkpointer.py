@@ -83,7 +83,8 @@ class Checkpointer:
             otherwise from the next that has something to save.
         on_preemption: What `save` does once the job has been told to stop, by SIGTERM or by JAX's preemption service,
             and the step is saved, whether it was due or not: "exit" raises `Preempted`, a SystemExit; "continue"
-            returns, and `preempted` is true.
+            returns, and `preempted` is true. "ignore" does not listen: for a second Checkpointer of a job, with other
+            step numbers than the first.
         preemption_seconds: How long that last save may take, counted from when this process heard of it.
         options: See `Options`.
 
@@ -115,13 +116,13 @@ class Checkpointer:
         trash: bool = False,
         background: bool = True,
         fail_fast: bool = False,
-        on_preemption: Literal["exit", "continue"] = "exit",
+        on_preemption: Literal["exit", "continue", "ignore"] = "exit",
         preemption_seconds: float = 30.0,
         options: Options | None = None,
     ) -> None:
         with Group.current(options, Call.of("Checkpointer", directory)) as group:
-            if on_preemption not in ("exit", "continue"):
-                raise InputError(f'on_preemption must be "exit" or "continue", found {on_preemption!r}')
+            if on_preemption not in ("exit", "continue", "ignore"):
+                raise InputError(f'on_preemption must be "exit", "continue" or "ignore", found {on_preemption!r}')
             self._options = given(options)
             rules = Rules.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
             self._due = Due(every, every_minutes, save_if, group.count)
@@ -225,7 +226,7 @@ class Checkpointer:
         except InputError:
             with self._calling("Checkpointer.save"):
                 raise
-        last_one = not self._preempted and self._notice.reached(step)
+        last_one = self._on_preemption != "ignore" and not self._preempted and self._notice.reached(step)
         calling = functools.partial(self._calling, "Checkpointer.save")
         if not (force or last_one or self._due.reached(step, metrics, calling)):
             # A step that is due makes the same calls in every process, whichever has heard of a failure by now.

@@ -1,0 +1,252 @@
+"""Weights for followers: published in bfloat16 as exact differences, which readers apply to get the same bits.
+
+A publication is an ordinary step of a run's directory: an anchor holds the weights, a link the XOR with the publication
+before it, compressed by zstd, with the low bytes of all words apart from the high ones. An Adam step at a small
+learning rate changes few bfloat16 words. Links are published, checked, leased and deleted as any step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt._format.specs import Specs
+from jaxckpt._format.tree import Tree, flatten
+from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._runtime.errors import DataError, InputError
+from jaxckpt._runtime.options import Options, given, whole_number
+from jaxckpt._steps.checkpointer import Checkpointer
+from jaxckpt._steps.follow import follow, latest_step
+from jaxckpt._storage.steps import step_name
+
+_ANCHOR = "anchor"
+"""The metric that names the anchor of a publication's chain."""
+
+
+class Publisher:
+    """Publishes weights for followers after every step, as bfloat16, by what changed since the last publication.
+
+    Every process makes one, with the same arguments, and calls `publish` with the same steps. `jaxckpt.subscribe` gives
+    each follower the same bits. Publications are steps of a directory of their own; all but those of the last two
+    anchors are deleted. The last published weights stay on the devices: 2 bytes for each parameter.
+
+    Args:
+        directory: A local path or a URL of its own, not that of a `Checkpointer`.
+        anchor_every: How many publications have one anchor: a new follower reads at most so many.
+        options: See `Options`; `compression` is "zstd" whatever it says.
+
+    Examples:
+        >>> import shutil, jax.numpy as jnp, jaxckpt
+        >>> shutil.rmtree("/tmp/jaxckpt-doc/weights", ignore_errors=True)
+        >>> with jaxckpt.Publisher("/tmp/jaxckpt-doc/weights") as publisher:
+        ...     published = [publisher.publish(step, {"w": jnp.full(4, 1 + step / 8)}) for step in range(3)]
+        >>> [(step, float(w["w"][0])) for step, w in jaxckpt.subscribe("/tmp/jaxckpt-doc/weights")]
+        [(2, 1.25)]
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, anchor_every: int = 100, options: Options | None = None
+    ) -> None:
+        self._anchor_every = whole_number(anchor_every, "anchor_every", least=1)
+        self._oldest = -1.0
+        """The anchor of the oldest chain that is kept."""
+
+        packed = replace(given(options), compression="zstd")
+        self._steps = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
+        newest = self._steps.latest_step()
+        self._next = 0 if newest is None else newest + 1
+        self._anchor = -1.0 if newest is None else self._anchor_of(newest)
+        self._before: Tree = None
+        """What was published last; None before the first time and after a failure."""
+
+    def _anchor_of(self, number: int) -> float:
+        anchor = self._steps.metrics(number).get(_ANCHOR)
+        if anchor is None:
+            raise InputError(f"{self._steps.path(number)} holds no published weights: give a Publisher its own folder")
+        return anchor
+
+    def _is_needed(self, number: int, metrics: Mapping[str, float | None]) -> bool:
+        return (metrics.get(_ANCHOR) or 0.0) >= self._oldest
+
+    def publish(self, step: int, weights: Tree) -> bool:
+        """Publish weights. Every process.
+
+        Args:
+            step: The number of the training step, for followers.
+            weights: A pytree of arrays of floating-point numbers; they may be donated as soon as this returns.
+
+        Returns:
+            Whether they are being published: False if they are skipped by `Options.when_busy`.
+
+        Raises:
+            InputError: A leaf is no array of floating-point numbers.
+            Exception: As `Checkpointer.save`; the next publication is an anchor then.
+        """
+        step = whole_number(step, "step", least=0)
+        before, self._before = self._before, None
+        if before is None:
+            _require_floats(weights)
+        now = _as_bfloat16(weights)
+        linked = before is not None and self._next - self._anchor < self._anchor_every and _alike(now, before)
+        anchor = self._anchor if linked else float(self._next)
+        saved = self._steps.save(
+            self._next,
+            _difference(now, before) if linked else now,
+            metrics={_ANCHOR: anchor},
+            metadata={"step": step, "previous": self._next - 1 if linked else None},
+        )
+        self._before = now if saved else before
+        if saved and not linked:
+            self._oldest, self._anchor = self._anchor, anchor
+        self._next += saved
+        return saved
+
+    def close(self) -> None:
+        """Wait for the last publication, and note the end for followers. Raises what the publication raised."""
+        self._steps.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._steps.__exit__(kind, error, trace)
+
+
+def subscribe(
+    directory: str | os.PathLike[str],
+    target: Tree = None,
+    *,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    timeout: float | None = None,
+    poll_seconds: float = 0.1,
+    options: Options | None = None,
+) -> Generator[tuple[int, Tree]]:
+    """Iterate over the weights that a `Publisher` publishes: the newest each time the loop asks. One process.
+
+    Args:
+        directory: The directory of the `Publisher`.
+        target: As for `jaxckpt.restore`; its dtypes must be bfloat16.
+        mesh: As for `jaxckpt.restore`.
+        specs: As for `jaxckpt.restore`.
+        timeout: End quietly when nothing was published for so many seconds; None waits without limit.
+        poll_seconds: Seconds between two looks at the directory.
+        options: See `Options`.
+
+    Yields:
+        (step, weights): the training step, and the weights of that step with the bits that were published.
+
+    Raises:
+        DataError: The anchor of the newest publication is gone.
+        Exception: As `jaxckpt.follow` and `jaxckpt.restore`.
+    """
+    tried: int | None = None
+    while True:
+        newest = latest_step(directory, options=options)
+        anchor, goal = _anchor_of(directory, newest, options), newest or 0
+        if anchor is not None and anchor == tried:
+            raise DataError(f"{os.fspath(directory)} lacks a publication since its newest anchor, {anchor}")
+        tried = anchor
+        weights: Tree = None
+        have: int | None = None
+        after = anchor - 1 if anchor else None
+        for publication in follow(directory, after=after, timeout=timeout, poll_seconds=poll_seconds, options=options):
+            note = publication.open().metadata
+            if note["previous"] is None:
+                weights = publication.restore(target, mesh=mesh, specs=specs)
+                _require_bfloat16(weights)
+            elif note["previous"] == have:
+                weights = _applied(weights, publication.restore(jax.tree.map(_link_of, weights)))
+            else:  # publications were deleted before this loop came to them
+                break
+            have = publication.number
+            if have >= goal:  # what was the newest when it was looked for: a fast publisher would always be ahead
+                yield note["step"], weights
+                goal = latest_step(directory, options=options) or 0
+        else:
+            return
+
+
+def _anchor_of(directory: str | os.PathLike[str], newest: int | None, options: Options | None) -> int | None:
+    """The anchor of the newest publication; None if there is none yet."""
+    if newest is None:
+        return None
+    newest_path = f"{os.fspath(directory)}/{step_name(newest)}"
+    anchor = open_checkpoint(newest_path, options=options).metrics.get(_ANCHOR)
+    if anchor is None:
+        raise InputError(f"{newest_path} holds no published weights; give the directory of a Publisher")
+    return int(anchor)
+
+
+# On the devices -------------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _as_bfloat16(weights: Tree) -> Tree:
+    # Copied, for bfloat16 leaves would be the caller's own arrays otherwise, which it may donate.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.bfloat16, copy=True), weights)
+
+
+def _planes(leaf: jax.Array) -> jax.Array:
+    """The low bytes of all words, then the high ones."""
+    return jnp.moveaxis(jax.lax.bitcast_convert_type(leaf, jnp.uint8), -1, 0)
+
+
+@jax.jit
+def _difference(now: Tree, before: Tree) -> Tree:
+    return jax.tree.map(lambda new, old: _planes(new) ^ _planes(old), now, before)
+
+
+@jax.jit
+def _xor(weights: Tree, link: Tree) -> Tree:
+    def changed(leaf: jax.Array, planes: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(jnp.moveaxis(_planes(leaf) ^ planes, 0, -1), jnp.bfloat16)
+
+    return jax.tree.map(changed, weights, link)
+
+
+def _applied(weights: Tree, link: Tree) -> Tree:
+    """The weights after a link, laid out as before."""
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), _xor(weights, link), weights)
+
+
+def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a link holds for a leaf, laid out as the leaf is."""
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, P(None, *sharding.spec), memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct((2, *leaf.shape), jnp.uint8, sharding=sharding)
+
+
+def _alike(now: Tree, before: Tree) -> bool:
+    def kinds(tree: Tree) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [leaf.shape for leaf in leaves]
+
+    return kinds(now) == kinds(before)
+
+
+def _require_floats(weights: Tree) -> None:
+    for leaf in flatten(weights)[0]:
+        dtype = getattr(leaf.value, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise InputError(f"weights must be arrays of floating-point numbers, and {leaf.path!r} is not")
+
+
+def _require_bfloat16(weights: Tree) -> None:
+    for leaf in flatten(weights)[0]:
+        if leaf.value.dtype != jnp.bfloat16:
+            raise InputError(
+                f"target must ask for bfloat16, as weights are published, and asks for {leaf.value.dtype} at"
+                f" {leaf.path!r}: cast what subscribe yields"
+            )

@@ -1,0 +1,15 @@
+"""Publishes weights without end, each leaf full of the step's number modulo 256. Argument: the directory."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import jax.numpy as jnp
+
+import jaxckpt
+
+with jaxckpt.Publisher(sys.argv[1], anchor_every=5, options=jaxckpt.Options(sync=False)) as publisher:
+    for step in itertools.count():
+        value = jnp.float32(step % 256)
+        publisher.publish(step, {"w": jnp.full((300, 70), value), "step": value})

@@ -1,0 +1,189 @@
+"""Published weights: followers have the same bits, whatever happens to either side."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import PROGRAMS, environment
+
+import jaxckpt
+from jaxckpt._storage.folder import Folder
+
+FAST = jaxckpt.Options(sync=False)
+SHAPES = {"w": (64, 48), "b": (48,), "deep": [(2, 3, 8), ()]}
+
+
+def weights(seed: int, step: int, rate: float = 1e-3) -> Any:
+    """Weights after so many steps of a random walk, as any process computes them."""
+
+    def leaf(shape: tuple[int, ...]) -> jax.Array:
+        start = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        moved = rate * np.random.default_rng([seed, step]).standard_normal(shape, np.float32)
+        return jnp.asarray(start + moved)
+
+    return jax.tree.map(leaf, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def require_bits(found: Any, step: int, seed: int = 0) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(weights(seed, step)), strict=True):
+        wanted = np.asarray(other.astype(jnp.bfloat16))
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint16), wanted.view(np.uint16))
+
+
+def test_a_follower_has_the_bits_of_every_publication(tmp_path: Path) -> None:
+    with jaxckpt.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
+        follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
+        for step in range(0, 60, 5):
+            assert publisher.publish(step, weights(0, step))
+            publisher._steps.wait()
+            found, tree = next(follower)
+            assert found == step
+            require_bits(tree, step)
+        kept = jaxckpt.steps(tmp_path)
+        assert kept == [4, 5, 6, 7, 8, 9, 10, 11], "the last two chains"
+    assert list(follower) == []
+    sizes = {number: stored(tmp_path / f"{number:08d}") for number in kept}
+    assert sizes[8] > 2 * sizes[9]
+    assert jaxckpt.verify(tmp_path).ok
+
+
+def stored(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("data-*/*/c/**/*") if file.is_file())
+
+
+def test_a_follower_that_comes_late_or_is_slow_gets_the_newest(tmp_path: Path) -> None:
+    with jaxckpt.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
+        slow = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
+        publisher.publish(0, weights(0, 0))
+        publisher._steps.wait()
+        assert next(slow)[0] == 0
+        for step in range(1, 19):
+            publisher.publish(step, weights(0, step))
+        publisher._steps.wait()
+        for follower in (slow, jaxckpt.subscribe(tmp_path, timeout=60)):
+            step, tree = next(follower)
+            assert step == 18
+            require_bits(tree, 18)
+
+
+def test_onto_another_mesh(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    other = jax.make_mesh((2,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = {"w": NamedSharding(mesh, P("a", "b")), "b": NamedSharding(mesh, P()), "deep": NamedSharding(mesh, P())}
+
+    def spread(step: int) -> Any:
+        tree = weights(0, step)
+        return {name: jax.device_put(tree[name], sharding) for name, sharding in placed.items()}
+
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        follower = jaxckpt.subscribe(tmp_path, mesh=other, timeout=60, poll_seconds=0.01)
+        for step in range(3):
+            publisher.publish(step, spread(step))
+            publisher._steps.wait()
+            _, tree = next(follower)
+            assert tree["w"].sharding == NamedSharding(other, P(None, "b"))
+            require_bits(tree, step)
+
+
+def test_every_bit_pattern(tmp_path: Path) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    first, second = (jnp.asarray(words.view(jnp.bfloat16)) for words in (bits, bits[::-1].copy()))
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        for step, leaf in enumerate((first, second)):
+            publisher.publish(step, {"x": leaf})
+    ((_, tree),) = jaxckpt.subscribe(tmp_path)
+    np.testing.assert_array_equal(np.asarray(tree["x"]).view(np.uint16), bits[::-1])
+
+
+def test_the_arrays_may_be_donated_and_signals_are_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        for step in range(3):
+            tree = {"x": jnp.full(3, step, jnp.bfloat16), "y": jnp.full(3, step, jnp.float32)}
+            publisher.publish(step, tree)
+            for leaf in jax.tree.leaves(tree):
+                leaf.delete()
+        assert signal.getsignal(signal.SIGTERM) is before, "a training's own Checkpointer listens"
+    ((_, tree),) = jaxckpt.subscribe(tmp_path)
+    assert float(tree["x"][0]) == float(tree["y"][0]) == 2
+
+
+def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        publisher.publish(0, {"w": jnp.ones(3)})
+        publisher.publish(1, {"w": jnp.ones(4)})
+        publisher.publish(2, {"w": jnp.full(4, 2.0)})
+        publisher._steps.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(28, "full")))
+            publisher.publish(3, {"w": jnp.full(4, 3.0)})
+            with pytest.raises(jaxckpt.StorageError, match="full"):
+                publisher.publish(4, {"w": jnp.full(4, 4.0)})
+        publisher.publish(5, {"w": jnp.full(4, 5.0)})
+        with pytest.raises(jaxckpt.InputError, match="'n' is not"):
+            jaxckpt.Publisher(tmp_path / "other", options=FAST).publish(0, {"w": jnp.ones(3), "n": jnp.arange(3)})
+    found = [jaxckpt.open(f"{tmp_path}@{number}").metadata for number in jaxckpt.steps(tmp_path)]
+    assert [(note["step"], note["previous"]) for note in found] == [(1, None), (2, 1), (5, None)]
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:  # started again
+        publisher.publish(6, {"w": jnp.full(4, 6.0)})
+    assert jaxckpt.open(tmp_path).metadata == {"step": 6, "previous": None}
+    ((step, tree),) = jaxckpt.subscribe(tmp_path)
+    assert (step, float(tree["w"][0])) == (6, 6.0)
+
+
+def test_what_makes_no_sense(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run", options=FAST) as run:
+        run.save(1, {"x": 1})
+    with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
+        jaxckpt.Publisher(tmp_path / "run")
+    with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
+        next(jaxckpt.subscribe(tmp_path / "run"))
+    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+        publisher.publish(0, {"w": jnp.ones(4)})
+        publisher.publish(1, {"w": jnp.ones(4)})
+    with pytest.raises(jaxckpt.InputError, match="asks for float32 at 'w'"):
+        next(jaxckpt.subscribe(tmp_path / "w", {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}))
+    os.rename(tmp_path / "w/00000000", tmp_path / "gone")
+    with pytest.raises(jaxckpt.DataError, match="lacks a publication since its newest anchor, 0"):
+        next(jaxckpt.subscribe(tmp_path / "w"))
+
+
+@pytest.mark.child
+def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
+    """The follower has the bits of each step that it gets, and gets ever later publications."""
+    found: list[int] = []
+    for _ in range(2):
+        with subprocess.Popen(
+            [sys.executable, PROGRAMS / "publisher.py", str(tmp_path / "w")], env=environment(1), stdout=subprocess.PIPE
+        ) as publisher:
+            try:
+                follower = jaxckpt.subscribe(tmp_path / "w", timeout=60, poll_seconds=0.01)
+                until = time.monotonic() + 60
+                while len(found) % 6 < 5 and time.monotonic() < until:
+                    step, tree = next(follower)
+                    assert float(tree["step"]) == step % 256
+                    for leaf in jax.tree.leaves(tree):
+                        assert (np.asarray(leaf, np.float32) == step % 256).all()
+                    found.append(step)
+                time.sleep(random.uniform(0, 0.05))
+            finally:
+                publisher.kill()
+        found.append(-1)
+        step, tree = next(jaxckpt.subscribe(tmp_path / "w", timeout=5))
+        assert (np.asarray(tree["w"], np.float32) == step % 256).all()
+    assert len(found) == 12
+    assert jaxckpt.verify(tmp_path / "w").ok
