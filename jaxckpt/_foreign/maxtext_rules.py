@@ -69,7 +69,7 @@ def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
             rules.append(replace(rule, target=f"params/params/{names[module]}/{leaf}", scale=scale))
             continue
         groups = _groups(family, int(config["num_hidden_layers"]), scan)
-        rules += [_of_group(rule, f"{names[module]}/{leaf}", group) for group in groups]
+        rules += [_of_group(rule, f"{names[module]}/{leaf}", group) for group in groups if group[2] != range(0)]
     return Rules(rules)
 
 

@@ -95,6 +95,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         for what, names in (("source", self.source), ("target", self.target)):
+            if not names:
+                raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
             for name in names_in(names):
                 if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")

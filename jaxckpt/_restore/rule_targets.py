@@ -198,10 +198,27 @@ def _of_group(
                 tuple(shape),
                 Mapped(held, is_padded=bool(rule.resized)),
                 "numpy" if first.kind == "numpy_scalar" and shape else first.kind,
+                chunk=_unit(pieces[0], first.chunk) if first.chunk else None,
                 mesh=mesh,
                 spec=_carried_over(mesh, first.spec, pieces[0], shape) if mesh else (),
             )
             yield filled(name, {**numbers, **fixed}), array
+
+
+def _unit(piece: Piece, chunk: Sequence[int]) -> tuple[int, ...]:
+    """The box of a target that a chunk of its source becomes: reads that are cut there read no source twice."""
+    sizes = piece.sizes
+    taken = dict.fromkeys(piece.stacked, 1)
+    for dim, side in zip(piece.layout.source, chunk, strict=True):
+        for number, axis in enumerate(dim):
+            inner = math.prod(sizes[later] for later in dim[number + 1 :])
+            taken[axis] = min(sizes[axis], max(1, side // inner))
+            side = min(side, inner)
+    unit: list[int] = []
+    for dim in piece.layout.target:
+        outer = next((number for number, axis in enumerate(dim) if taken[axis] > 1), len(dim))
+        unit.append(math.prod([taken[axis] for axis in dim[outer : outer + 1]] + [sizes[a] for a in dim[outer + 1 :]]))
+    return tuple(unit)
 
 
 def _carried_over(mesh: MeshRecord, spec: Spec, piece: Piece, shape: Sequence[int]) -> Spec:

@@ -81,3 +81,12 @@ def test_what_maxtext_has_not_is_an_error(tmp_path: Path) -> None:
         jaxckpt.huggingface_rules(tmp_path, layout="maxtext")
     with pytest.raises(jaxckpt.InputError, match='layout must be "plain" or "maxtext"'):
         jaxckpt.huggingface_rules(tmp_path, layout="scan")  # type: ignore[arg-type]
+
+
+def test_fewer_layers_than_a_pattern_has() -> None:
+    gemma = Path(__file__).parents[1] / "data" / "transformers" / "gemma3_text"
+    found = jaxckpt.open(gemma, rename=jaxckpt.huggingface_rules(gemma, layout="maxtext"))
+    assert "params/params/decoder/layers_remainder/layers_1/mlp/wo/kernel" in found
+    assert not [path for path in found if path.startswith("params/params/decoder/layers/")]
+    with pytest.raises(jaxckpt.InputError, match=r"Rule\.source must be"):
+        jaxckpt.Rule(source=(), target="a")

@@ -6,7 +6,7 @@ import math
 import shutil
 import tempfile
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,21 @@ def test_devices_read_only_the_bytes_of_their_own_heads(spec: P, most: float) ->
     tree = jaxckpt.restore(source, mesh=mesh, specs=spec, rename=rules)
     assert same(tree["q"], array.reshape(heads, dim, model).transpose(2, 0, 1))
     assert block.n_bytes <= most * array.nbytes  # replicas share a read
+
+
+@pytest.mark.parametrize("spec", [P(None, None, ("x", "y")), P(None, "y", "x"), P()])
+def test_transposed_leaves_are_read_from_their_files_once(
+    spec: P, tmp_path: Path, bytes_read: Callable[[], int]
+) -> None:
+    tree = {f"h.{i}.gate": np.random.default_rng(i).normal(size=(4096, 512)).astype("float32") for i in range(2)}
+    jaxckpt.save(tmp_path / "ours", tree)
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "theirs.safetensors")
+    rules = Rules([Rule(source="h.{i}.gate", target="gate", layout="f m -> i m f")])
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    before = bytes_read()
+    made = jaxckpt.restore(tmp_path / "theirs.safetensors", mesh=mesh, specs=spec, rename=rules)["gate"]
+    assert bytes_read() - before < 1.01 * made.nbytes
+    assert same(made, np.stack([leaf.T for leaf in tree.values()]))
 
 
 def test_a_leaf_passes_through_memory_in_parts() -> None:
