@@ -127,3 +127,8 @@ def test_a_failure_in_a_large_meeting_is_quoted(meetings: Any) -> None:
         meetings.group_of(0, 130, service, first=True).meeting("simulated") as meeting,
     ):
         meeting.gather("here")
+
+
+def test_a_meeting_of_several_blocks_over_jaxs_own_service(run_processes: RunProcesses) -> None:
+    (done,) = run_processes(PROGRAMS / "many_in_one.py", processes=1, devices_per_process=1)
+    assert done.stdout == "held\n"
