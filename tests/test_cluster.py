@@ -71,7 +71,8 @@ def test_a_real_job_asks_what_the_model_counts(
             assert {kind: counted.get(kind, 0) for kind in ("set", "delete")} == {
                 kind: wanted[kind] for kind in ("set", "delete")
             }
-            assert counted["get"] + counted.get("list", 0) >= wanted["get"] + wanted["list"]
+            assert counted.get("get", 0) >= (0 if process == 0 else wanted["get"])
+            assert counted.get("list", 0) >= wanted["list"] == (len(met) if process == 0 else 0)
             sizes = [meeting.given_bytes for meeting in met]
             assert one[call]["given"] == pytest.approx(sizes, rel=0.2), "bytes of each text"
 
@@ -80,7 +81,7 @@ def test_a_real_job_asks_what_the_model_counts(
 def test_the_first_process_reads_texts_in_blocks(meetings: Any, count: int) -> None:
     """Not one after the other; and what it gets is in the order of the processes."""
     meeting = meetings.meet(count, lambda index: f"text {index}", "")
-    assert meeting.by_first["get"] + meeting.by_first["list"] <= 2 * (count // 64 + 1)
+    assert meeting.by_first["get"] + meeting.by_first["list"] <= count // 64 + 2  # its own text may come late
     assert meeting.by_other.total() == 2
 
 
@@ -127,3 +128,8 @@ def test_a_failure_in_a_large_meeting_is_quoted(meetings: Any) -> None:
         meetings.group_of(0, 130, service, first=True).meeting("simulated") as meeting,
     ):
         meeting.gather("here")
+
+
+def test_a_meeting_of_several_blocks_over_jaxs_own_service(run_processes: RunProcesses) -> None:
+    (done,) = run_processes(PROGRAMS / "many_in_one.py", processes=1, devices_per_process=1)
+    assert done.stdout == "held\n"

@@ -340,12 +340,14 @@ class Meeting:
         silences: dict[int, float] = {}
         while blocks:
             self.group.check()
-            first = min(blocks[0])
-            if self._get(self._name("in", first)) is not None:
-                answers |= self._so_far(f"in/{first // _BLOCK}")
-                blocks[0].difference_update(answers)
-                if not blocks[0]:
-                    blocks.popleft()
+            block = blocks[0]
+            answers |= self._so_far(f"in/{min(block) // _BLOCK}")
+            block.difference_update(answers)
+            while block and (text := self._get(self._name("in", min(block)))) is not None:
+                answers[min(block)] = text
+                block.remove(min(block))
+            if not block:
+                blocks.popleft()
                 continue
             blocks.rotate(-1)  # the others may be there behind one that is not
             awaited = list(itertools.chain.from_iterable(blocks))

@@ -37,8 +37,8 @@ ends within one object of even, and halving a side may make objects half as larg
 
 SHARED_OBJECTS = 2_560
 """Objects in the whole job, about, that are made for the sake of even shares: 64 processes get `SHARES` each. Each
-object costs a request, and one more from each process that reads it; object stores limit requests per second. Of
-4,096 processes, 40 objects each would take S3 47 s to accept (benchmarks/cluster.py)."""
+object costs a request, and one more from each process that reads it; object stores limit requests per second. 40
+objects from each of 4,096 processes take S3 47 s to accept (benchmarks/cluster.py)."""
 
 ROUNDS = 4
 """How often at most objects are dealt while shares are uneven still: sets of holders that overlap pass on what they

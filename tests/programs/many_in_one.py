@@ -1,0 +1,65 @@
+"""Meetings of 130 processes over JAX's own coordination service, of which one real process plays all, in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from jax._src import distributed
+from joined import process_id
+
+from jaxckpt._runtime.processes import Call, Group, Meeting
+from jaxckpt._runtime.stalls import Watch
+
+COUNT = 130
+assert process_id == 0
+
+
+def held(name: str, play: Callable[[Meeting, int], object], timeout_seconds: float) -> list[object]:
+    """What each process returned or raised."""
+    outcomes: list[object] = [None] * COUNT
+
+    def run(index: int) -> None:
+        call, client = Call.of("save", "/ckpt"), distributed.global_state.client
+        group = Group(index, COUNT, timeout_seconds, client, f"jaxckpt/{name}", call, Watch(timeout_seconds))
+        try:
+            with group.meeting("testing") as meeting:
+                outcomes[index] = play(meeting, index)
+        except Exception as error:
+            outcomes[index] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=run, args=[index]) for index in reversed(range(COUNT))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
+
+
+def all_come(meeting: Meeting, index: int) -> str:
+    heard = meeting.gather(f"text {index}")
+    assert heard == ([f"text {other}" for other in range(COUNT)] if index == 0 else [])
+    return meeting.share("heard")
+
+
+def one_fails(meeting: Meeting, index: int) -> str:
+    if index == 70:
+        raise OSError("no space left")
+    return all_come(meeting, index)
+
+
+def two_do_not_come(meeting: Meeting, index: int) -> str:
+    return "absent" if index in (1, 129) else all_come(meeting, index)
+
+
+assert held("all", all_come, 60) == ["heard"] * COUNT
+
+failed = held("fails", one_fails, 60)
+assert failed.pop(70) == "OSError: no space left"
+assert set(failed) == {"PeerFailedError: process 70 failed with OSError: no space left"}, set(failed)
+
+silent = held("silent", two_do_not_come, 4)
+assert silent.pop(129) == silent.pop(1) == "absent"
+(message,) = set(silent)
+assert str(message).startswith("PeerTimeoutError: processes 1, 129 of 130 silent for 4 s while testing"), message
+print("held")
