@@ -15,6 +15,7 @@ from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
 from jaxckpt._format.tree import paths_of
 from jaxckpt._format.values import decode_value, encode_value
 from jaxckpt._runtime.errors import show
+from jaxckpt._runtime.options import COMPRESSIONS
 
 FORMAT = "jaxckpt"
 
@@ -23,7 +24,7 @@ VERSION = 1
 MAX_INDEX_BYTES = 64 << 20
 """Of one object's index, which tensorstore holds in memory whole: 4 million chunks."""
 
-_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes
+_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes; blosc's are of zstd
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 
@@ -194,8 +195,8 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
         if stack.dtype not in DTYPES:
             yield f"{where} has unknown dtype {stack.dtype[:80]!r}"
             continue
-        if stack.compression not in (None, "zstd"):
-            yield f"{where} has unknown compression {stack.compression[:80]!r}"
+        if stack.compression not in COMPRESSIONS:
+            yield f"{where} has unknown compression {str(stack.compression)[:80]!r}"
             continue
         ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
         if len(ranks) > 1 or len(stack.shape) > MAX_RANK or not stack.rows or not _is_grid(stack):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import http.client
 import http.server
+import json
+import os
 import re
 import shutil
 import socket
@@ -16,8 +19,9 @@ import struct
 import subprocess
 import sys
 import threading
+import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +33,23 @@ import tensorstore as ts
 BUCKET = "checkpoints"
 KEY = SECRET = "S3RVER"  # the only pair that s3rver knows; moto takes any
 CACHE = Path(__file__).parents[1] / ".cache"
+_TESTBENCH_AT = Path(__file__).parents[3] / "shared" / "gcs-testbench" / "start"
+TESTBENCH = Path(os.environ.get("JAXCKPT_GCS_TESTBENCH", _TESTBENCH_AT))
 
 _START_SECONDS = 60
+_FIRST_START_SECONDS = 300  # the testbench makes itself a virtual environment
+
+# moto compares a condition and writes in two steps, between which another thread may write: here they are one.
 _MOTO = """
-import logging, sys, urllib.request
+import logging, sys, threading, urllib.request
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 logging.disable()
+put_object, one_at_a_time = S3Response.put_object, threading.Lock()
+def put_alone(response):
+    with one_at_a_time:
+        return put_object(response)
+S3Response.put_object = put_alone
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
 port = server.get_host_and_port()[1]
@@ -50,10 +65,52 @@ new S3rver({address: "127.0.0.1", port: 0, silent: true, directory, configureBuc
     .run().then(({port}) => console.log(port))
 process.stdin.on("end", () => process.exit()).resume()
 """
+_TESTBENCH = """
+import os, signal, socket, subprocess, sys, time, urllib.error, urllib.request
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+server = subprocess.Popen([sys.argv[1], f"127.0.0.1:{port}"], stdin=subprocess.DEVNULL, start_new_session=True)
+try:
+    while server.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
+        except urllib.error.URLError:
+            time.sleep(0.1)
+        else:
+            print(port, flush=True)
+            sys.stdin.read()
+            break
+finally:
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+"""
 
 
-def environment(endpoint: str) -> dict[str, str]:
-    """What points s3:// URLs to a server."""
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An object store that runs."""
+
+    scheme: str
+    """Of the URLs that it serves: "s3" or "gs"."""
+
+    endpoint: str
+
+    def fresh_bucket(self) -> str:
+        """The name of a bucket. Each client of a gs:// bucket keeps its endpoint, so there each test has its own."""
+        if self.scheme == "s3":
+            return BUCKET
+        name = f"{BUCKET}-{uuid.uuid4().hex[:8]}"
+        url, content = f"{self.endpoint}/storage/v1/b?project=p", f'{{"name": "{name}"}}'.encode()
+        request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method="POST")
+        urllib.request.urlopen(request, timeout=30).close()
+        return name
+
+
+def environment(scheme: str, endpoint: str) -> dict[str, str]:
+    """What points URLs of a scheme to a server."""
+    if scheme == "gs":
+        return {"TENSORSTORE_GCS_HTTP_URL": endpoint, "GOOGLE_AUTH_TOKEN_FOR_TESTING": SECRET}
     return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -64,15 +121,29 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def moto() -> Iterator[str]:
-    """moto's S3 server, which honours conditions; its endpoint. It keeps all in memory."""
+def moto() -> Iterator[Server]:
+    """moto's S3 server, which honours conditions. It keeps all in memory."""
     with _child([sys.executable, "-c", _MOTO, BUCKET], Path.cwd()) as endpoint:
-        yield endpoint
+        yield Server("s3", endpoint)
 
 
 @contextlib.contextmanager
-def s3rver(folder: Path) -> Iterator[str]:
-    """s3rver, which ignores conditions; its endpoint. LookupError where npm cannot bring it."""
+def storage_testbench() -> Iterator[Server]:
+    """Google's storage testbench, which keeps all in memory. LookupError if it is not beside the project."""
+    if not TESTBENCH.exists():
+        raise LookupError(f"no storage testbench is at {TESTBENCH}, so gs:// is not tried")
+    CACHE.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as running:
+        with (CACHE / "gcs-testbench.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # it makes a virtual environment when it starts for the first time
+            command = [sys.executable, "-c", _TESTBENCH, str(TESTBENCH)]
+            endpoint = running.enter_context(_child(command, CACHE, _FIRST_START_SECONDS))
+        yield Server("gs", endpoint)
+
+
+@contextlib.contextmanager
+def s3rver(folder: Path) -> Iterator[Server]:
+    """s3rver, which ignores conditions. LookupError if npm cannot install it."""
     home = CACHE / "s3rver"
     if not (home / "node_modules" / "s3rver").is_dir():
         npm = shutil.which("npm")
@@ -85,24 +156,27 @@ def s3rver(folder: Path) -> Iterator[str]:
         if done.returncode:
             raise LookupError(f"npm could not install s3rver: {done.stderr[-300:]}")
     with _child(["node", "-e", _S3RVER, str(folder), BUCKET], home) as endpoint:
-        yield endpoint
+        yield Server("s3", endpoint)
 
 
 @contextlib.contextmanager
-def _child(command: Sequence[str], folder: Path) -> Iterator[str]:
+def _child(command: Sequence[str], folder: Path, start_seconds: float = _START_SECONDS) -> Iterator[str]:
     child = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout
-        # Killed where it says nothing for too long: its output ends then, and so does the wait for a line of it.
-        timer = threading.Timer(_START_SECONDS, child.kill)
+        # Killed if it says nothing for too long: its output ends then, and so does the wait for a line of it.
+        timer = threading.Timer(start_seconds, child.kill)
         timer.start()
         line = child.stdout.readline()
         timer.cancel()
         assert line, f"the server did not start: {command[0]}"
         yield f"http://127.0.0.1:{int(line)}"
     finally:
-        child.kill()
-        child.communicate()
+        try:
+            child.communicate(timeout=10)  # closes its standard input
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +184,13 @@ class Request:
     """One request that reached the proxy."""
 
     method: str
-    """GET, PUT, HEAD, DELETE, or LIST."""
+    """GET, PUT, HEAD, DELETE, or LIST: what asks for that on S3, or for the same on Google's Cloud Storage."""
 
     key: str
     """What it names below the bucket; of a LIST, the prefix."""
 
     conditional: bool
-    """Whether it has If-Match or If-None-Match."""
+    """Whether it has If-Match, If-None-Match or ifGenerationMatch."""
 
     sent_bytes: int
 
@@ -142,6 +216,7 @@ class Exchange:
 
     def __init__(self, handler: _Handler, body: bytes) -> None:
         self._handler = handler
+        self.path = handler.path
         self.headers = {name: value for name, value in handler.headers.items() if name.lower() != "expect"}
         self.body = body
         self.closing = handler.server.proxy.closing
@@ -150,7 +225,7 @@ class Exchange:
         """The server's own answer."""
         connection = http.client.HTTPConnection(self._handler.server.proxy.behind, timeout=60)
         try:
-            connection.request(self._handler.command, self._handler.path, self.body, self.headers)
+            connection.request(self._handler.command, self.path, self.body, self.headers)
             found = connection.getresponse()
             return Answer(found.status, found.getheaders(), found.read())
         finally:
@@ -186,9 +261,15 @@ Spoil = Callable[[Exchange], None]
 
 
 def status(code: int, reason: str = "SlowDown") -> Spoil:
-    """Answers with an error, as S3 words it; the server sees nothing."""
-    body = f"<Error><Code>{reason}</Code><Message>told to</Message></Error>".encode()
-    return lambda exchange: exchange.send(Answer(code, [("Content-Type", "application/xml")], body))
+    """Answers with an error, as S3 or Google words it; the server sees nothing."""
+    xml = f"<Error><Code>{reason}</Code><Message>on demand</Message></Error>"
+    error = {"code": code, "message": "on demand", "errors": [{"reason": reason, "message": "on demand"}]}
+
+    def spoil(exchange: Exchange) -> None:
+        kind, body = ("json", json.dumps({"error": error})) if "/storage/v1/" in exchange.path else ("xml", xml)
+        exchange.send(Answer(code, [("Content-Type", f"application/{kind}")], body.encode()))
+
+    return spoil
 
 
 def reset(exchange: Exchange) -> None:
@@ -200,6 +281,16 @@ def lost(exchange: Exchange) -> None:
     """The server does what it is asked, and its answer is lost."""
     exchange.forward()
     exchange.reset()
+
+
+def applied(code: int) -> Spoil:
+    """The server does what it is asked, and its answer is an error, as from a gateway between."""
+
+    def spoil(exchange: Exchange) -> None:
+        exchange.forward()
+        status(code)(exchange)
+
+    return spoil
 
 
 def short(exchange: Exchange) -> None:
@@ -247,15 +338,22 @@ def never(exchange: Exchange) -> None:
 
 def unconditional(exchange: Exchange) -> None:
     """The server does not see the conditions, as one that knows none."""
-    exchange.headers = {
-        name: value for name, value in exchange.headers.items() if name.lower() not in ("if-match", "if-none-match")
-    }
-    exchange.send(exchange.forward())
+    _forward_without(exchange, ("if-match", "if-none-match"), r"\d+")
 
 
 def unmatched(exchange: Exchange) -> None:
-    """The server knows If-None-Match, but not If-Match."""
-    exchange.headers = {name: value for name, value in exchange.headers.items() if name.lower() != "if-match"}
+    """The server knows the condition that a key is not there, and no other."""
+    _forward_without(exchange, ("if-match",), r"[1-9]\d*")
+
+
+def uncreated(exchange: Exchange) -> None:
+    """The server knows every condition but the one that a key is not there."""
+    _forward_without(exchange, ("if-none-match",), "0")
+
+
+def _forward_without(exchange: Exchange, headers: Sequence[str], generations: str) -> None:
+    exchange.headers = {name: value for name, value in exchange.headers.items() if name.lower() not in headers}
+    exchange.path = re.sub(rf"(?<=[?&])ifGenerationMatch={generations}(&|$)", "", exchange.path)
     exchange.send(exchange.forward())
 
 
@@ -269,7 +367,7 @@ class _Rule:
 
 @dataclass(eq=False)
 class Proxy:
-    """An S3 endpoint in front of another, that keeps what it was asked and does to it what it is told.
+    """An endpoint in front of another, that keeps what it was asked and does to it what it is told.
 
     Example:
         >>> with Proxy(endpoint) as proxy:
@@ -354,17 +452,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        found = urlsplit(self.path)
-        key = unquote(found.path).removeprefix(f"/{BUCKET}").lstrip("/")
-        query = parse_qs(found.query)
-        listing = "list-type" in query
-        conditional = any(self.headers.get(name) for name in ("If-Match", "If-None-Match"))
-        request = Request(
-            "LIST" if listing else self.command,
-            query.get("prefix", [""])[0] if listing else key,
-            conditional,
-            len(body),
-        )
+        request = Request(*_asked(self.command, self.path, self.headers), len(body))
         spoil = self.server.proxy._met(request)
         exchange = Exchange(self, body)
         if spoil is None:
@@ -378,12 +466,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """The requests are kept; nothing is printed."""
 
 
+def _asked(method: str, path: str, headers: Mapping[str, str]) -> tuple[str, str, bool]:
+    """Method, key and whether it is conditional, of a request to S3 or to Google's Cloud Storage."""
+    found = urlsplit(path)
+    query = parse_qs(found.query)
+    google = re.fullmatch(r"(/upload)?/storage/v1/b/[^/]+/o(?:/(.*))?", found.path)
+    if google is None:
+        if "list-type" in query:
+            return "LIST", query.get("prefix", [""])[0], False
+        key = unquote(found.path).removeprefix(f"/{BUCKET}").lstrip("/")
+        return method, key, any(headers.get(name) for name in ("If-Match", "If-None-Match"))
+    upload, key = google.groups()
+    if upload:
+        return "PUT", query["name"][0], "ifGenerationMatch" in query
+    if key is None:
+        return "LIST", query.get("startOffset", [""])[0], False
+    return "HEAD" if query.get("alt") == ["json"] else method, unquote(key), "ifGenerationMatch" in query
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A fresh path in an S3 bucket, reached through a proxy."""
+    """A fresh path in a bucket, reached through a proxy."""
 
     url: str
     proxy: Proxy
+
+    @property
+    def path(self) -> str:
+        """The path in the bucket."""
+        return self.url.split("/", 3)[3]
 
     def listed(self, below: str = "") -> list[str]:
         """The keys there are, asked of the server itself."""
@@ -396,21 +507,22 @@ class Bucket:
             copy.write(key, found.read(key).result().value).result()
 
     def _open(self, url: str) -> ts.KvStore:
-        spec = {
-            "driver": "s3",
-            "bucket": BUCKET,
-            "path": url.removeprefix(f"s3://{BUCKET}/"),
-            "endpoint": self.proxy.upstream,
-            "aws_region": "us-east-1",
-            "aws_credentials": {"type": "environment"},
-        }
-        return ts.KvStore.open(spec).result()
+        scheme, _, bucket, path = url.split("/", 3)
+        if scheme == "s3:":
+            settings = {"endpoint": self.proxy.upstream, "aws_region": "us-east-1"}
+            credentials = {"aws_credentials": {"type": "environment"}}
+            spec = {"driver": "s3", "bucket": bucket, "path": path, **settings, **credentials}
+            return ts.KvStore.open(spec).result()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TENSORSTORE_GCS_HTTP_URL", self.proxy.upstream)
+            context = ts.Context({"gcs_request_retries": {"max_retries": 3}})  # its own: else it finds the proxy's client
+            return ts.KvStore.open({"driver": "gcs", "bucket": bucket, "path": path}, context=context).result()
 
 
 @contextlib.contextmanager
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """Points s3:// URLs of this process, and of those it starts, to a proxy in front of a server."""
-    with Proxy(endpoint) as proxy:
-        for name, value in environment(proxy.endpoint).items():
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """Points URLs of this process, and of those it starts, to a proxy in front of a server."""
+    with Proxy(server.endpoint) as proxy:
+        for name, value in environment(server.scheme, proxy.endpoint).items():
             monkeypatch.setenv(name, value)
-        yield Bucket(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}", proxy)
+        yield Bucket(f"{server.scheme}://{server.fresh_bucket()}/{uuid.uuid4().hex[:8]}", proxy)
