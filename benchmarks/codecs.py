@@ -27,7 +27,7 @@ import numpy as np
 import optax
 import tensorstore as ts
 
-WIDTH, LAYERS, HEADS, LENGTH, BATCH = 256, 4, 4, 128, 8
+WIDTH, LAYERS, HEADS, LENGTH, BATCH = 256, 4, 4, 64, 8
 CHUNK_BYTES, ROUNDS, GIB = 512 << 10, 3, 1 << 30
 
 Array = np.ndarray[Any, Any]

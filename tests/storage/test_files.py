@@ -405,7 +405,7 @@ def test_tensorstore_moves_all_bytes_if_it_is_asked_to(tmp_path: Path, monkeypat
     for engine, call in ((FileWriter, "write"), (FileReader, "read")):
         monkeypatch.setattr(engine, call, lambda *_: pytest.fail("our own reader or writer was used"))
     tree = {"w": np.arange(100_000, dtype=np.float32), "mask": np.array([True, False])}
-    for compression in (None, "zstd"):
+    for compression in (None, "zstd", "blosc"):
         for path in (tmp_path / str(compression), f"memory://{tmp_path.name}/{compression}"):
             options = jaxckpt.Options(io="tensorstore", compression=compression)
             jaxckpt.save(path, tree, options=options)
