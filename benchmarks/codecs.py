@@ -135,7 +135,8 @@ def main() -> None:
         "second moments, float32": flat(state[0].nu),
     }
     for name, values in groups.items():
-        print(f"\n{name}: {values.nbytes / 1e6:.1f} MB\n\n| codec | left | encode, s/GiB | decode, s/GiB |\n|---|---:|---:|---:|")
+        print(f"\n{name}: {values.nbytes / 1e6:.1f} MB\n")
+        print("| codec | left | encode, s/GiB | decode, s/GiB |\n|---|---:|---:|---:|")
         for codec, settings in codecs(values.itemsize).items():
             left, encode, decode = measured(values, settings)
             print(f"| {codec} | {left:.3f} | {encode:.2f} | {decode:.2f} |", flush=True)

@@ -18,6 +18,7 @@ import hypothesis
 import processes
 import pytest
 import servers
+import stores
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
@@ -67,32 +68,32 @@ def here(_filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[servers.Server]:
+def moto() -> Iterator[stores.Server]:
     """An S3 server, for as long as the tests run."""
-    with servers.moto() as server:
+    with stores.moto() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def storage_testbench() -> Iterator[servers.Server]:
+def storage_testbench() -> Iterator[stores.Server]:
     """Google's own server for tests of its Cloud Storage, for as long as the tests run."""
     with contextlib.ExitStack() as running:
         try:
-            server = running.enter_context(servers.storage_testbench())
+            server = running.enter_context(stores.storage_testbench())
         except LookupError as error:
             pytest.skip(str(error))
         yield server
 
 
 @pytest.fixture
-def s3(moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
+def s3(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
     """A fresh s3:// path, where a proxy counts the requests and spoils them on demand."""
     with servers.bucket(moto, monkeypatch) as found:
         yield found
 
 
 @pytest.fixture
-def gs(storage_testbench: servers.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
+def gs(storage_testbench: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
     """A fresh gs:// path, with a proxy as for `s3`."""
     with servers.bucket(storage_testbench, monkeypatch) as found:
         yield found

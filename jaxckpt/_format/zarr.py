@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ def metadata(stack: Stack) -> bytes:
         codecs.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
     elif stack.compression == "blosc":
         size = DTYPES[stack.dtype].itemsize
-        shuffle = "bitshuffle" if size == 1 else "shuffle"
+        # Measured (docs/performance.md): bits sorted by place pay for elements of 2 bytes and more.
+        shuffle = "noshuffle" if size == 1 else "bitshuffle"
         settings = {"cname": "zstd", "clevel": 1, "shuffle": shuffle, "typesize": size, "blocksize": 0}
         codecs.append({"name": "blosc", "configuration": settings})
     codecs.append({"name": "crc32c"})
@@ -90,7 +91,7 @@ def digest(read: ReadRange, stack: Stack, length: int) -> str:
         return ""
     entries = read(data_bytes, length)[:-4].view("<u8").reshape(-1, 2).astype("<u8")
     present = entries[entries[:, 0] != ABSENT]
-    if not inside(present, data_bytes) or _mislengthed(read, stack, present):
+    if not inside(present, data_bytes) or _mislengthed(read, stack, present.astype(np.int64).tolist()):
         return ""
     ends = present.sum(axis=1).astype(np.int64).tolist()
     return digest_of(np.frombuffer(b"".join(read(end - 4, end).tobytes() for end in ends), "<u4"))
@@ -112,20 +113,18 @@ def inside(present: np.ndarray[Any, np.dtype[np.uint64]], data_bytes: int) -> bo
     )
 
 
-def _mislengthed(
-    read: ReadRange, stack: Stack, entries: np.ndarray[Any, np.dtype[np.uint64]]
-) -> dict[tuple[int, int], int]:
-    """The chunks, by their place in an object, that decode to another length than a chunk's, and that length.
+def _mislengthed(read: ReadRange, stack: Stack, chunks: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Of chunks (offset, length) those that decode to another length than a chunk's: that length, by offset.
 
     Only blosc needs it: its decoder allocates what a chunk's header states, up to 2 GiB.
     """
     if stack.compression != "blosc":
         return {}
     stated = {
-        (start, size): int(read(start + 4, start + 8).view("<u4")[0]) if size >= _BLOSC_HEADER_BYTES + 4 else 0
-        for start, size in entries.astype(np.int64).tolist()
+        start: int(read(start + 4, start + 8).view("<u4")[0]) if size >= _BLOSC_HEADER_BYTES + 4 else 0
+        for start, size in chunks
     }
-    return {place: length for place, length in stated.items() if length != stack.chunk_stored_bytes - 4}
+    return {start: length for start, length in stated.items() if length != stack.chunk_stored_bytes - 4}
 
 
 def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
@@ -229,9 +228,9 @@ def problems(
         if box is not None:
             whole = False
             yield box, "lacks a chunk"
-    mislengthed = _mislengthed(read, stack, entries[present])
     sums = dict[int, bytes]()
     places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
+    mislengthed = _mislengthed(read, stack, [(start, size) for start, size, _ in places])
     for together in _windows(sorted(places)):
         for (start, size, number), computed, stored in _checksums(read, together):
             sums[number] = stored
@@ -240,9 +239,9 @@ def problems(
                 reason = f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}"
             elif computed != int.from_bytes(stored, "little"):
                 reason = "has a damaged chunk: its crc32c does not match"
-            elif (start, size) in mislengthed:
-                wanted = stack.chunk_stored_bytes - 4
-                reason = f"has a chunk that decodes to {mislengthed[start, size]} bytes, expected {wanted}"
+            elif start in mislengthed:
+                expected = stack.chunk_stored_bytes - 4
+                reason = f"has a chunk that decodes to {mislengthed[start]} bytes, expected {expected}"
             if reason:
                 whole = False
                 yield chunk_box(stack, index, number), reason

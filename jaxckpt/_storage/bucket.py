@@ -341,9 +341,9 @@ class Bucket:
             if self._race(key) > 1:
                 raise StorageError(
                     errno.EOPNOTSUPP,
-                    f"cannot save to {self.url}: the server ignores the condition {condition} of writes, without which two"
-                    " saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google Cloud"
-                    " Storage do",
+                    f"cannot save to {self.url}: the server ignores the condition {condition} of writes, without which"
+                    " two saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google"
+                    " Cloud Storage do",
                 )
         self.remove(key)
         _proven.add(self.spec)

@@ -1,5 +1,5 @@
-"""Object stores: servers that are busy, that break off, that send too little or the wrong bytes, that answer late or never, whose
-answers are lost, and that ignore conditions."""
+"""Object stores: servers that are busy, that break off, that send too little or the wrong bytes, that answer late or
+never, whose answers are lost, and that ignore conditions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import servers
+import stores
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reliability import Fault
@@ -301,7 +302,7 @@ def test_s3rver(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if not fault.campaign:
         pytest.skip("npm brings it in the campaign only")
     try:
-        with servers.s3rver(tmp_path) as endpoint, servers.bucket(endpoint, monkeypatch) as bucket:
+        with stores.s3rver(tmp_path) as server, servers.bucket(server, monkeypatch) as bucket:
             saves_are_refused(fault, bucket, [("s3rver", lambda: None)])
     except LookupError as error:
         pytest.skip(str(error))

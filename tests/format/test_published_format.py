@@ -190,7 +190,7 @@ def zarr_json(stack: dict[str, Any]) -> bytes:
         assert text is not None
         blosc = json.loads(text.group(1))
         size = np.dtype(held).itemsize
-        blosc["configuration"] |= {"typesize": size, "shuffle": "bitshuffle" if size == 1 else "shuffle"}
+        blosc["configuration"] |= {"typesize": size, "shuffle": "noshuffle" if size == 1 else "bitshuffle"}
         codec["codecs"].insert(1, blosc)
     record["fill_value"] = (
         False if held == "bool" else 0.0 if held.startswith("float") else [0.0, 0.0] if "complex" in held else 0

@@ -1,4 +1,4 @@
-"""Checkpoints on S3 and on Google's Cloud Storage: saved, restored, listed, replaced and deleted, and how many requests that takes."""
+"""Checkpoints on S3 and on Google's Cloud Storage: saved, restored, listed, replaced, deleted, and counted requests."""
 
 from __future__ import annotations
 
