@@ -207,7 +207,7 @@ class Bucket:
         if not self._exchange(key, self._get(key)[1], content):
             raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it exists already")
         try:
-            self._require_conditions(f"{data}/{_PROBE}")
+            self._require_conditions(data)
         except BaseException:
             self.delete(data)
             raise
@@ -327,7 +327,7 @@ class Bucket:
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         pass
 
-    def _require_conditions(self, key: str) -> None:
+    def _require_conditions(self, data: str) -> None:
         """Raise StorageError if the server ignores the conditions of writes. Once for a process and bucket.
 
         Several writes race to create a key, then to replace it, of which at most one may win each time: all win on a
@@ -336,9 +336,12 @@ class Bucket:
         """
         if self.spec in _proven:
             return
+        key = f"{data}/{_PROBE}"
         google, other = ("ifGenerationMatch=0", "ifGenerationMatch"), ("If-None-Match", "If-Match")
         for condition in google if self._is_google else other:
             if self._race(key) > 1:
+                if _note(self.read(f"{data}/{WRITER}")).get("state") != "writing":  # two won, as the key was deleted
+                    raise overtaken(self.url)
                 raise StorageError(
                     errno.EOPNOTSUPP,
                     f"cannot save to {self.url}: the server ignores the condition {condition} of writes, without which"

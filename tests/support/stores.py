@@ -54,7 +54,7 @@ new S3rver({address: "127.0.0.1", port: 0, silent: true, directory, configureBuc
 process.stdin.on("end", () => process.exit()).resume()
 """
 _TESTBENCH = """
-import os, signal, socket, subprocess, sys, time, urllib.error, urllib.request
+import http.client, os, signal, socket, subprocess, sys, time, urllib.request
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -62,8 +62,8 @@ server = subprocess.Popen([sys.argv[1], f"127.0.0.1:{port}"], stdin=subprocess.D
 try:
     while server.poll() is None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
-        except urllib.error.URLError:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30).close()
+        except (OSError, http.client.HTTPException):
             time.sleep(0.1)
         else:
             print(port, flush=True)
