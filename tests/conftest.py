@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -17,6 +18,7 @@ import hypothesis
 import processes
 import pytest
 import servers
+import stores
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
@@ -66,22 +68,46 @@ def here(_filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[str]:
-    """The endpoint of an S3 server, for as long as the tests run."""
-    with servers.moto() as endpoint:
-        yield endpoint
+def moto() -> Iterator[stores.Server]:
+    """An S3 server, for as long as the tests run."""
+    with stores.moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def storage_testbench() -> Iterator[stores.Server]:
+    """Google's own server for tests of its Cloud Storage, for as long as the tests run."""
+    with contextlib.ExitStack() as running:
+        try:
+            server = running.enter_context(stores.storage_testbench())
+        except LookupError as error:
+            pytest.skip(str(error))
+        yield server
 
 
 @pytest.fixture
-def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
-    """A fresh s3:// path, where a proxy counts the requests and spoils them when told to."""
+def s3(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
+    """A fresh s3:// path, where a proxy counts the requests and spoils them on demand."""
     with servers.bucket(moto, monkeypatch) as found:
         yield found
 
 
+@pytest.fixture
+def gs(storage_testbench: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
+    """A fresh gs:// path, with a proxy as for `s3`."""
+    with servers.bucket(storage_testbench, monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request: pytest.FixtureRequest) -> servers.Bucket:
+    """A fresh path on each object store in turn."""
+    return request.getfixturevalue(request.param)
+
+
 # The mark `child` -----------------------------------------------------------------------------------------
 
-STARTS_A_CHILD = {"run_python", "run_processes", "moto", "browser"}
+STARTS_A_CHILD = {"run_python", "run_processes", "moto", "storage_testbench", "bucket", "browser"}
 """Fixtures: a test that uses one of them has the mark `child` without writing it."""
 
 _unmarked: str | None = None  # the test that runs, if it has no such mark

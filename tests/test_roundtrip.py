@@ -41,6 +41,7 @@ OPTIONS = [
     jaxckpt.Options(chunk_bytes=64, object_bytes=256, sync=False),
     jaxckpt.Options(chunk_bytes=16, object_bytes=1024, host_bytes=512, sync=False),
     jaxckpt.Options(chunk_bytes=128, compression="zstd", sync=False),
+    jaxckpt.Options(chunk_bytes=128, compression="blosc", sync=False),
 ]
 SIZES = [
     {},

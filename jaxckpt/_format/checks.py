@@ -17,6 +17,7 @@ from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
 from jaxckpt._format.tree import paths_of
 from jaxckpt._format.values import KINDS, decode_value, encode_value
 from jaxckpt._runtime.errors import show
+from jaxckpt._runtime.options import COMPRESSIONS
 
 FORMAT = "jaxckpt"
 
@@ -28,7 +29,7 @@ MAX_INDEX_BYTES = 64 << 20
 MAX_TIED = 256
 """Leaves in one row, at most: a forged manifest cannot claim much more than its objects hold."""
 
-_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes
+_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes; blosc's are of zstd
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 
@@ -199,8 +200,8 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
         if stack.dtype not in DTYPES:
             yield f"{where} has unknown dtype {stack.dtype[:80]!r}"
             continue
-        if stack.compression not in (None, "zstd"):
-            yield f"{where} has unknown compression {stack.compression[:80]!r}"
+        if stack.compression not in COMPRESSIONS:
+            yield f"{where} has unknown compression {str(stack.compression)[:80]!r}"
             continue
         ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
         if len(ranks) > 1 or len(stack.shape) > MAX_RANK or not stack.rows or not _is_grid(stack):

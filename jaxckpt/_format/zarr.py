@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ RUN_BYTES = 1 << 20
 WINDOW_BYTES = 4 << 20
 """Bytes of an object that are looked at together."""
 
+_BLOSC_HEADER_BYTES = 16  # its version, flags, typesize; then the decoded, the block's and the encoded length
+
 ABSENT = 0xFFFFFFFFFFFFFFFF  # the offset and length of a chunk that is not stored
 
 
@@ -38,6 +40,12 @@ def metadata(stack: Stack) -> bytes:
     codecs: list[dict[str, Any]] = [plain]
     if stack.compression == "zstd":
         codecs.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
+    elif stack.compression == "blosc":
+        size = DTYPES[stack.dtype].itemsize
+        # Measured (docs/performance.md): bits sorted by place pay for elements of 2 bytes and more.
+        shuffle = "noshuffle" if size == 1 else "bitshuffle"
+        settings = {"cname": "zstd", "clevel": 1, "shuffle": shuffle, "typesize": size, "blocksize": 0}
+        codecs.append({"name": "blosc", "configuration": settings})
     codecs.append({"name": "crc32c"})
     complex_dtype = data_type.startswith("complex")
     fill: Any = [0.0, 0.0] if complex_dtype else 0.0 if data_type.startswith("float") else 0
@@ -75,14 +83,15 @@ def digest(read: ReadRange, stack: Stack, length: int) -> str:
     """Digest of an object of `length` bytes; "" where its index points outside of it.
 
     It is the crc32c of the checksums that end the object's chunks, in the order of its index: it tells one object's
-    content from another's at the cost of reading 4 bytes a chunk.
+    content from another's at the cost of reading 4 bytes a chunk. Also "" if a chunk would be decoded to another
+    length than a chunk's.
     """
     data_bytes = length - stack.index_bytes
     if data_bytes < 0:
         return ""
     entries = read(data_bytes, length)[:-4].view("<u8").reshape(-1, 2).astype("<u8")
     present = entries[entries[:, 0] != ABSENT]
-    if not inside(present, data_bytes):
+    if not inside(present, data_bytes) or _mislengthed(read, stack, present.astype(np.int64).tolist()):
         return ""
     ends = present.sum(axis=1).astype(np.int64).tolist()
     return digest_of(np.frombuffer(b"".join(read(end - 4, end).tobytes() for end in ends), "<u4"))
@@ -102,6 +111,20 @@ def inside(present: np.ndarray[Any, np.dtype[np.uint64]], data_bytes: int) -> bo
         and starts.max() <= data_bytes - lengths.min()
         and (starts + lengths).max() <= data_bytes
     )
+
+
+def _mislengthed(read: ReadRange, stack: Stack, chunks: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Of chunks (offset, length) those that decode to another length than a chunk's: that length, by offset.
+
+    Only blosc needs it: its decoder allocates what a chunk's header states, up to 2 GiB.
+    """
+    if stack.compression != "blosc":
+        return {}
+    stated = {
+        start: int(read(start + 4, start + 8).view("<u4")[0]) if size >= _BLOSC_HEADER_BYTES + 4 else 0
+        for start, size in chunks
+    }
+    return {start: length for start, length in stated.items() if length != stack.chunk_stored_bytes - 4}
 
 
 def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
@@ -207,14 +230,18 @@ def problems(
             yield box, "lacks a chunk"
     sums = dict[int, bytes]()
     places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
+    mislengthed = _mislengthed(read, stack, [(start, size) for start, size, _ in places])
     for together in _windows(sorted(places)):
-        for (_, size, number), computed, stored in _checksums(read, together):
+        for (start, size, number), computed, stored in _checksums(read, together):
             sums[number] = stored
             reason = None
             if stack.compression is None and size != stack.chunk_stored_bytes:
                 reason = f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}"
             elif computed != int.from_bytes(stored, "little"):
                 reason = "has a damaged chunk: its crc32c does not match"
+            elif start in mislengthed:
+                expected = stack.chunk_stored_bytes - 4
+                reason = f"has a chunk that decodes to {mislengthed[start]} bytes, expected {expected}"
             if reason:
                 whole = False
                 yield chunk_box(stack, index, number), reason

@@ -199,7 +199,9 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
         "dtype": stack.dtype,
         "shape": list(stack.shape),
         "bytes": manifest.leaf_bytes(leaf),
-        "stored": f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}{', zstd' if stack.compression else ''}",
+        "stored": ", ".join(
+            filter(None, (f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}", stack.compression))
+        ),
         "saved": drawings.layout(saved_where(manifest, leaf), stack.shape),
         "wanted": None if goal is None else drawings.layout(goal, stack.shape),
     }

@@ -60,6 +60,7 @@ _CODES = {
 def readable(text: str) -> str:
     """An error of tensorstore for people: without the server's answer, which may quote keys and signatures, without
     query strings, and without the lines of tensorstore's source."""
+    text = re.sub(r"(Failed to parse response metadata): .*", r"\1", text, flags=re.DOTALL)
     code = re.search(r"\[http_response_code='(\d+)'\]", text)
     text = re.sub(r"\s*\[[a-z_-]+='.*", "", text, flags=re.DOTALL)
     text = re.sub(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)

@@ -25,6 +25,8 @@ def fault(request: pytest.FixtureRequest) -> Iterable[Fault]:
     """The fault that the test is marked with."""
     marker = request.node.get_closest_marker("fault")
     number, title, promise = marker.args
+    if "bucket" in request.fixturenames:
+        title = f"{request.node.callspec.params['bucket']}://: {title}"
     campaign = request.config.getoption("--campaign")
     options = {"quick": 1, "full": None, "system": "jaxckpt", **marker.kwargs}
     found = Fault(number, title, promise, campaign=campaign, **options)

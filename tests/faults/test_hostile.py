@@ -224,7 +224,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     # Names
     "an unknown dtype": lambda m: first(m).update(dtype="object"),
     "another dtype": lambda m: first(m).update(dtype="int32"),
-    "a codec": lambda m: first(m).update(compression="blosc"),
+    "a codec": lambda m: first(m).update(compression="gzip"),
     "a folder above": lambda m: first(m).update(name="../../etc"),
     "the folder above": lambda m: first(m).update(name=".."),
     "an absolute name": lambda m: first(m).update(name="/etc"),

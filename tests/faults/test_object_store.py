@@ -1,5 +1,5 @@
-"""S3: servers that are busy, that break off, that send too little or the wrong bytes, that answer late or never, whose
-answers are lost, and that ignore conditions."""
+"""Object stores: servers that are busy, that break off, that send too little or the wrong bytes, that answer late or
+never, whose answers are lost, and that ignore conditions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import servers
+import stores
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reliability import Fault
@@ -107,7 +108,7 @@ def below(bucket: Bucket, url: str) -> list[str]:
 
 @pytest.mark.fault(
     22,
-    "S3: 503 k times and for ever, reset, short or flipped body, late or no answer to each request of a save",
+    "503 k times and for ever, reset, short or flipped body, late or no answer to each request of a save",
     "retried, or a typed error in bounded time; the old checkpoint or the new one, whole",
     quick=5,
     full=120,
@@ -148,7 +149,7 @@ def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
 
 @pytest.mark.fault(
     22,
-    "S3: the same to each request of a restore",
+    "the same to each request of a restore",
     "retried, or a typed error in bounded time; never wrong data",
     quick=5,
     full=80,
@@ -187,7 +188,7 @@ def test_any_request_of_a_restore_goes_wrong(fault: Fault, bucket: Bucket) -> No
 
 @pytest.mark.fault(
     23,
-    "S3: the answer to any request of a save is lost, the publishing one too, once to three times",
+    "the answer to any request of a save is lost, the publishing one too, once to three times",
     "reports success; exactly one checkpoint",
     quick=6,
     full=None,
@@ -279,7 +280,7 @@ def _put_checkpoint(bucket: Bucket, url: str, value: Any) -> None:
 
 @pytest.mark.fault(
     24,
-    "S3: a server that ignores conditions of PUTs, or of all requests",
+    "a server that ignores conditions of PUTs, or of all requests",
     "refused, with the reason",
     quick=4,
     full=None,
@@ -296,12 +297,12 @@ def test_a_server_that_ignores_conditions(fault: Fault, bucket: Bucket) -> None:
     )
 
 
-@pytest.mark.fault(24, "S3: s3rver, which ignores conditions", "refused, with the reason", quick=1, full=None)
+@pytest.mark.fault(24, "s3://: s3rver, which ignores conditions", "refused, with the reason", quick=1, full=None)
 def test_s3rver(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fault.campaign:
         pytest.skip("npm brings it in the campaign only")
     try:
-        with servers.s3rver(tmp_path) as endpoint, servers.bucket(endpoint, monkeypatch) as bucket:
+        with stores.s3rver(tmp_path) as server, servers.bucket(server, monkeypatch) as bucket:
             saves_are_refused(fault, bucket, [("s3rver", lambda: None)])
     except LookupError as error:
         pytest.skip(str(error))

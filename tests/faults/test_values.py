@@ -35,7 +35,7 @@ def patterns(name: str) -> np.ndarray:
 def test_every_bit_pattern_comes_back(fault: Fault, tmp_path: Path) -> None:
     rows = Mesh(np.array(jax.devices()), ("a",))
     other = Mesh(np.array(jax.devices()).reshape(2, 4), ("b", "a"))
-    cases = [(name, compression) for compression in (None, "zstd") for name in FLOATS]
+    cases = [(name, compression) for compression in (None, "zstd", "blosc") for name in FLOATS]
     for number, (name, compression) in enumerate(fault.rounds(cases)):
         values = patterns(name)
         tree = {

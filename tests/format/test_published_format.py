@@ -90,10 +90,12 @@ def tree_of_all_kinds() -> dict[str, Any]:
     [
         jaxckpt.Options(),
         jaxckpt.Options(compression="zstd"),
+        jaxckpt.Options(compression="blosc"),
         jaxckpt.Options(object_bytes=4000, chunk_bytes=700),
         jaxckpt.Options(object_bytes=1000, chunk_bytes=100, compression="zstd"),
+        jaxckpt.Options(object_bytes=1000, chunk_bytes=100, compression="blosc"),
     ],
-    ids=["default", "zstd", "small", "tiny_zstd"],
+    ids=["default", "zstd", "blosc", "small", "tiny_zstd", "tiny_blosc"],
 )
 def test_the_reader_of_the_page_reads_every_kind_of_leaf(tmp_path: Path, options: jaxckpt.Options) -> None:
     tree = tree_of_all_kinds()
@@ -183,6 +185,13 @@ def zarr_json(stack: dict[str, Any]) -> bytes:
         codec["codecs"][0] = {"name": "bytes"}
     if stack.get("compression") == "zstd":
         codec["codecs"].insert(1, {"name": "zstd", "configuration": {"level": 3, "checksum": False}})
+    elif stack.get("compression") == "blosc":
+        text = re.search(r'`(\{"name": "blosc".*?\}\})`', FORMAT_PAGE)
+        assert text is not None
+        blosc = json.loads(text.group(1))
+        size = np.dtype(held).itemsize
+        blosc["configuration"] |= {"typesize": size, "shuffle": "noshuffle" if size == 1 else "bitshuffle"}
+        codec["codecs"].insert(1, blosc)
     record["fill_value"] = (
         False if held == "bool" else 0.0 if held.startswith("float") else [0.0, 0.0] if "complex" in held else 0
     )
@@ -190,7 +199,7 @@ def zarr_json(stack: dict[str, Any]) -> bytes:
     return json.dumps(record).encode()
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
 def test_seal_digests_and_zarr_json_are_as_the_page_says(tmp_path: Path, compression: Any) -> None:
     # Five rows of one chunk each, three to an object: the second object's third chunk lies outside of the array.
     rows = [np.full((64, 64), number, np.float32) for number in range(5)]

@@ -58,7 +58,7 @@ def test_an_undamaged_checkpoint_is_ok(path: Path) -> None:
     assert str(report).endswith("ok")
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
 def test_a_flipped_bit_is_placed_in_its_leaf_and_box(tmp_path: Path, compression: Any) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     w = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_called_damaged(path: Path
         jaxckpt.verify(tmp_path / "copy", options=jaxckpt.Options(progress=delete))
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
 def test_a_chunk_larger_than_what_is_looked_at_at_once(tmp_path: Path, compression: Any) -> None:
     side = 1_299_709  # a prime, so that each of the six pieces of 10 MiB is one chunk
     sharding = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), P("x"))

@@ -580,6 +580,8 @@ def test_options_are_checked() -> None:
         jaxckpt.Options(chunk_bytes=0)
     with pytest.raises(jaxckpt.InputError, match="compression"):
         jaxckpt.Options(compression="lzma")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(jaxckpt.InputError, match=r"chunk_bytes .*blosc"):
+        jaxckpt.Options(compression="blosc", chunk_bytes=2 << 30, object_bytes=4 << 30)
     with pytest.raises(jaxckpt.InputError, match="non-empty"):
         jaxckpt.open("")
 

@@ -26,6 +26,7 @@ OPTIONS = [
     Options(chunk_bytes=16, object_bytes=64),
     Options(chunk_bytes=7, object_bytes=1000),
     Options(chunk_bytes=256, object_bytes=256, compression="zstd"),
+    Options(chunk_bytes=256, object_bytes=256, compression="blosc"),
 ]
 options = st.sampled_from(OPTIONS)
 

@@ -25,12 +25,12 @@ def state(step: int) -> Any:
     return {"w": np.full((4, 4), step), "step": step}
 
 
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.child)])
+@pytest.fixture(params=["folder", *(pytest.param(store, marks=pytest.mark.child) for store in ("s3", "gs"))])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a run goes: on a file system, or on an S3 server."""
+    """Where a run goes: on a file system, or on an object store."""
     if request.param == "folder":
         return str(tmp_path / "run")
-    bucket: servers.Bucket = request.getfixturevalue("bucket")
+    bucket: servers.Bucket = request.getfixturevalue(request.param)
     return f"{bucket.url}/run"
 
 

@@ -106,6 +106,29 @@ def test_a_zombie_that_was_swept_takes_its_manifest_back(bucket: Bucket) -> None
     assert store.names() == []
 
 
+def test_a_saver_that_is_swept_while_it_proves_conditions_learns_of_that(bucket: Bucket) -> None:
+    """Two racers may then create the same key, before and after it was deleted: not the server's fault."""
+    store = store_at(bucket.url, jaxckpt.Options())
+
+    cleared = threading.Event()
+
+    def swept(exchange: Exchange) -> None:
+        answer = exchange.forward()
+        store.clear()
+        cleared.set()
+        exchange.send(answer)
+
+    def late(exchange: Exchange) -> None:
+        cleared.wait(60)
+        exchange.send(exchange.forward())
+
+    bucket.proxy.on("PUT other", swept, times=1)
+    bucket.proxy.on("PUT other", late, times=3)
+    with pytest.raises(jaxckpt.CheckpointExistsError):
+        begun(store)
+    assert store.names() == []
+
+
 def test_a_folder_made_in_a_console_is_empty(store: Store) -> None:
     store.put("", b"")  # the console of S3 makes a key of the folder's own name
     jaxckpt.save(store.url, TREE)

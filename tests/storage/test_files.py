@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
+import math
 import os
 import resource
 import signal
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,9 +30,11 @@ import jaxckpt
 from jaxckpt._format import zarr as _zarr
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, intersection, whole
+from jaxckpt._format.names import SEAL
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._storage.files import FileReader, FileWriter
+from jaxckpt._storage.tensors import ROOT_CONTEXT
 
 
 def cut(box: Box) -> tuple[slice, ...]:
@@ -401,11 +406,44 @@ def test_a_boolean_is_true_or_false(options: jaxckpt.Options, tmp_path: Path) ->
     assert "neither true nor false" in str(raised.value) or options.io == "tensorstore"
 
 
+@pytest.mark.parametrize("place", ["folder", "memory"])
+def test_a_chunk_of_blosc_that_states_another_length_is_not_decoded(tmp_path: Path, place: str) -> None:
+    """Its decoder would allocate what the chunk's own header states: here 2 GiB, and every checksum agrees."""
+    folder, rows = tmp_path / "c", np.zeros((4, 4096), np.float32)
+    jaxckpt.save(folder, {"w": rows}, options=jaxckpt.Options(compression="blosc", chunk_bytes=16384))
+    (file,) = (path for path in folder.glob("data-*/*/c/**/*") if path.is_file())
+    content, manifest = bytearray(file.read_bytes()), json.loads((folder / "manifest.json").read_bytes())
+    (stack,) = manifest["stacks"]
+    count = math.prod(o // c for o, c in zip(stack["object"], stack["chunk"], strict=True))
+    entries = np.frombuffer(content[-16 * count - 4 : -4], "<u8").reshape(-1, 2).tolist()
+    (start, size), sums = entries[-1], b""
+    content[start + 4 : start + 8] = struct.pack("<I", (1 << 31) - 17)
+    content[start + size - 4 : start + size] = struct.pack("<I", crc32c.crc32c(content[start : start + size - 4]))
+    for begin, length in entries:
+        sums += content[begin + length - 4 : begin + length]
+    ((key, _),) = stack["objects"].items()
+    stack["objects"][key] = [len(content), f"{crc32c.crc32c(sums):08x}"]
+    file.write_bytes(content)
+    del manifest["sha256"]
+    body = json.dumps(manifest, separators=(",", ":")).encode()[:-1]
+    (folder / "manifest.json").write_bytes(body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}')
+    path = str(folder)
+    if place == "memory":
+        path = f"memory://{tmp_path.name}/blosc"
+        memory = ts.KvStore.open(f"{path}/", context=ROOT_CONTEXT).result()
+        for found in (found for found in folder.rglob("*") if found.is_file()):
+            memory.write(str(found.relative_to(folder)), found.read_bytes()).result()
+    (problem,) = jaxckpt.verify(path).problems
+    assert "has a chunk that decodes to 2147483631 bytes, expected 16384" in problem.reason
+    with pytest.raises(jaxckpt.CorruptError, match=r"decodes to|other data"):
+        jaxckpt.load_numpy(path)
+
+
 def test_tensorstore_moves_all_bytes_if_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine, call in ((FileWriter, "write"), (FileReader, "read")):
         monkeypatch.setattr(engine, call, lambda *_: pytest.fail("our own reader or writer was used"))
     tree = {"w": np.arange(100_000, dtype=np.float32), "mask": np.array([True, False])}
-    for compression in (None, "zstd"):
+    for compression in (None, "zstd", "blosc"):
         for path in (tmp_path / str(compression), f"memory://{tmp_path.name}/{compression}"):
             options = jaxckpt.Options(io="tensorstore", compression=compression)
             jaxckpt.save(path, tree, options=options)

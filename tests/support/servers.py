@@ -1,7 +1,4 @@
-"""Object stores for tests: real servers in child processes, and a proxy that spoils or counts what passes through it.
-
-A server reads its standard input and ends when that closes: it never outlives the test run, however that ends.
-"""
+"""A proxy that counts or spoils what an object store is asked, and a bucket that is reached through it."""
 
 from __future__ import annotations
 
@@ -9,100 +6,20 @@ import collections
 import contextlib
 import http.client
 import http.server
+import json
 import re
-import shutil
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import tensorstore as ts
-
-BUCKET = "checkpoints"
-KEY = SECRET = "S3RVER"  # the only pair that s3rver knows; moto takes any
-CACHE = Path(__file__).parents[1] / ".cache"
-
-_START_SECONDS = 60
-_MOTO = """
-import logging, sys, urllib.request
-from moto.server import ThreadedMotoServer
-logging.disable()
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-port = server.get_host_and_port()[1]
-request = urllib.request.Request(f"http://127.0.0.1:{port}/" + sys.argv[1], method="PUT")
-urllib.request.urlopen(request, timeout=30).close()
-print(port, flush=True)
-sys.stdin.read()
-"""
-_S3RVER = """
-const S3rver = require("s3rver")
-const [directory, bucket] = process.argv.slice(1)
-new S3rver({address: "127.0.0.1", port: 0, silent: true, directory, configureBuckets: [{name: bucket}]})
-    .run().then(({port}) => console.log(port))
-process.stdin.on("end", () => process.exit()).resume()
-"""
-
-
-def environment(endpoint: str) -> dict[str, str]:
-    """What points s3:// URLs to a server."""
-    return {
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-
-
-@contextlib.contextmanager
-def moto() -> Iterator[str]:
-    """moto's S3 server, which honours conditions; its endpoint. It keeps all in memory."""
-    with _child([sys.executable, "-c", _MOTO, BUCKET], Path.cwd()) as endpoint:
-        yield endpoint
-
-
-@contextlib.contextmanager
-def s3rver(folder: Path) -> Iterator[str]:
-    """s3rver, which ignores conditions; its endpoint. LookupError where npm cannot bring it."""
-    home = CACHE / "s3rver"
-    if not (home / "node_modules" / "s3rver").is_dir():
-        npm = shutil.which("npm")
-        if npm is None:
-            raise LookupError("npm is not installed")
-        home.mkdir(parents=True, exist_ok=True)
-        (home / "package.json").write_text('{"private": true}')
-        command = [npm, "install", "--no-audit", "--no-fund", "s3rver@3.7.1"]
-        done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=240, check=False)
-        if done.returncode:
-            raise LookupError(f"npm could not install s3rver: {done.stderr[-300:]}")
-    with _child(["node", "-e", _S3RVER, str(folder), BUCKET], home) as endpoint:
-        yield endpoint
-
-
-@contextlib.contextmanager
-def _child(command: Sequence[str], folder: Path) -> Iterator[str]:
-    child = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout
-        # Killed where it says nothing for too long: its output ends then, and so does the wait for a line of it.
-        timer = threading.Timer(_START_SECONDS, child.kill)
-        timer.start()
-        line = child.stdout.readline()
-        timer.cancel()
-        assert line, f"the server did not start: {command[0]}"
-        yield f"http://127.0.0.1:{int(line)}"
-    finally:
-        child.kill()
-        child.communicate()
+from stores import BUCKET, Server, environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +27,13 @@ class Request:
     """One request that reached the proxy."""
 
     method: str
-    """GET, PUT, HEAD, DELETE, or LIST."""
+    """GET, PUT, HEAD, DELETE, or LIST: what asks for that on S3, or for the same on Google's Cloud Storage."""
 
     key: str
     """What it names below the bucket; of a LIST, the prefix."""
 
     conditional: bool
-    """Whether it has If-Match or If-None-Match."""
+    """Whether it has If-Match, If-None-Match or ifGenerationMatch."""
 
     sent_bytes: int
 
@@ -142,6 +59,7 @@ class Exchange:
 
     def __init__(self, handler: _Handler, body: bytes) -> None:
         self._handler = handler
+        self.path = handler.path
         self.headers = {name: value for name, value in handler.headers.items() if name.lower() != "expect"}
         self.body = body
         self.closing = handler.server.proxy.closing
@@ -150,7 +68,7 @@ class Exchange:
         """The server's own answer."""
         connection = http.client.HTTPConnection(self._handler.server.proxy.behind, timeout=60)
         try:
-            connection.request(self._handler.command, self._handler.path, self.body, self.headers)
+            connection.request(self._handler.command, self.path, self.body, self.headers)
             found = connection.getresponse()
             return Answer(found.status, found.getheaders(), found.read())
         finally:
@@ -186,9 +104,15 @@ Spoil = Callable[[Exchange], None]
 
 
 def status(code: int, reason: str = "SlowDown") -> Spoil:
-    """Answers with an error, as S3 words it; the server sees nothing."""
-    body = f"<Error><Code>{reason}</Code><Message>told to</Message></Error>".encode()
-    return lambda exchange: exchange.send(Answer(code, [("Content-Type", "application/xml")], body))
+    """Answers with an error, as S3 or Google words it; the server sees nothing."""
+    xml = f"<Error><Code>{reason}</Code><Message>on demand</Message></Error>"
+    error = {"code": code, "message": "on demand", "errors": [{"reason": reason, "message": "on demand"}]}
+
+    def spoil(exchange: Exchange) -> None:
+        kind, body = ("json", json.dumps({"error": error})) if "/storage/v1/" in exchange.path else ("xml", xml)
+        exchange.send(Answer(code, [("Content-Type", f"application/{kind}")], body.encode()))
+
+    return spoil
 
 
 def reset(exchange: Exchange) -> None:
@@ -200,6 +124,16 @@ def lost(exchange: Exchange) -> None:
     """The server does what it is asked, and its answer is lost."""
     exchange.forward()
     exchange.reset()
+
+
+def applied(code: int) -> Spoil:
+    """The server does what it is asked, and its answer is an error, as from a gateway between."""
+
+    def spoil(exchange: Exchange) -> None:
+        exchange.forward()
+        status(code)(exchange)
+
+    return spoil
 
 
 def short(exchange: Exchange) -> None:
@@ -247,15 +181,22 @@ def never(exchange: Exchange) -> None:
 
 def unconditional(exchange: Exchange) -> None:
     """The server does not see the conditions, as one that knows none."""
-    exchange.headers = {
-        name: value for name, value in exchange.headers.items() if name.lower() not in ("if-match", "if-none-match")
-    }
-    exchange.send(exchange.forward())
+    _forward_without(exchange, ("if-match", "if-none-match"), r"\d+")
 
 
 def unmatched(exchange: Exchange) -> None:
-    """The server knows If-None-Match, but not If-Match."""
-    exchange.headers = {name: value for name, value in exchange.headers.items() if name.lower() != "if-match"}
+    """The server knows the condition that a key is not there, and no other."""
+    _forward_without(exchange, ("if-match",), r"[1-9]\d*")
+
+
+def uncreated(exchange: Exchange) -> None:
+    """The server knows every condition but the one that a key is not there."""
+    _forward_without(exchange, ("if-none-match",), "0")
+
+
+def _forward_without(exchange: Exchange, headers: Sequence[str], generations: str) -> None:
+    exchange.headers = {name: value for name, value in exchange.headers.items() if name.lower() not in headers}
+    exchange.path = re.sub(rf"(?<=[?&])ifGenerationMatch={generations}(&|$)", "", exchange.path)
     exchange.send(exchange.forward())
 
 
@@ -269,7 +210,7 @@ class _Rule:
 
 @dataclass(eq=False)
 class Proxy:
-    """An S3 endpoint in front of another, that keeps what it was asked and does to it what it is told.
+    """An endpoint in front of another, that keeps what it was asked and does to it what it is told.
 
     Example:
         >>> with Proxy(endpoint) as proxy:
@@ -354,17 +295,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        found = urlsplit(self.path)
-        key = unquote(found.path).removeprefix(f"/{BUCKET}").lstrip("/")
-        query = parse_qs(found.query)
-        listing = "list-type" in query
-        conditional = any(self.headers.get(name) for name in ("If-Match", "If-None-Match"))
-        request = Request(
-            "LIST" if listing else self.command,
-            query.get("prefix", [""])[0] if listing else key,
-            conditional,
-            len(body),
-        )
+        request = Request(*_asked(self.command, self.path, self.headers), len(body))
         spoil = self.server.proxy._met(request)
         exchange = Exchange(self, body)
         if spoil is None:
@@ -378,12 +309,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """The requests are kept; nothing is printed."""
 
 
+def _asked(method: str, path: str, headers: Mapping[str, str]) -> tuple[str, str, bool]:
+    """Method, key and whether it is conditional, of a request to S3 or to Google's Cloud Storage."""
+    found = urlsplit(path)
+    query = parse_qs(found.query)
+    google = re.fullmatch(r"(/upload)?/storage/v1/b/[^/]+/o(?:/(.*))?", found.path)
+    if google is None:
+        if "list-type" in query:
+            return "LIST", query.get("prefix", [""])[0], False
+        key = unquote(found.path).removeprefix(f"/{BUCKET}").lstrip("/")
+        return method, key, any(headers.get(name) for name in ("If-Match", "If-None-Match"))
+    upload, key = google.groups()
+    if upload:
+        return "PUT", query["name"][0], "ifGenerationMatch" in query
+    if key is None:
+        return "LIST", query.get("startOffset", [""])[0], False
+    return "HEAD" if query.get("alt") == ["json"] else method, unquote(key), "ifGenerationMatch" in query
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A fresh path in an S3 bucket, reached through a proxy."""
+    """A fresh path in a bucket, reached through a proxy."""
 
     url: str
     proxy: Proxy
+
+    @property
+    def path(self) -> str:
+        """The path in the bucket."""
+        return self.url.split("/", 3)[3]
 
     def listed(self, below: str = "") -> list[str]:
         """The keys there are, asked of the server itself."""
@@ -396,21 +350,24 @@ class Bucket:
             copy.write(key, found.read(key).result().value).result()
 
     def _open(self, url: str) -> ts.KvStore:
-        spec = {
-            "driver": "s3",
-            "bucket": BUCKET,
-            "path": url.removeprefix(f"s3://{BUCKET}/"),
-            "endpoint": self.proxy.upstream,
-            "aws_region": "us-east-1",
-            "aws_credentials": {"type": "environment"},
-        }
-        return ts.KvStore.open(spec).result()
+        scheme, _, bucket, path = url.split("/", 3)
+        if scheme == "s3:":
+            settings = {"endpoint": self.proxy.upstream, "aws_region": "us-east-1"}
+            credentials = {"aws_credentials": {"type": "environment"}}
+            spec = {"driver": "s3", "bucket": bucket, "path": path, **settings, **credentials}
+            return ts.KvStore.open(spec).result()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TENSORSTORE_GCS_HTTP_URL", self.proxy.upstream)
+            context = ts.Context(
+                {"gcs_request_retries": {"max_retries": 3}}
+            )  # its own: else it finds the proxy's client
+            return ts.KvStore.open({"driver": "gcs", "bucket": bucket, "path": path}, context=context).result()
 
 
 @contextlib.contextmanager
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """Points s3:// URLs of this process, and of those it starts, to a proxy in front of a server."""
-    with Proxy(endpoint) as proxy:
-        for name, value in environment(proxy.endpoint).items():
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """Points URLs of this process, and of those it starts, to a proxy in front of a server."""
+    with Proxy(server.endpoint) as proxy:
+        for name, value in environment(server.scheme, proxy.endpoint).items():
             monkeypatch.setenv(name, value)
-        yield Bucket(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}", proxy)
+        yield Bucket(f"{server.scheme}://{server.fresh_bucket()}/{uuid.uuid4().hex[:8]}", proxy)
