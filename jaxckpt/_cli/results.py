@@ -108,11 +108,11 @@ def plan(
 
 def _plan_record(plan: RestorePlan) -> dict[str, Any]:
     return {
-        **fields(plan, "needed_bytes read_bytes over_read requests peak_host_bytes"),
+        **fields(plan, "needed_bytes read_bytes received_bytes over_read requests peak_host_bytes"),
         "processes": [
             {
                 "process": part.process,
-                **fields(part.cost, "needed_bytes read_bytes requests peak_host_bytes"),
+                **fields(part.cost, "needed_bytes read_bytes received_bytes requests peak_host_bytes"),
                 "device_bytes": {str(device): size for device, size in part.device_bytes.items()},
             }
             for part in plan.processes

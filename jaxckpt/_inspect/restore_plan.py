@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
 from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.placing import kept
+from jaxckpt._restore.placing import kept, process_cells
 from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
+from jaxckpt._restore.sharing import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
@@ -84,6 +85,11 @@ class RestorePlan:
         return sum(part.cost.read_bytes for part in self.processes)
 
     @property
+    def received_bytes(self) -> int:
+        """Bytes that processes would get from others that read them (`Options.read`), summed over processes."""
+        return sum(part.cost.received_bytes for part in self.processes)
+
+    @property
     def requests(self) -> int:
         """Reads of storage, summed over processes, before tensorstore merges neighbours."""
         return sum(part.cost.requests for part in self.processes)
@@ -112,6 +118,7 @@ class RestorePlan:
             f"  needed     {show_bytes(self.needed_bytes)}",
             f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed),"
             f" {counted(self.requests, 'request')}",
+            *([f"  received   {show_bytes(self.received_bytes)} from other processes"] if self.received_bytes else []),
             f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
             f" {counted(busiest.cost.requests, 'request')}",
             f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
@@ -138,6 +145,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
         "needed": show_bytes(plan.needed_bytes),
         "read": show_bytes(plan.read_bytes),
         "read / needed": f"{plan.over_read:.3f}",
+        **({"received from other processes": show_bytes(plan.received_bytes)} if plan.received_bytes else {}),
         "requests": f"{plan.requests:,}",
         "per device": f"{show_bytes(min(sizes, default=0))} to {show_bytes(max(sizes, default=0))}",
         "host memory beside the arrays": show_bytes(plan.peak_host_bytes),
@@ -185,8 +193,7 @@ def _in_words(where: Where) -> str:
 def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
     """Count what every process reads to reach the goals, by leaf number."""
     stacks = manifest.arrays
-    wants: dict[int, list[Want]] = {}
-    everywhere: list[Want] = []
+    wanted: list[tuple[Want, Goal, dict[int, tuple[Box, ...]] | None]] = []
     device_bytes: dict[int, dict[Any, int]] = {}
     leaves: list[LeafPlan] = []
     placed = functools.cache(_placed)
@@ -197,20 +204,33 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         stack, rows = stacks[record.stack], (record.row, record.row + 1)
         before = saved_where(manifest, record)
         leaves.append(LeafPlan(record.path, stack.dtype, stack.shape, before, _where(goal.sharding, goal.on_devices)))
+        want = Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal))
         if goal.sharding is None:
-            everywhere.append(Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal)))
+            wanted.append((want, goal, None))
             continue
         boxes_of, bytes_of = placed(goal.sharding, stack.shape, stack.itemsize)
-        for process, boxes in boxes_of.items():
-            wants.setdefault(process, []).append(Want(record.stack, rows, boxes, goal.cast, kept(goal)))
+        wanted.append((want, goal, boxes_of))
         for process, device, n_bytes in bytes_of:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + n_bytes
+    processes = sorted({process for *_, boxes_of in wanted for process in boxes_of or ()}) or [0]
+    cells = [process_cells(goal, stacks[want.stack].shape, processes) for want, goal, _ in wanted]
+    planned: dict[Members, dict[Partition, list[Round]]] = {}
     plans: list[ProcessPlan] = []
-    for process in sorted(wants) or [0]:
-        steps = plan_read(stacks, [*wants.get(process, ()), *everywhere], options.host_bytes)
-        cost = read_cost(stacks, steps, options.host_bytes)
-        plans.append(ProcessPlan(process, cost, device_bytes.get(process, {})))
+    for process in processes:
+        wants = [replace(want, boxes=b.get(process, ())) if b is not None else want for want, _, b in wanted]
+        needed = sum(sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants)
+        shared: dict[Partition, list[Want]] = {}
+        if options.read == "shared":
+            wants, shared = share(stacks, list(zip(wants, cells, strict=True)), process)
+        cost = read_cost(stacks, plan_read(stacks, wants, options.host_bytes), options.host_bytes)
+        for partition, together in shared.items():
+            members = members_of(partition, process)
+            rounds = planned.setdefault(members, {})
+            if together and partition not in rounds:
+                rounds[partition] = plan_rounds(stacks, together, members, options.host_bytes)
+            cost += shared_cost(stacks, rounds.get(partition, []), process, options.host_bytes)
+        plans.append(ProcessPlan(process, replace(cost, needed_bytes=needed), device_bytes.get(process, {})))
     return RestorePlan(tuple(plans), tuple(leaves))
 
 

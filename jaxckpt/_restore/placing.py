@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +15,22 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, volume, whole
-from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind
+from jaxckpt._format.grid import Box, Layout, extent, volume, whole
+from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind, process_layout
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
 from jaxckpt._restore.blocks import carrier, come_as_blocks, place_rows
+from jaxckpt._restore.gathering import gather, require_agreement
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
+from jaxckpt._restore.sharing import Partition, Round, digest, members_of, plan_rounds, share
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show
 from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import reporting
 
 WHOLE_BYTES = 1 << 20
@@ -91,8 +94,11 @@ def kept(goal: Goal) -> bool:
     return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
 
 
-def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[int, Any]:
-    """The value of every goal by leaf number."""
+def fetch(
+    source: Source, goals: Mapping[int, Goal], options: Options, meeting: Meeting | None = None
+) -> dict[int, Any]:
+    """The value of every goal by leaf number; in a meeting of the processes that all do this, if they read for each
+    other."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)
@@ -107,20 +113,43 @@ def fetch(source: Source, goals: Mapping[int, Goal], options: Options) -> dict[i
             values[number] = _from_text(record, goal)
         else:
             by_stack.setdefault(record.stack, {})[record.row] = number, goal
-    wants: list[Want] = []
+    wanted: list[tuple[Want, Goal]] = []
     for stack, rows_of in by_stack.items():
         for rows, goal in _ranges(rows_of):
             destination = destinations.of(goal, stack)
-            wants.append(Want(stack, rows, destination.boxes, goal.cast, destination.kept))
+            wanted.append((Want(stack, rows, destination.boxes, goal.cast, destination.kept), goal))
+    wants = [want for want, _ in wanted]
+    shared: dict[Partition, list[Round]] = {}
+    if options.read == "shared" and meeting is not None and meeting.group.count > 1:
+        group = meeting.group
+        laid_out = [(want, process_cells(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
+        require_agreement(meeting, digest(laid_out))
+        meeting.renew()
+        wants, together = share(stacks, laid_out, group.index)
+        for partition, some in together.items():
+            members = members_of(partition, group.index)
+            shared[partition] = plan_rounds(stacks, some, members, options.host_bytes) if some else []
     steps = plan_read(stacks, wants, options.host_bytes)
     leaves = _Leaves(manifest, stacks, by_stack, destinations, values)
     total = sum(step.n_bytes for step in steps)
-    with undisturbed(source), reporting("restore", total, options.progress) as advance:
+    total += sum(one.read.n_bytes for rounds in shared.values() for portions in rounds for one in portions)
+    with undisturbed(source, options), reporting("restore", total, options.progress) as advance:
+        if shared and meeting is not None:
+            gather(source, stacks, shared, options, leaves, advance, meeting)
         read(source, stacks, steps, options, leaves, advance)
     leaves.empty_leaves()
     for number in weak:
         values[number] = _weakly_typed(values[number])
     return values
+
+
+def process_cells(goal: Goal, shape: tuple[int, ...], processes: Iterable[int]) -> Layout:
+    """The cells that a leaf is cut into, and the processes that want each: all of them if it has no sharding."""
+    if goal.sharding is None:
+        return Layout((1,) * len(shape), (tuple(processes),))
+    if isinstance(goal.sharding, PlannedSharding):
+        return goal.sharding.layout(shape)
+    return process_layout(goal.sharding, shape)
 
 
 def _weakly_typed(array: Any) -> Any:
@@ -212,11 +241,15 @@ class _Leaves:
             for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
                 leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
                 destination = self._destinations.of(goal, step.stack)
+                # Other processes may want other boxes, which were read for them.
+                own = [run.boxes.index(box) for box in destination.boxes]
+                if not own:
+                    continue
                 if run.streamed:
                     for row, leaf in enumerate(leaves, begun):
-                        self._finish_streamed(leaf, goal, step.stack, row, len(run.boxes))
+                        self._finish_streamed(leaf, goal, step.stack, row, own)
                     continue
-                parts = [buffer[begun - run.rows[0] : ended - run.rows[0]] for buffer in filled]
+                parts = [filled[box][begun - run.rows[0] : ended - run.rows[0]] for box in own]
                 rows = list(map(_rows, parts))
                 if goal.kind == "numpy":
                     self._values.update(zip(leaves, rows[0], strict=True))
@@ -249,9 +282,9 @@ class _Leaves:
                     self._finish(leaf, goal, step.stack, list(itertools.islice(rest, count)))
         return [*placed, *blocks]
 
-    def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: int) -> None:
+    def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: Sequence[int]) -> None:
         """A leaf whose boxes were gathered on the devices."""
-        parts = [part for box in range(boxes) for part in self._parts.pop((stack, row, box))]
+        parts = [part for box in boxes for part in self._parts.pop((stack, row, box))]
         dtype = _wanted_dtype(self._stacks[stack], goal)
         self._finish(leaf, goal, stack, [_as_dtype(part, dtype) for part in parts])
 
@@ -262,7 +295,10 @@ class _Leaves:
         touched: dict[Any, Any] = {}
         for offset, row in enumerate(range(*part[0])):
             _, goal = self._by_stack[step.stack][row]
-            devices = self._destinations.of(goal, step.stack).devices[number]
+            destination = self._destinations.of(goal, step.stack)
+            if box not in destination.boxes:
+                continue
+            devices = destination.devices[destination.boxes.index(box)]
             piece = _cast(data[offset], goal)
             key = (step.stack, row, number)
             if part[1:] == box:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs, require_mesh
 from jaxckpt._format.tree import Tree
+from jaxckpt._restore.gathering import require_agreement
 from jaxckpt._restore.goals import Goal, host_goals, resolve
 from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.source import Location, source_at
@@ -115,8 +116,8 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
                 source = renamed_source(source, request.rules)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.lacking) if request.initial else []
-            result = resolved.build(fetch(source, resolved.goals, options), initial)
-            meeting.barrier()
+            result = resolved.build(fetch(source, resolved.goals, options, meeting), initial)
+            require_agreement(meeting, "")
     if group.index == 0 and _log.isEnabledFor(logging.INFO):
         counts = len(resolved.goals), len(jax.tree.leaves(result)), source.url, len(source.manifest.leaves)
         _log.info("restored %d of the tree's %d leaves from %s, which has %d", *counts)

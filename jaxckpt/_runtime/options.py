@@ -44,6 +44,11 @@ class Options:
     where they take half the CPU time, and tensorstore for compressed chunks and object stores. "tensorstore":
     tensorstore for everything. Each reads what the other wrote, and both check as strictly."""
 
+    read: Literal["each", "shared"] = "each"
+    """How a restore reads what several processes want. "each": each of them reads it. "shared": one of them reads it,
+    and it travels to the others over the devices' interconnect. Reading is split evenly, and each stored chunk is read
+    once in the whole job. That pays if the storage limits the restore (docs/many-processes.md)."""
+
     host_bytes: int = 256 << 20
     """Bytes of host memory that a save or a restore may take beside the arrays themselves, about; larger leaves move in
     boxes. `save_async` may take `staging_bytes` besides."""
@@ -106,6 +111,7 @@ class Options:
             ("when_busy", ("wait", "skip")),
             ("compression", (None, "zstd")),
             ("io", ("auto", "tensorstore")),
+            ("read", ("each", "shared")),
             ("sync", (True, False)),
             ("cast", ("safe", "unsafe")),
             ("indivisible", ("error", "replicate")),

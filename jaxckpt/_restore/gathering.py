@@ -1,0 +1,257 @@
+"""Reads what several processes want once in the whole job, and passes it on over the devices' interconnect.
+
+each round:  own portions are read ─▶ all processes meet ─▶ each piece: a program gathers it ─▶ scattered ─▶ delivered
+
+What passes between processes are bytes, whatever leaves they are of: one program serves all shapes, dtypes and
+layouts, and leaves of the host too. A process that fails raises in the meeting, before others run a program that they
+would wait in for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.grid import extent
+from jaxckpt._format.pieces import Array
+from jaxckpt._format.stacks import Stack
+from jaxckpt._restore.plan import read_bytes
+from jaxckpt._restore.reading import Coming, Delivery, Filling, Window, aligned_empty
+from jaxckpt._restore.sharing import ALIGNED_BYTES, Members, Partition, Piece, Portion, Round, members_of, pieces
+from jaxckpt._restore.source import Source
+from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Meeting
+from jaxckpt._runtime.progress import Report
+from jaxckpt._save.exchange import moving_bits
+from jaxckpt._storage.objects import ArrayReader
+from jaxckpt._storage.workers import Aside
+
+
+def require_agreement(meeting: Meeting, digest: str) -> None:
+    """Raise PeersDisagreeError unless all processes want the same to be shared ("": nothing). Every process."""
+    if len(set(meeting.gather(digest))) > 1:
+        raise PeersDisagreeError(
+            'the processes want different leaves, or in different layouts: with Options(read="shared") all must call'
+            " restore with the same arguments and options"
+        )
+    meeting.share("")
+
+
+def gather(
+    source: Source,
+    stacks: Sequence[Stack],
+    planned: Mapping[Partition, Sequence[Round]],
+    options: Options,
+    delivery: Delivery,
+    report: Report,
+    meeting: Meeting,
+) -> None:
+    """Carry out the rounds of this process's community in each partition. Every process, whether in one or not."""
+    process = meeting.group.index
+    with Aside(options.timeout_seconds) as aside:
+        for partition, rounds in planned.items():
+            members = members_of(partition, process)
+            community = _Community(source, stacks, rounds, members, process, options, aside) if rounds else None
+            coming = iter(community.begin() if community else ())
+            current = next(coming, None)
+            while True:
+                if current is not None:
+                    current.wait()
+                ahead = next(coming, None)  # is read while the current one passes on
+                texts = meeting.gather("more" if current is not None else "")
+                more = meeting.share("more" if any(texts) else "")
+                meeting.renew()
+                if not more:
+                    break
+                if current is not None and community is not None:
+                    community.pass_on(current, delivery, report)
+                current = ahead
+            if community is not None:
+                community.window.drain()
+
+
+class _Coming:
+    """A round whose portions of this process are being read."""
+
+    def __init__(self, pieces: Sequence[Piece], own: Array, begun: Sequence[Coming]) -> None:
+        self.pieces = pieces
+        self.own = own
+        self._begun = begun
+
+    def wait(self) -> None:
+        for one in self._begun:
+            one.wait()
+
+
+class _Community:
+    """Processes that read for each other, as one of them sees them."""
+
+    def __init__(
+        self,
+        source: Source,
+        stacks: Sequence[Stack],
+        rounds: Sequence[Round],
+        members: Members,
+        process: int,
+        options: Options,
+        aside: Aside,
+    ) -> None:
+        self._source = source
+        self._stacks = stacks
+        self._rounds = rounds
+        self._members = members
+        self._process = process
+        self._most_bytes = read_bytes(options.host_bytes)
+        self._aside = aside
+        self._interconnect = Interconnect(members, process)
+        self.window = Window(options.host_bytes)
+        self._fillings: dict[int, Filling] = {}
+
+    def begin(self) -> Iterator[_Coming]:
+        """Each round, once its reading has begun."""
+        mine = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
+        by_stack: dict[int, list[Portion]] = {}
+        for portion in mine:
+            by_stack.setdefault(portion.step.stack, []).append(portion)
+        doing = f"reading the metadata of {self._source.url}"
+        self._aside.do(doing, lambda: self._source.require_metadata(list(by_stack)))
+        readers = {
+            stack: self._source.array_reader(stack, (portion.read.boxes for portion in portions))
+            for stack, portions in by_stack.items()
+        }
+        for portions in self._rounds:
+            yield self._begun(portions, readers)
+
+    def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _Coming:
+        found = list(pieces(portions, self._members, self._most_bytes))
+        mine = [portion for portion in portions if portion.reader == self._process]
+        sizes = [portion.start + portion.n_bytes for portion in mine]
+        # What is given is as long in all processes: it may end behind what was read.
+        gives = [
+            piece.spans[self._process][0] + self._interconnect.given_bytes(piece)
+            for piece in found
+            if self._process in piece.spans
+        ]
+        own = aligned_empty((max(sizes + gives, default=0),), np.dtype(np.uint8))
+        begun: list[Coming] = []
+        for portion in mine:
+            stack = portion.step.stack
+            coming = Coming(portion.read.boxes, self._source, stack, self._aside)
+            coming.begin(readers[stack], self._regions(portion, own[portion.start :]))
+            begun.append(coming)
+        return _Coming(found, own, begun)
+
+    def _regions(self, portion: Portion, data: Array) -> list[Array]:
+        """The regions of a portion in its bytes."""
+        dtype = DTYPES[self._stacks[portion.step.stack].dtype]
+        shapes = [extent(region.box) for region in portion.read.regions]
+        return [
+            data[offset : offset + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+            for offset, shape in zip(portion.offsets, shapes, strict=True)
+        ]
+
+    def pass_on(self, coming: _Coming, delivery: Delivery, report: Report) -> None:
+        """Give and get what was read in a round, and deliver it."""
+        for piece in coming.pieces:
+            got = self._interconnect.gather(piece, coming.own)
+            sent: dict[Any, Any] = {}
+            for portion in piece.portions:
+                step = portion.step
+                if id(step) not in self._fillings:
+                    self.window.take(step.held_bytes)
+                    dtype = DTYPES[self._stacks[step.stack].dtype]
+                    self._fillings[id(step)] = Filling(step, dtype, self.window, delivery)
+                filling = self._fillings[id(step)]
+                data = got[portion.reader][portion.start - piece.spans[portion.reader][0] :]
+                for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
+                    sent.update(filling.scatter(region, staged))
+                report(portion.read.n_bytes)
+                if filling.landed():
+                    del self._fillings[id(step)]
+            jax.block_until_ready(list(sent.values()))  # they may hold what was got
+
+
+# Between processes ----------------------------------------------------------------------------------------
+
+
+class Interconnect:
+    """Passes bytes from some processes to all of a community."""
+
+    def __init__(self, members: Members, process: int) -> None:
+        devices: dict[int, list[Any]] = {}
+        for device in jax.devices():
+            devices.setdefault(device.process_index, []).append(device)
+        # CPU devices have one memory and one connection: more of them would only cut the data apart.
+        is_cpu = devices[process][0].platform == "cpu"
+        self._width = 1 if is_cpu else min(len(devices[member]) for member in members)
+        self._devices = devices[process][: self._width]
+        self._members = members
+        self._process = process
+        self._mesh = Mesh(np.array([devices[member][: self._width] for member in members]), ("process", "own"))
+
+    def given_bytes(self, piece: Piece) -> int:
+        """What each process gives, so many that few programs serve all pieces: 12 % too many at most."""
+        words = -(-max(end - first for first, end in piece.spans.values()) // (4 * self._width))
+        unit = max(ALIGNED_BYTES // 4, 1 << max(0, words.bit_length() - 4))
+        return -(-words // unit) * unit * 4 * self._width
+
+    def gather(self, piece: Piece, own: Array) -> dict[int, Array]:
+        """The bytes that each process gives. Every member, with an equal piece and what it has read itself."""
+        given = self.given_bytes(piece)
+        words = given // (4 * self._width)
+        few = 2 * len(piece.spans) < len(self._members)
+        slots = list(piece.spans) if few else list(self._members)
+        gives = self._process in piece.spans
+        first = piece.spans[self._process][0] if gives else 0
+        mine = own[first : first + given] if gives else np.zeros(given, np.uint8)
+        start = np.array([slots.index(self._process) * words if self._process in slots else 0], np.int32)
+        places = [SingleDeviceSharding(device) for device in self._devices]
+        along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        try:
+            with moving_bits(self._mesh):
+                parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
+                starts = jax.device_put([start] * self._width, places)
+                arguments = [
+                    jax.make_array_from_single_device_arrays((self._mesh.size * one[0].size,), along, one)
+                    for one in (parts, starts)
+                ]
+                gathered = jax.block_until_ready(gatherer(self._mesh, len(slots) if few else None)(*arguments))
+        except RuntimeError as error:  # XLA's: of a peer that died, for example
+            raise PeerFailedError(f"processes {self._members} could not pass on what they read: {error}") from error
+        by_device = {shard.device: np.asarray(shard.data) for shard in gathered.addressable_shards}
+        found = [by_device[device].reshape(len(slots), words) for device in self._devices]
+        rows = [
+            found[0][slot] if self._width == 1 else np.concatenate([one[slot] for one in found])
+            for slot in range(len(slots))
+        ]
+        return {process: row.view(np.uint8) for process, row in zip(slots, rows, strict=True)}
+
+
+@functools.lru_cache(maxsize=256)
+def gatherer(mesh: Mesh, slots: int | None) -> Any:
+    """The jitted (words of each device, where they go) → the words of all processes, one after the other.
+
+    With `slots`, the words of so many processes, each where it says; the others give zeros, and all are added up. To
+    gather zeros from thousands of processes would take memory for them.
+    """
+
+    def everywhere(words: Any, start: Any) -> Any:
+        if slots is None:
+            return lax.all_gather(words, "process", tiled=True)
+        placed = lax.dynamic_update_slice(jnp.zeros(slots * words.size, words.dtype), words, [start[0]])
+        return lax.psum(placed, "process")
+
+    along = PartitionSpec(mesh.axis_names)
+    passed = jax.shard_map(
+        everywhere, mesh=mesh, in_specs=(along, along), out_specs=PartitionSpec("own"), check_vma=False
+    )
+    return jax.jit(passed)
