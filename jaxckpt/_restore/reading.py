@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -28,8 +28,6 @@ from jaxckpt._runtime.progress import Report, unseen
 from jaxckpt._storage.errors import storage_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.workers import Aside
-
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -95,7 +93,7 @@ def read(
                 window.take(read.held_bytes + held_bytes)
                 coming = Coming(read.boxes, source, stack, aside)
                 reading = _Reading(read, held_bytes, filling, report, coming)
-                reading.begin(arrays[stack])
+                coming.begin(arrays[stack], reading.targets)
                 window.later(reading.land)
         window.drain()
 
@@ -108,17 +106,18 @@ class Coming:
         self._source = source
         self._stack = stack
         self._aside = aside
+        self._doing = f"reading from {source.url}"
         self._pending: list[Pending] = []
 
     def begin(self, array: ArrayReader, targets: Sequence[Array]) -> None:
         """Start to read each box into an array. Raises DataError, StorageError."""
         wanted = list(zip(self._boxes, targets, strict=True))
         with self._naming((min(box[0][0] for box in self._boxes), max(box[0][1] for box in self._boxes))):
-            self._pending = self._do(lambda: array.read(wanted))
+            self._pending = self._aside.do(self._doing, lambda: array.read(wanted))
 
     def wait(self) -> None:
         """Wait until all are read. Raises DataError, StorageError."""
-        failed = self._do(self._first_failure)
+        failed = self._aside.do(self._doing, self._first_failure)
         if failed is not None:
             with self._naming(failed[0][0]):
                 raise failed[1]
@@ -130,9 +129,6 @@ class Coming:
             except Exception as error:
                 return box, error
         return None
-
-    def _do(self, work: Callable[[], T]) -> T:
-        return self._aside.do(f"reading from {self._source.url}", work)
 
     def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
         """Errors inside name the leaves in these rows."""
@@ -264,17 +260,13 @@ class _Reading:
             [(extent(region.box), filling.dtype) for region in read.regions if region.staged]
         )
         rest = iter(staged)
-        self._targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
-
-    def begin(self, array: ArrayReader) -> None:
-        """Start reading all of it."""
-        self._coming.begin(array, self._targets)
+        self.targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
 
     def land(self) -> None:
         """Wait for it and pass on what is staged."""
         self._coming.wait()
         sent: dict[Any, Any] = {}
-        for region, target in zip(self._read.regions, self._targets, strict=True):
+        for region, target in zip(self._read.regions, self.targets, strict=True):
             if region.staged:
                 sent.update(self._filling.scatter(region, target))
         self._filling.window.release(self._held_bytes, None)
