@@ -1,6 +1,7 @@
 """Restores onto many layouts in the processes of a job, each process reading and sharing, and compares every bit.
 
-Prints for each layout and way of reading the bytes that this process has read and those that were planned.
+Prints for each layout and way of reading: the bytes that this process has read, those that were planned, and those that
+it was to receive from others.
 """
 
 from __future__ import annotations
@@ -85,27 +86,26 @@ def compare(tree: Any) -> None:
         check(leaf, jax.tree_util.keystr(path), expected)
 
 
-for name, mesh, spec in layouts():
-    if args["only"] and name not in args["only"]:
-        continue
-    target = {
-        path: NamedSharding(mesh, spec(leaf.shape[:-1] if leaf.kind == "key" else leaf.shape))
-        if leaf.kind in ("jax", "key") or path.startswith("numpy")
-        else np.zeros(leaf.shape, leaf.dtype)
-        for path, leaf in saved.leaves.items()
-    }
+def restored(name: str, target: Any, **settings: Any) -> None:
     for read in ("shared", "each"):
-        options = jaxckpt.Options(read=read, host_bytes=args["host_bytes"], timeout_seconds=30, **args["options"])
+        options = jaxckpt.Options(read=read, host_bytes=args["host_bytes"], timeout_seconds=30, **settings)
         counts.clear()
         tree = jaxckpt.restore(args["path"], target, options=options)
         n_bytes = sum(counts)
         compare(tree)
         plan = saved.plan(target, options=options)
-        mine = next((one.cost for one in plan.processes if one.process == process_id), None)
-        planned = None if mine is None else [mine.read_bytes, mine.needed_bytes, mine.received_bytes]
-        print(json.dumps([name, read, n_bytes, planned]))
-for read in ("shared", "each"):
-    counts.clear()
-    tree = jaxckpt.restore(args["path"], options=jaxckpt.Options(read=read))
-    compare(tree)
-    print(json.dumps(["host", read, sum(counts), None]))
+        cost = next((part.cost for part in plan.processes if part.process == process_id), None)
+        print(json.dumps([name, read, n_bytes, cost.read_bytes if cost else 0, cost.received_bytes if cost else 0]))
+
+
+for name, mesh, spec in layouts():
+    target = {
+        path: NamedSharding(mesh, spec(leaf.shape[:-1] if leaf.kind == "key" else leaf.shape))
+        if not path.startswith("host")
+        else host[path]
+        for path, leaf in saved.leaves.items()
+    }
+    restored(name, target)
+for leaf in ("key", "scalar"):  # what one process reads is passed on to the other three
+    one = jaxckpt.restore(args["path"], select=leaf, options=jaxckpt.Options(read="shared"))[leaf]
+    check(one, leaf, host[leaf])
