@@ -15,6 +15,7 @@ from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volum
 from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
+from jaxckpt._restore.gathering import needs_whole_job
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.placing import kept, process_cells
 from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
@@ -213,7 +214,12 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         for process, device, n_bytes in bytes_of:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + n_bytes
-    processes = sorted({process for *_, boxes_of in wanted for process in boxes_of or ()}) or [0]
+    found = {process for *_, boxes_of in wanted for process in boxes_of or ()}
+    here = any(isinstance(goal.sharding, Sharding) for _, goal, _ in wanted)
+    if here:  # also those that have no part in any leaf
+        found.update(range(jax.process_count()))
+    processes = sorted(found) or [0]
+    together = len(processes) if here and needs_whole_job() else None
     cells = [process_cells(goal, stacks[want.stack].shape, processes) for want, goal, _ in wanted]
     planned: dict[Members, dict[Partition, list[Round]]] = {}
     plans: list[ProcessPlan] = []
@@ -222,13 +228,13 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         needed = sum(sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants)
         shared: dict[Partition, list[Want]] = {}
         if options.read == "shared":
-            wants, shared = share(stacks, list(zip(wants, cells, strict=True)), process)
+            wants, shared = share(stacks, list(zip(wants, cells, strict=True)), process, together)
         cost = read_cost(stacks, plan_read(stacks, wants, options.host_bytes), options.host_bytes)
-        for partition, together in shared.items():
+        for partition, common in shared.items():
             members = members_of(partition, process)
             rounds = planned.setdefault(members, {})
-            if together and partition not in rounds:
-                rounds[partition] = plan_rounds(stacks, together, members, options.host_bytes)
+            if common and partition not in rounds:
+                rounds[partition] = plan_rounds(stacks, common, members, options.host_bytes)
             cost += shared_cost(stacks, rounds.get(partition, []), process, options.host_bytes)
         plans.append(ProcessPlan(process, replace(cost, needed_bytes=needed), device_bytes.get(process, {})))
     return RestorePlan(tuple(plans), tuple(leaves))

@@ -10,6 +10,8 @@ would wait in for ever.
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ from jaxckpt._format.pieces import Array
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.plan import read_bytes
 from jaxckpt._restore.reading import Coming, Delivery, Filling, Window, aligned_empty
-from jaxckpt._restore.sharing import ALIGNED_BYTES, Members, Partition, Piece, Portion, Round, members_of, pieces
+from jaxckpt._restore.sharing import ALIGNED_BYTES, Partition, Piece, Portion, Round, covers, members_of, pieces
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
 from jaxckpt._runtime.options import Options
@@ -46,6 +48,11 @@ def require_agreement(meeting: Meeting, digest: str) -> None:
     meeting.share("")
 
 
+def needs_whole_job() -> bool:
+    """Whether a program with collectives must run on all devices of the job: so it is on some kinds of TPU."""
+    return jax.devices()[0].platform == "tpu"
+
+
 def gather(
     source: Source,
     stacks: Sequence[Stack],
@@ -59,24 +66,38 @@ def gather(
     process = meeting.group.index
     with Aside(options.timeout_seconds) as aside:
         for partition, rounds in planned.items():
-            members = members_of(partition, process)
-            community = _Community(source, stacks, rounds, members, process, options, aside) if rounds else None
+            community: _Community | None = None
+            if rounds:
+                together = partition if covers(partition, meeting.group.count) else (members_of(partition, process),)
+                community = _Community(source, stacks, rounds, Interconnect(together, process), options, aside)
             coming = iter(community.begin() if community else ())
             current = next(coming, None)
             while True:
                 if current is not None:
                     current.wait()
                 ahead = next(coming, None)  # is read while the current one passes on
-                texts = meeting.gather("more" if current is not None else "")
-                more = meeting.share("more" if any(texts) else "")
-                meeting.renew()
-                if not more:
+                agreed = _agreed(meeting, None if current is None or community is None else community.offer(current))
+                if agreed is None:
                     break
-                if current is not None and community is not None:
-                    community.pass_on(current, delivery, report)
+                if community is not None:
+                    community.pass_on(current, agreed, delivery, report)
                 current = ahead
             if community is not None:
                 community.window.drain()
+
+
+_Programs = list[tuple[int, int]]
+"""For each piece, how many bytes each process gives, and how many processes give any. Communities that pass on at the
+same time run the same programs."""
+
+
+def _agreed(meeting: Meeting, offered: _Programs | None) -> _Programs | None:
+    """Programs that are large enough for what each process offers; None once no process has a round left."""
+    found = [one for text in meeting.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
+    merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
+    agreed = json.loads(meeting.share(json.dumps(merged if found else None)))
+    meeting.renew()
+    return agreed
 
 
 class _Coming:
@@ -100,19 +121,17 @@ class _Community:
         source: Source,
         stacks: Sequence[Stack],
         rounds: Sequence[Round],
-        members: Members,
-        process: int,
+        interconnect: Interconnect,
         options: Options,
         aside: Aside,
     ) -> None:
         self._source = source
         self._stacks = stacks
         self._rounds = rounds
-        self._members = members
-        self._process = process
+        self._process = interconnect.process
         self._most_bytes = read_bytes(options.host_bytes)
         self._aside = aside
-        self._interconnect = Interconnect(members, process)
+        self._interconnect = interconnect
         self.window = Window(options.host_bytes)
         self._fillings: dict[int, Filling] = {}
 
@@ -132,23 +151,15 @@ class _Community:
             yield self._begun(portions, readers)
 
     def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _Coming:
-        found = list(pieces(portions, self._members, self._most_bytes))
         mine = [portion for portion in portions if portion.reader == self._process]
-        sizes = [portion.start + portion.n_bytes for portion in mine]
-        # What is given is as long in all processes: it may end behind what was read.
-        gives = [
-            piece.spans[self._process][0] + self._interconnect.given_bytes(piece)
-            for piece in found
-            if self._process in piece.spans
-        ]
-        own = aligned_empty((max(sizes + gives, default=0),), np.dtype(np.uint8))
+        own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
         begun: list[Coming] = []
         for portion in mine:
             stack = portion.step.stack
             coming = Coming(portion.read.boxes, self._source, stack, self._aside)
             coming.begin(readers[stack], self._regions(portion, own[portion.start :]))
             begun.append(coming)
-        return _Coming(found, own, begun)
+        return _Coming(list(pieces(portions, self._interconnect.members, self._most_bytes)), own, begun)
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""
@@ -159,10 +170,15 @@ class _Community:
             for offset, shape in zip(portion.offsets, shapes, strict=True)
         ]
 
-    def pass_on(self, coming: _Coming, delivery: Delivery, report: Report) -> None:
-        """Give and get what was read in a round, and deliver it."""
-        for piece in coming.pieces:
-            got = self._interconnect.gather(piece, coming.own)
+    def offer(self, coming: _Coming) -> _Programs:
+        """The programs that a round needs."""
+        return [(self._interconnect.given_bytes(piece), len(piece.spans)) for piece in coming.pieces]
+
+    def pass_on(self, coming: _Coming | None, agreed: _Programs, delivery: Delivery, report: Report) -> None:
+        """Give and get what was read in a round, if any, and deliver it."""
+        nothing = Piece([], {})
+        for piece, program in itertools.zip_longest(coming.pieces if coming else (), agreed, fillvalue=nothing):
+            got = self._interconnect.gather(piece, program, coming.own if coming else np.empty(0, np.uint8))
             sent: dict[Any, Any] = {}
             for portion in piece.portions:
                 step = portion.step
@@ -184,19 +200,20 @@ class _Community:
 
 
 class Interconnect:
-    """Passes bytes from some processes to all of a community."""
+    """Passes bytes from some processes of a community to all of it, in several communities of one size at once."""
 
-    def __init__(self, members: Members, process: int) -> None:
+    def __init__(self, partition: Partition, process: int) -> None:
         devices: dict[int, list[Any]] = {}
         for device in jax.devices():
             devices.setdefault(device.process_index, []).append(device)
         # CPU devices have one memory and one connection: more of them would only cut the data apart.
         is_cpu = devices[process][0].platform == "cpu"
-        self._width = 1 if is_cpu else min(len(devices[member]) for member in members)
+        self._width = 1 if is_cpu else min(len(devices[member]) for members in partition for member in members)
         self._devices = devices[process][: self._width]
-        self._members = members
-        self._process = process
-        self._mesh = Mesh(np.array([devices[member][: self._width] for member in members]), ("process", "own"))
+        self.members = members_of(partition, process)
+        self.process = process
+        grid = [[devices[member][: self._width] for member in members] for members in partition]
+        self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
 
     def given_bytes(self, piece: Piece) -> int:
         """What each process gives, so many that few programs serve all pieces: 12 % too many at most."""
@@ -204,16 +221,18 @@ class Interconnect:
         unit = max(ALIGNED_BYTES // 4, 1 << max(0, words.bit_length() - 4))
         return -(-words // unit) * unit * 4 * self._width
 
-    def gather(self, piece: Piece, own: Array) -> dict[int, Array]:
-        """The bytes that each process gives. Every member, with an equal piece and what it has read itself."""
-        given = self.given_bytes(piece)
+    def gather(self, piece: Piece, program: tuple[int, int], own: Array) -> dict[int, Array]:
+        """The bytes that each process gives, of `own`, which it has read. Every process of the partition."""
+        given, givers = program
         words = given // (4 * self._width)
-        few = 2 * len(piece.spans) < len(self._members)
-        slots = list(piece.spans) if few else list(self._members)
-        gives = self._process in piece.spans
-        first = piece.spans[self._process][0] if gives else 0
-        mine = own[first : first + given] if gives else np.zeros(given, np.uint8)
-        start = np.array([slots.index(self._process) * words if self._process in slots else 0], np.int32)
+        few = 2 * givers < len(self.members)
+        slots = list(piece.spans) if few else list(self.members)
+        first, _ = piece.spans.get(self.process, (0, 0))
+        mine = own[first : first + given] if self.process in piece.spans else own[:0]
+        if len(mine) < given:
+            mine, part = aligned_empty((given,), np.dtype(np.uint8)), mine
+            mine[: len(part)], mine[len(part) :] = part, 0
+        start = np.array([slots.index(self.process) * words if self.process in slots else 0], np.int32)
         places = [SingleDeviceSharding(device) for device in self._devices]
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         try:
@@ -224,34 +243,30 @@ class Interconnect:
                     jax.make_array_from_single_device_arrays((self._mesh.size * one[0].size,), along, one)
                     for one in (parts, starts)
                 ]
-                gathered = jax.block_until_ready(gatherer(self._mesh, len(slots) if few else None)(*arguments))
+                gathered = jax.block_until_ready(gatherer(self._mesh, givers if few else None)(*arguments))
         except RuntimeError as error:  # XLA's: of a peer that died, for example
-            raise PeerFailedError(f"processes {self._members} could not pass on what they read: {error}") from error
+            raise PeerFailedError(f"processes {self.members} could not pass on what they read: {error}") from error
         by_device = {shard.device: np.asarray(shard.data) for shard in gathered.addressable_shards}
-        found = [by_device[device].reshape(len(slots), words) for device in self._devices]
-        rows = [
-            found[0][slot] if self._width == 1 else np.concatenate([one[slot] for one in found])
-            for slot in range(len(slots))
-        ]
-        return {process: row.view(np.uint8) for process, row in zip(slots, rows, strict=True)}
+        found = [by_device[device].reshape(-1, words) for device in self._devices]
+        rows = ([one[slot] for one in found] for slot in range(len(slots)))
+        joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)
+        return {process: row.view(np.uint8) for process, row in zip(slots, joined, strict=True)}
 
 
 @functools.lru_cache(maxsize=256)
-def gatherer(mesh: Mesh, slots: int | None) -> Any:
-    """The jitted (words of each device, where they go) → the words of all processes, one after the other.
+def gatherer(mesh: Mesh, givers: int | None) -> Any:
+    """The jitted (words of each device, where they go) → the words of a community's processes, one after the other.
 
-    With `slots`, the words of so many processes, each where it says; the others give zeros, and all are added up. To
+    With `givers`, the words of so many processes, each where it says; the others give zeros, and all are added up. To
     gather zeros from thousands of processes would take memory for them.
     """
 
     def everywhere(words: Any, start: Any) -> Any:
-        if slots is None:
+        if givers is None:
             return lax.all_gather(words, "process", tiled=True)
-        placed = lax.dynamic_update_slice(jnp.zeros(slots * words.size, words.dtype), words, [start[0]])
+        placed = lax.dynamic_update_slice(jnp.zeros(givers * words.size, words.dtype), words, [start[0]])
         return lax.psum(placed, "process")
 
-    along = PartitionSpec(mesh.axis_names)
-    passed = jax.shard_map(
-        everywhere, mesh=mesh, in_specs=(along, along), out_specs=PartitionSpec("own"), check_vma=False
-    )
+    along, everyone = PartitionSpec(mesh.axis_names), PartitionSpec(("community", "own"))
+    passed = jax.shard_map(everywhere, mesh=mesh, in_specs=(along, along), out_specs=everyone, check_vma=False)
     return jax.jit(passed)

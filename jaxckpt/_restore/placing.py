@@ -22,7 +22,7 @@ from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
 from jaxckpt._restore.blocks import carrier, come_as_blocks, place_rows
-from jaxckpt._restore.gathering import gather, require_agreement
+from jaxckpt._restore.gathering import gather, needs_whole_job, require_agreement
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
@@ -125,8 +125,8 @@ def fetch(
         laid_out = [(want, process_cells(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
         require_agreement(meeting, digest(laid_out))
         meeting.renew()
-        wants, together = share(stacks, laid_out, group.index)
-        for partition, some in together.items():
+        wants, common = share(stacks, laid_out, group.index, group.count if needs_whole_job() else None)
+        for partition, some in common.items():
             members = members_of(partition, group.index)
             shared[partition] = plan_rounds(stacks, some, members, options.host_bytes) if some else []
     steps = plan_read(stacks, wants, options.host_bytes)

@@ -32,12 +32,13 @@ Partition = tuple[Members, ...]
 
 
 def share(
-    stacks: Sequence[Stack], wanted: Sequence[tuple[Want, Layout]], process: int
+    stacks: Sequence[Stack], wanted: Sequence[tuple[Want, Layout]], process: int, together: int | None = None
 ) -> tuple[list[Want], dict[Partition, list[Want]]]:
     """What a process reads for itself, and by partition what its community wants of which several processes want some.
 
     `wanted` has what the process wants of each leaf, nothing of some, with the processes that hold each cell of the
-    leaf's layout. Every process gets the same partitions in the same order.
+    leaf's layout. Every process gets the same partitions in the same order. `together`: only partitions that cover so
+    many processes, all of the job, count.
     """
     joined: dict[int, set[int]] = {}  # by stack: small leaves share chunks, so all that want any of them read together
     for want, layout in wanted:
@@ -52,7 +53,8 @@ def share(
         else:
             partition = _partition(stack, layout)
         members = members_of(partition, process)
-        if 0 not in stack.shape and any(len(some) > 1 for some in partition):
+        possible = together is None or covers(partition, together)
+        if possible and 0 not in stack.shape and any(len(some) > 1 for some in partition):
             wants = shared.setdefault(partition, [])
             if len(members) > 1:
                 wants.append(replace(want, boxes=_boxes(layout, stack.shape, members)))
@@ -87,6 +89,12 @@ def _partition(stack: Stack, layout: Layout) -> Partition:
         if any(parts > 1 and side % chunk for side, chunk, parts in sides):
             return (tuple(sorted(layout.processes)),)
     return _communities(layout)
+
+
+@functools.lru_cache(maxsize=256)
+def covers(partition: Partition, count: int) -> bool:
+    """Whether the communities are of one size, and have all processes of the job in them: one program can serve all."""
+    return len(set(map(len, partition))) == 1 and sum(map(len, partition)) == count
 
 
 @functools.lru_cache(maxsize=256)

@@ -165,8 +165,10 @@ def test_one_that_fails_or_differs_is_raised_by_all(run_processes: RunProcesses,
     done = run_processes(PROGRAMS / "shared_failures.py", processes=3, devices_per_process=2, args=given)
     noted = [json.loads(process.stdout.splitlines()[-1]) for process in done]
     for process, one in enumerate(noted):
-        failed = "process 1 failed with StorageError: cannot read leaf"
-        assert one["bad disk"].startswith("StorageError" if process == 1 else f"PeerFailedError: {failed}"), one
+        failed = "" if process == 1 else "PeerFailedError: process 1 failed with "
+        assert one["bad disk"].startswith(f"{failed}StorageError"), one
+        assert "cannot read leaf 'layer" in one["bad disk"]
+        assert "this disk is bad" in one["bad disk"]
         for case in ("process 0 reads each", "process 1 reads each", "another target", "another selection"):
             assert one[case].startswith("PeersDisagreeError: the processes want different leaves"), (case, one[case])
         assert one["works"] == "fine"
