@@ -100,8 +100,8 @@ def _agreed(meeting: Meeting, offered: _Programs | None) -> _Programs | None:
     return agreed
 
 
-class _Coming:
-    """A round whose portions of this process are being read."""
+class _UnderWay:
+    """A round that is being read."""
 
     def __init__(self, pieces: Sequence[Piece], own: Array, begun: Sequence[Coming]) -> None:
         self.pieces = pieces
@@ -135,7 +135,7 @@ class _Community:
         self.window = Window(options.host_bytes)
         self._fillings: dict[int, Filling] = {}
 
-    def begin(self) -> Iterator[_Coming]:
+    def begin(self) -> Iterator[_UnderWay]:
         """Each round, once its reading has begun."""
         mine = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
         by_stack: dict[int, list[Portion]] = {}
@@ -150,7 +150,7 @@ class _Community:
         for portions in self._rounds:
             yield self._begun(portions, readers)
 
-    def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _Coming:
+    def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _UnderWay:
         mine = [portion for portion in portions if portion.reader == self._process]
         own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
         begun: list[Coming] = []
@@ -159,7 +159,7 @@ class _Community:
             coming = Coming(portion.read.boxes, self._source, stack, self._aside)
             coming.begin(readers[stack], self._regions(portion, own[portion.start :]))
             begun.append(coming)
-        return _Coming(list(pieces(portions, self._interconnect.members, self._most_bytes)), own, begun)
+        return _UnderWay(list(pieces(portions, self._interconnect.members, self._most_bytes)), own, begun)
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""
@@ -170,30 +170,40 @@ class _Community:
             for offset, shape in zip(portion.offsets, shapes, strict=True)
         ]
 
-    def offer(self, coming: _Coming) -> _Programs:
+    def offer(self, coming: _UnderWay) -> _Programs:
         """The programs that a round needs."""
         return [(self._interconnect.given_bytes(piece), len(piece.spans)) for piece in coming.pieces]
 
-    def pass_on(self, coming: _Coming | None, agreed: _Programs, delivery: Delivery, report: Report) -> None:
+    def pass_on(self, coming: _UnderWay | None, agreed: _Programs, delivery: Delivery, report: Report) -> None:
         """Give and get what was read in a round, if any, and deliver it."""
         nothing = Piece([], {})
+        error: BaseException | None = None
         for piece, program in itertools.zip_longest(coming.pieces if coming else (), agreed, fillvalue=nothing):
             got = self._interconnect.gather(piece, program, coming.own if coming else np.empty(0, np.uint8))
-            sent: dict[Any, Any] = {}
-            for portion in piece.portions:
-                step = portion.step
-                if id(step) not in self._fillings:
-                    self.window.take(step.held_bytes)
-                    dtype = DTYPES[self._stacks[step.stack].dtype]
-                    self._fillings[id(step)] = Filling(step, dtype, self.window, delivery)
-                filling = self._fillings[id(step)]
-                data = got[portion.reader][portion.start - piece.spans[portion.reader][0] :]
-                for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
-                    sent.update(filling.scatter(region, staged))
-                report(portion.read.n_bytes)
-                if filling.landed():
-                    del self._fillings[id(step)]
-            jax.block_until_ready(list(sent.values()))  # they may hold what was got
+            if error is None:
+                try:
+                    self._deliver(piece, got, delivery, report)
+                except BaseException as raised:  # others wait in the programs that are left, not in a meeting
+                    error = raised
+        if error is not None:
+            raise error
+
+    def _deliver(self, piece: Piece, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
+        sent: dict[Any, Any] = {}
+        for portion in piece.portions:
+            step = portion.step
+            if id(step) not in self._fillings:
+                self.window.take(step.held_bytes)
+                dtype = DTYPES[self._stacks[step.stack].dtype]
+                self._fillings[id(step)] = Filling(step, dtype, self.window, delivery)
+            filling = self._fillings[id(step)]
+            data = got[portion.reader][portion.start - piece.spans[portion.reader][0] :]
+            for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
+                sent.update(filling.scatter(region, staged))
+            report(portion.read.n_bytes)
+            if filling.landed():
+                del self._fillings[id(step)]
+        jax.block_until_ready(list(sent.values()))  # they may hold what was got
 
 
 # Between processes ----------------------------------------------------------------------------------------
@@ -244,9 +254,9 @@ class Interconnect:
                     for one in (parts, starts)
                 ]
                 gathered = jax.block_until_ready(gatherer(self._mesh, givers if few else None)(*arguments))
-        except RuntimeError as error:  # XLA's: of a peer that died, for example
+        except (RuntimeError, ValueError) as error:  # XLA's: of a peer that died, for example
             raise PeerFailedError(f"processes {self.members} could not pass on what they read: {error}") from error
-        by_device = {shard.device: np.asarray(shard.data) for shard in gathered.addressable_shards}
+        by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
         found = [by_device[device].reshape(-1, words) for device in self._devices]
         rows = ([one[slot] for one in found] for slot in range(len(slots)))
         joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)

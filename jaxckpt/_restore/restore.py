@@ -38,7 +38,8 @@ def restore(
 ) -> Tree:
     """Read a checkpoint back onto devices; every process of the job calls it, with the same arguments.
 
-    Each process reads the chunks that its own devices need, none of them twice. Process 0 logs how many leaves came
+    Each process reads the chunks that its own devices need, none of them twice; with `Options(read="shared")` the
+    processes read for each other, no chunk twice in the whole job. Process 0 logs how many leaves came
     from the checkpoint (logger "jaxckpt", level INFO).
 
     Args:
@@ -84,6 +85,7 @@ def restore(
         SpecError: A spec does not fit its leaf or the mesh.
         LayoutError: Neither target nor mesh, and the saved devices are not here.
         CorruptError: What is stored is not what was saved; the message names the leaf.
+        StorageError: An I/O error, or no byte has moved for `options.timeout_seconds`.
         PeerError: Another process failed, or sees another checkpoint.
 
     Examples:

@@ -79,8 +79,9 @@ class Options:
     100 s after one has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): to get the error also
     where it stopped before its call, set less than that.
 
-    Also how long a save waits for storage while no byte moves, before it raises `StorageError` in every process: a
-    system call on a network file system that has lost its server may never return."""
+    Also how long a save or a restore waits for storage while no byte moves, before it raises `StorageError`, and
+    `PeerFailedError` in the other processes: a system call on a network file system that has lost its server may never
+    return."""
 
     storage: Mapping[str, Any] | None = field(default=None, repr=False)  # it may name secrets
     """Members of tensorstore's kvstore spec for an object store, beside those that the URL and the environment give:
