@@ -4,7 +4,7 @@
 
 All processes together read at most `--rate` million bytes a second: each waits for its turn in a file that they share.
 Prints for each way of reading: bytes read from storage for each byte of the checkpoint, seconds of the slowest process,
-and the most memory that a process took in addition to what it had before and to the arrays.
+CPU seconds of all of them, and the most memory that a process took in addition to what it had before and to the arrays.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def main() -> None:
     if any(process.returncode for process in job):
         sys.exit("a process failed")
     noted = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
-    print("| Reading | Bytes read ÷ bytes of the checkpoint | Seconds | Peak memory beside the arrays |")
-    print("| --- | --- | --- | --- |")
+    print("| Reading | Bytes read ÷ bytes of the checkpoint | Seconds | CPU seconds | Peak memory beside the arrays |")
+    print("| --- | --- | --- | --- | --- |")
     seconds: dict[str, float] = {}
     for read in ("each", "shared"):
         turns = list(zip(*([one for one in lines if one["read"] == read] for lines in noted), strict=True))
@@ -73,7 +73,8 @@ def main() -> None:
         slowest = [max(one["seconds"] for one in turn) for turn in turns]
         seconds[read] = statistics.median(slowest)
         peak = max(one["peak"] for turn in turns for one in turn) - (asked.mib << 20)
-        print(f"| {read} | {ratio:.2f} | {seconds[read]:.2f} | {peak / 2**20:.0f} MiB |")
+        cpu = statistics.median(sum(one["cpu"] for one in turn) for turn in turns)
+        print(f"| {read} | {ratio:.2f} | {seconds[read]:.2f} | {cpu:.2f} | {peak / 2**20:.0f} MiB |")
     print(f"\neach ÷ shared: {seconds['each'] / seconds['shared']:.2f} of the time")
 
 
@@ -110,14 +111,17 @@ def restore(asked: argparse.Namespace) -> None:
             ctypes.CDLL(None).malloc_trim(0)
             before = _memory("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins at VmRSS
-            begun = time.monotonic()
+            begun, cpu_begun = time.monotonic(), time.process_time()
             again = jaxckpt.restore(f"{folder}/checkpoint", target, options=options)
             jax.block_until_ready(again)
-            seconds = time.monotonic() - begun
+            seconds, cpu = time.monotonic() - begun, time.process_time() - cpu_begun
             peak = _memory("VmHWM") - before
             assert np.array_equal(again["w"].addressable_data(0)[-1], np.full(1024, (asked.mib << 8) - 1, np.float32))
             del again
-            print(json.dumps({"read": read, "bytes": counted[0], "seconds": seconds, "peak": peak}), flush=True)
+            print(
+                json.dumps({"read": read, "bytes": counted[0], "seconds": seconds, "cpu": cpu, "peak": peak}),
+                flush=True,
+            )
 
 
 def _memory(name: str) -> int:

@@ -24,6 +24,11 @@ JOINED_BYTES = 1 << 20
 leaf takes memory for it; without it, a chunk at the border of two boxes is read by each process that wants some of it.
 """
 
+ROUNDS = 4
+"""Rounds that there are at least, unless each process would read less than ROUND_BYTES in one."""
+
+ROUND_BYTES = 4 << 20
+
 Members = tuple[int, ...]
 """A community: processes that read for each other, ascending."""
 
@@ -148,13 +153,15 @@ Round = list[Portion]
 def plan_rounds(stacks: Sequence[Stack], wants: Sequence[Want], members: Members, host_bytes: int) -> list[Round]:
     """Reads of all that a community wants, no chunk in two of them, dealt out evenly.
 
-    In a round each process reads about a quarter of `host_bytes`, of consecutive data.
+    In a round each process reads consecutive data, about a quarter of `host_bytes`, or less so that there are several
+    rounds: while one is passed on, the next one is read.
     """
     most = read_bytes(host_bytes)
     wanted = sum(
         (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants
     )
-    finest = max(1, min(most // 4, wanted // (4 * len(members))))
+    round_bytes = len(members) * min(most, max(ROUND_BYTES, wanted // (ROUNDS * len(members))))
+    finest = max(1, min(round_bytes, wanted) // (4 * len(members)))
     rounds: list[Round] = []
     undealt: list[tuple[ReadStep, Read, list[int]]] = []
     size = 0
@@ -162,7 +169,7 @@ def plan_rounds(stacks: Sequence[Stack], wants: Sequence[Want], members: Members
         for read in step.reads:
             sizes = [volume(region.box) * stacks[step.stack].itemsize for region in read.regions]
             ends = list(itertools.accumulate(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes))
-            if undealt and size + ends[-1] > most * len(members):
+            if undealt and size + ends[-1] > round_bytes:
                 rounds.append(_dealt(undealt, size, members))
                 undealt, size = [], 0
             undealt.append((step, read, ends))
