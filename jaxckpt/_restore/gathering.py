@@ -216,9 +216,7 @@ class Interconnect:
         devices: dict[int, list[Any]] = {}
         for device in jax.devices():
             devices.setdefault(device.process_index, []).append(device)
-        # CPU devices have one memory and one connection: more of them would only cut the data apart.
-        is_cpu = devices[process][0].platform == "cpu"
-        self._width = 1 if is_cpu else min(len(devices[member]) for members in partition for member in members)
+        self._width = min(links(devices[member]) for members in partition for member in members)
         self._devices = devices[process][: self._width]
         self.members = members_of(partition, process)
         self.process = process
@@ -261,6 +259,11 @@ class Interconnect:
         rows = ([one[slot] for one in found] for slot in range(len(slots)))
         joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)
         return {process: row.view(np.uint8) for process, row in zip(slots, joined, strict=True)}
+
+
+def links(devices: Sequence[Any]) -> int:
+    """How many devices of a process pass bytes on: one on CPUs, where all have one memory and one connection."""
+    return 1 if devices[0].platform == "cpu" else len(devices)
 
 
 @functools.lru_cache(maxsize=256)

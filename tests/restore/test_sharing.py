@@ -138,11 +138,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("seed", "host_bytes"), [(0, 1 << 20), (1, 256 << 20)])
+@pytest.mark.parametrize(("seed", "host_bytes", "accelerators"), [(0, 256 << 20, False), (1, 1 << 20, True)])
 def test_every_bit_arrives_on_any_layout(
-    run_processes: RunProcesses, checkpoint: Path, seed: int, host_bytes: int
+    run_processes: RunProcesses, checkpoint: Path, seed: int, host_bytes: int, accelerators: bool
 ) -> None:
-    given = {"path": str(checkpoint), "seed": seed, "host_bytes": host_bytes}
+    given = {"path": str(checkpoint), "seed": seed, "host_bytes": host_bytes, "accelerators": accelerators}
     done = run_processes(PROGRAMS / "shared_reads.py", processes=4, devices_per_process=2, args=given, timeout=280)
     figures = collections.defaultdict[tuple[str, str], list[list[int]]](list)
     for process in done:
@@ -154,7 +154,9 @@ def test_every_bit_arrives_on_any_layout(
         print(f"{layout}, {read}: {n_read / total:.3f} of the checkpoint's bytes read, {received / total:.3f} received")
         assert n_read <= n_planned <= 1.01 * n_read, (layout, read)
         if read == "shared":
-            assert total <= n_read <= 1.01 * total, layout
+            whole_job = layout in ("replicated", "fsdp", "hybrid", "columns", "random square")
+            assert total <= n_read
+            assert n_read <= 1.01 * total or (accelerators and not whole_job), layout
             assert received > 0
         elif layout == "replicated":
             assert 4 * total <= n_read <= 4.04 * total
