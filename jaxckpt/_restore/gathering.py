@@ -176,10 +176,11 @@ class _Community:
 
     def pass_on(self, coming: _UnderWay | None, agreed: _Programs, delivery: Delivery, report: Report) -> None:
         """Give and get what was read in a round, if any, and deliver it."""
-        nothing = Piece([], {})
+        found, own = ([], np.empty(0, np.uint8)) if coming is None else (coming.pieces, coming.own)
+        nothing = [Piece([], {})] * (len(agreed) - len(found))  # other communities have more
         error: BaseException | None = None
-        for piece, program in itertools.zip_longest(coming.pieces if coming else (), agreed, fillvalue=nothing):
-            got = self._interconnect.gather(piece, program, coming.own if coming else np.empty(0, np.uint8))
+        for piece, program in zip([*found, *nothing], agreed, strict=True):
+            got = self._interconnect.gather(piece, program, own)
             if error is None:
                 try:
                     self._deliver(piece, got, delivery, report)

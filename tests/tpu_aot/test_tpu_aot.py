@@ -21,10 +21,13 @@ COLLECTIVES = {"exchange": ["all-reduce"], "gather of few": ["all-reduce"], "gat
 KIB = 1 << 10
 MIB = 1 << 20
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, which compiles for TPUs, is not installed: make tpu installs it (137 MB)",
-)
+pytestmark = [
+    pytest.mark.child,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, which compiles for TPUs, is not installed: make tpu installs it (137 MB)",
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=["v5e:2x4", "v5e:16x16"])
