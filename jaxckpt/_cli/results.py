@@ -111,11 +111,11 @@ def plan(
 
 def _plan_record(plan: RestorePlan) -> dict[str, Any]:
     return {
-        **fields(plan, "needed_bytes read_bytes over_read requests peak_host_bytes"),
+        **fields(plan, "needed_bytes read_bytes received_bytes over_read requests peak_host_bytes"),
         "processes": [
             {
                 "process": process.process,
-                **fields(process.cost, "needed_bytes read_bytes requests peak_host_bytes"),
+                **fields(process.cost, "needed_bytes read_bytes received_bytes requests peak_host_bytes"),
                 "device_bytes": {str(device): size for device, size in process.device_bytes.items()},
             }
             for process in plan.processes

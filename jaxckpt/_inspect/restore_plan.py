@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,9 +15,11 @@ from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volum
 from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
+from jaxckpt._restore.gathering import needs_whole_job
 from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.placing import kept, rounds
+from jaxckpt._restore.placing import kept, process_cells, rounds
 from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
+from jaxckpt._restore.sharing import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
 from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
@@ -84,6 +86,11 @@ class RestorePlan:
         return sum(part.cost.read_bytes for part in self.processes)
 
     @property
+    def received_bytes(self) -> int:
+        """Bytes that processes would get from others that read them (`Options.read`), summed over processes."""
+        return sum(part.cost.received_bytes for part in self.processes)
+
+    @property
     def requests(self) -> int:
         """Reads of storage, summed over processes, before tensorstore merges neighbours."""
         return sum(part.cost.requests for part in self.processes)
@@ -112,6 +119,7 @@ class RestorePlan:
             f"  needed     {show_bytes(self.needed_bytes)}",
             f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed),"
             f" {counted(self.requests, 'request')}",
+            *([f"  received   {show_bytes(self.received_bytes)} from other processes"] if self.received_bytes else []),
             f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
             f" {counted(busiest.cost.requests, 'request')}",
             f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
@@ -138,6 +146,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
         "needed": show_bytes(plan.needed_bytes),
         "read": show_bytes(plan.read_bytes),
         "read / needed": f"{plan.over_read:.3f}",
+        **({"received from other processes": show_bytes(plan.received_bytes)} if plan.received_bytes else {}),
         "requests": f"{plan.requests:,}",
         "per device": f"{show_bytes(min(sizes, default=0))} to {show_bytes(max(sizes, default=0))}",
         "host memory beside the arrays": show_bytes(plan.peak_host_bytes),
@@ -185,11 +194,9 @@ def _in_words(where: Where) -> str:
 def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
     """Count what every process reads to reach the goals, by leaf number."""
     stacks = manifest.arrays
-    wants: dict[tuple[int, int | None], list[Want]] = {}
-    """By round, and process; None for what every process wants."""
-    found = rounds(manifest, goals)
-    turns = {number: turn for turn, some in enumerate(found) for number in some}
-    processes = set[int]()
+    apart = rounds(manifest, goals)
+    turns = {number: turn for turn, some in enumerate(apart) for number in some}
+    wanted: list[list[tuple[Want, Goal, dict[int, tuple[Box, ...]] | None]]] = [[] for _ in apart]
     device_bytes: dict[int, dict[Any, int]] = {}
     leaves: list[LeafPlan] = []
     placed = functools.cache(_placed)
@@ -200,26 +207,41 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         stack, rows = stacks[record.stack], (record.row, record.row + 1)
         before = saved_where(manifest, record)
         leaves.append(LeafPlan(record.path, stack.dtype, stack.shape, before, _where(goal.sharding, goal.on_devices)))
+        want = Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal))
         if goal.sharding is None:
-            wants.setdefault((turns[number], None), []).append(
-                Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal))
-            )
+            wanted[turns[number]].append((want, goal, None))
             continue
         boxes_of, bytes_of = placed(goal.sharding, stack.shape, stack.itemsize)
-        for process, boxes in boxes_of.items():
-            processes.add(process)
-            wants.setdefault((turns[number], process), []).append(
-                Want(record.stack, rows, boxes, goal.cast, kept(goal))
-            )
+        wanted[turns[number]].append((want, goal, boxes_of))
         for process, device, n_bytes in bytes_of:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + n_bytes
+    readers = {process for some in wanted for *_, boxes_of in some for process in boxes_of or ()}
+    here = any(isinstance(goal.sharding, Sharding) for some in wanted for _, goal, _ in some)
+    if here:  # also those that have no part in any leaf
+        readers.update(range(jax.process_count()))
+    processes = sorted(readers) or [0]
+    together = len(processes) if here and needs_whole_job() else None
+    cells = [[process_cells(goal, stacks[want.stack].shape, processes) for want, goal, _ in some] for some in wanted]
+    planned: dict[tuple[int, Members], dict[Partition, list[Round]]] = {}
     plans: list[ProcessPlan] = []
-    for process in sorted(processes) or [0]:
-        together = ([*wants.get((turn, process), ()), *wants.get((turn, None), ())] for turn in range(len(found)))
-        steps = [step for some in together for step in plan_read(stacks, some, options.host_bytes)]
-        cost = read_cost(stacks, steps, options.host_bytes)
-        plans.append(ProcessPlan(process, cost, device_bytes.get(process, {})))
+    for process in processes:
+        cost = ReadCost()
+        needed = 0
+        for turn, some in enumerate(wanted):
+            wants = [replace(want, boxes=b.get(process, ())) if b is not None else want for want, _, b in some]
+            needed += sum(sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants)
+            shared: dict[Partition, list[Want]] = {}
+            if options.read == "shared":
+                wants, shared = share(stacks, list(zip(wants, cells[turn], strict=True)), process, together)
+            cost += read_cost(stacks, plan_read(stacks, wants, options.host_bytes), options.host_bytes)
+            for partition, common in shared.items():
+                members = members_of(partition, process)
+                by_partition = planned.setdefault((turn, members), {})
+                if common and partition not in by_partition:
+                    by_partition[partition] = plan_rounds(stacks, common, members, options.host_bytes)
+                cost += shared_cost(stacks, by_partition.get(partition, []), process, options.host_bytes)
+        plans.append(ProcessPlan(process, replace(cost, needed_bytes=needed), device_bytes.get(process, {})))
     return RestorePlan(tuple(plans), tuple(leaves))
 
 

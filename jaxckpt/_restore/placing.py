@@ -6,7 +6,7 @@ import collections
 import contextlib
 import gc
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,22 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, volume, whole
-from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind
+from jaxckpt._format.grid import Box, Layout, extent, volume, whole
+from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind, process_layout
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
 from jaxckpt._restore.blocks import carrier, come_as_blocks, place_rows
+from jaxckpt._restore.gathering import gather, needs_whole_job, require_agreement
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
-from jaxckpt._restore.reading import Buffers, assign, read, undisturbed
+from jaxckpt._restore.reading import Buffers, assign, read, require_metadata, undisturbed
+from jaxckpt._restore.sharing import Partition, Round, digest, members_of, plan_rounds, share
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show
 from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import reporting
 
 WHOLE_BYTES = 1 << 20
@@ -96,14 +99,14 @@ def fetch(
     source: Source,
     goals: Mapping[int, Goal],
     options: Options,
-    process: int = 0,
-    processes: int = 1,
+    meeting: Meeting | None = None,
     *,
     tied: bool = False,
 ) -> dict[int, Any]:
     """The value of every goal by leaf number. If `tied`, leaves in one row with one goal become one value.
 
-    Of several processes, which have the same goals, each checks some of the small files that describe stacks.
+    In a meeting of processes that all do this, each checks some of the small files that describe stacks; and they read
+    for each other if `options.read` is "shared".
     """
     same: dict[int, int] = {}
     if tied:
@@ -111,13 +114,18 @@ def fetch(
         ties = source.manifest.ties
         same = {number: first.setdefault((ties.get(number, number), goal), number) for number, goal in goals.items()}
         goals = {number: goals[number] for number in same.values()}
+    stacks = source.manifest.arrays
+    process, processes = (meeting.group.index, meeting.group.count) if meeting is not None else (0, 1)
     values: dict[int, Any] = {}
     for some in rounds(source.manifest, goals):
-        steps, leaves = _planned(source, some, options, values)
+        steps, shared, leaves = _planned(source, some, options, values, meeting)
         total = sum(step.n_bytes for step in steps)
-        with undisturbed(source), reporting("restore", total, options.progress) as advance:
-            source.require_metadata(leaves.stacks[process::processes])
-            read(source, source.manifest.arrays, steps, options, leaves, advance)
+        total += sum(one.read.n_bytes for each in shared.values() for portions in each for one in portions)
+        with undisturbed(source, options), reporting("restore", total, options.progress) as advance:
+            require_metadata(source, leaves.stacks[process::processes], options)
+            if shared and meeting is not None:
+                gather(source, stacks, shared, options, leaves, advance, meeting)
+            read(source, stacks, steps, options, leaves, advance)
         leaves.empty_leaves()
     for number, goal in goals.items():
         if goal.weak:
@@ -142,10 +150,10 @@ def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, G
 
 
 def _planned(
-    source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any]
-) -> tuple[list[ReadStep], _Leaves]:
-    """What is to be read for goals, no two of leaves in one row, and what puts it into `values`; values that lie in the
-    manifest are put there at once."""
+    source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any], meeting: Meeting | None
+) -> tuple[list[ReadStep], dict[Partition, list[Round]], _Leaves]:
+    """What is to be read for goals, no two of leaves in one row, by this process alone and by several for each other;
+    and what puts it into `values`. Values that lie in the manifest are put there at once."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)
@@ -156,13 +164,33 @@ def _planned(
             values[number] = _from_text(record, goal)
         else:
             by_stack.setdefault(record.stack, {})[record.row] = number, goal
-    wants: list[Want] = []
+    wanted: list[tuple[Want, Goal]] = []
     for stack, rows_of in by_stack.items():
         for rows, goal in _ranges(rows_of):
             destination = destinations.of(goal, stack)
-            wants.append(Want(stack, rows, destination.boxes, goal.cast, destination.kept))
+            wanted.append((Want(stack, rows, destination.boxes, goal.cast, destination.kept), goal))
+    wants = [want for want, _ in wanted]
+    shared: dict[Partition, list[Round]] = {}
+    if options.read == "shared" and meeting is not None and meeting.group.count > 1:
+        group = meeting.group
+        laid_out = [(want, process_cells(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
+        require_agreement(meeting, digest(laid_out))
+        meeting.renew()
+        wants, common = share(stacks, laid_out, group.index, group.count if needs_whole_job() else None)
+        for partition, some in common.items():
+            members = members_of(partition, group.index)
+            shared[partition] = plan_rounds(stacks, some, members, options.host_bytes) if some else []
     steps = plan_read(stacks, wants, options.host_bytes)
-    return steps, _Leaves(manifest, stacks, by_stack, destinations, values)
+    return steps, shared, _Leaves(manifest, stacks, by_stack, destinations, values)
+
+
+def process_cells(goal: Goal, shape: tuple[int, ...], processes: Iterable[int]) -> Layout:
+    """The cells that a leaf is cut into, and the processes that want each: all of them if it has no sharding."""
+    if goal.sharding is None:
+        return Layout((1,) * len(shape), (tuple(processes),))
+    if isinstance(goal.sharding, PlannedSharding):
+        return goal.sharding.layout(shape)
+    return process_layout(goal.sharding, shape)
 
 
 def _weakly_typed(array: Any) -> Any:
@@ -259,11 +287,15 @@ class _Leaves:
             for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
                 leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
                 destination = self._destinations.of(goal, step.stack)
+                # Other processes may want other boxes, which were read for them.
+                own = [run.boxes.index(box) for box in destination.boxes]
+                if not own:
+                    continue
                 if run.streamed:
                     for row, leaf in enumerate(leaves, begun):
-                        self._finish_streamed(leaf, goal, step.stack, row, len(run.boxes))
+                        self._finish_streamed(leaf, goal, step.stack, row, own)
                     continue
-                parts = [buffer[begun - run.rows[0] : ended - run.rows[0]] for buffer in filled]
+                parts = [filled[box][begun - run.rows[0] : ended - run.rows[0]] for box in own]
                 rows = list(map(_rows, parts))
                 if goal.kind == "numpy":
                     self._values.update(zip(leaves, rows[0], strict=True))
@@ -296,9 +328,9 @@ class _Leaves:
                     self._finish(leaf, goal, step.stack, list(itertools.islice(rest, count)))
         return [*placed, *blocks]
 
-    def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: int) -> None:
+    def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: Sequence[int]) -> None:
         """A leaf whose boxes were gathered on the devices."""
-        parts = [part for box in range(boxes) for part in self._parts.pop((stack, row, box))]
+        parts = [part for box in boxes for part in self._parts.pop((stack, row, box))]
         dtype = _wanted_dtype(self._stacks[stack], goal)
         self._finish(leaf, goal, stack, [_as_dtype(part, dtype) for part in parts])
 
@@ -309,7 +341,10 @@ class _Leaves:
         touched: dict[Any, Any] = {}
         for offset, row in enumerate(range(*part[0])):
             _, goal = self._by_stack[step.stack][row]
-            devices = self._destinations.of(goal, step.stack).devices[number]
+            destination = self._destinations.of(goal, step.stack)
+            if box not in destination.boxes:
+                continue
+            devices = destination.devices[destination.boxes.index(box)]
             piece = _cast(data[offset], goal)
             key = (step.stack, row, number)
             if part[1:] == box:

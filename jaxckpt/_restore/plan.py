@@ -119,8 +119,13 @@ def read_bytes(host_bytes: int) -> int:
     return max(1, host_bytes // 4)
 
 
-def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int) -> list[ReadStep]:
-    """Steps that read every wanted box once, and no chunk twice, in reads small enough for memory of `host_bytes`."""
+def plan_read(
+    stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int, most_bytes: int | None = None
+) -> list[ReadStep]:
+    """Steps that read every wanted box once, and no chunk twice, in reads small enough for memory of `host_bytes`.
+
+    With `most_bytes`, no read is of more, unless it is of one chunk.
+    """
     by_stack: dict[int, list[Want]] = {}
     for want in wants:
         if want.boxes and any(volume(box) for box in want.boxes):
@@ -130,7 +135,8 @@ def plan_read(stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int) -
     for number, found in sorted(by_stack.items()):
         stack = stacks[number]
         found.sort(key=lambda want: want.rows)
-        steps.extend(_step(number, stack, group, most) for group in _grouped(stack, found, min(STEP_BYTES, most)))
+        groups = _grouped(stack, found, min(STEP_BYTES, most))
+        steps.extend(_step(number, stack, group, most, most_bytes or most) for group in groups)
     return steps
 
 
@@ -181,13 +187,13 @@ def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
         yield shared
 
 
-def _step(number: int, stack: Stack, wants: Sequence[Want], most_bytes: int) -> ReadStep:
+def _step(number: int, stack: Stack, wants: Sequence[Want], buffer_bytes: int, most_bytes: int) -> ReadStep:
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows
         if runs and runs[-1].rows[1] == begun and runs[-1].like == (want.boxes, want.dtype, want.kept):
             begun = runs.pop().rows[0]
-        streamed = not want.kept and _bytes(stack, want) > most_bytes
+        streamed = not want.kept and _bytes(stack, want) > buffer_bytes
         runs.append(Run((begun, end), want.boxes, want.dtype, want.kept, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
@@ -300,6 +306,9 @@ class ReadCost:
     read_bytes: int = 0
     """Bytes of the stored chunks and indexes that hold them (uncompressed)."""
 
+    received_bytes: int = 0
+    """Bytes of array data that other processes read and pass on (`Options.read`)."""
+
     requests: int = 0
     """Reads of storage: one for an object that is read whole, else one for its index and one for each chunk."""
 
@@ -311,6 +320,7 @@ class ReadCost:
         return ReadCost(
             self.needed_bytes + other.needed_bytes,
             self.read_bytes + other.read_bytes,
+            self.received_bytes + other.received_bytes,
             self.requests + other.requests,
             max(self.peak_host_bytes, other.peak_host_bytes),
         )
@@ -329,7 +339,7 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
                 chunks = math.prod(b - a for a, b in touched(part, stack.chunk))
                 read += chunks * stack.chunk_stored_bytes + stack.index_bytes
                 requests += 1 if whole_object else 1 + chunks
-        total += ReadCost(step.n_bytes, read, requests)
+        total += ReadCost(step.n_bytes, read, requests=requests)
         sizes = [found.held_bytes for found in step.reads]
         least = max(least, step.held_bytes + max(sizes))  # however little may be in flight, one read is
         together += step.held_bytes + sum(sizes)

@@ -6,7 +6,6 @@ read ─▶ each step: buffers ─▶ each read of it: the store's reader fills 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections import deque
@@ -28,18 +27,26 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report, unseen
 from jaxckpt._storage.errors import storage_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.workers import Aside
 
 
 @contextlib.contextmanager
-def undisturbed(source: Source) -> Generator[None]:
+def undisturbed(source: Source, options: Options) -> Generator[None]:
     """Where data is missing or another because the checkpoint is, say that instead of calling it corrupt."""
     try:
         yield
     except DataError as error:
-        became = source.fate()
+        with Aside(options.timeout_seconds) as aside:
+            became = aside.do(f"opening {source.url}", source.fate)
         if became is None:
             raise
         raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being read") from error
+
+
+def require_metadata(source: Source, stacks: Sequence[int], options: Options) -> None:
+    """Raise DataError unless the small files that describe these stacks are as they were saved."""
+    with Aside(options.timeout_seconds) as aside:
+        aside.do(f"reading the metadata of {source.url}", lambda: source.require_metadata(stacks))
 
 
 # What is read ---------------------------------------------------------------------------------------------
@@ -69,30 +76,73 @@ def read(
     delivery: Delivery,
     report: Report,
 ) -> None:
-    """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete."""
+    """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete.
+
+    Raises StorageError, also if the storage hangs.
+    """
     planned: dict[int, list[ReadStep]] = {}
     for step in steps:
         planned.setdefault(step.stack, []).append(step)
-    window = _Window(options.host_bytes)
+    window = Window(options.host_bytes)
     arrays: dict[int, ArrayReader] = {}
-    for step in steps:
-        stack = step.stack
-        window.take(step.held_bytes)
-        filling = _Filling(step, DTYPES[stacks[stack].dtype], window, delivery)
-        if stack not in arrays:
-            plan = (read.boxes for planned_step in planned[stack] for read in planned_step.reads)
-            arrays[stack] = source.array_reader(stack, plan)
-        for read in step.reads:
-            held_bytes = arrays[stack].held_bytes(read.boxes)
-            window.take(read.held_bytes + held_bytes)
-            leaves = functools.partial(leaves_at, source.manifest, stack)
-            reading = _Reading(read, held_bytes, filling, report, leaves)
-            reading.begin(arrays[stack])
-            window.later(reading.land)
-    window.drain()
+    with Aside(options.timeout_seconds) as aside:
+        for step in steps:
+            stack = step.stack
+            window.take(step.held_bytes)
+            filling = Filling(step, DTYPES[stacks[stack].dtype], window, delivery)
+            if stack not in arrays:
+                plan = (read.boxes for planned_step in planned[stack] for read in planned_step.reads)
+                arrays[stack] = source.array_reader(stack, plan)
+            for read in step.reads:
+                held_bytes = arrays[stack].held_bytes(read.boxes)
+                window.take(read.held_bytes + held_bytes)
+                coming = Coming(read.boxes, source, stack, aside)
+                reading = _Reading(read, held_bytes, filling, report, coming)
+                coming.begin(arrays[stack], reading.targets)
+                window.later(reading.land)
+        window.drain()
 
 
-class _Window:
+class Coming:
+    """Boxes of a stack that are being read."""
+
+    def __init__(self, boxes: Sequence[Box], source: Source, stack: int, aside: Aside) -> None:
+        self._boxes = boxes
+        self._source = source
+        self._stack = stack
+        self._aside = aside
+        self._doing = f"reading from {source.url}"
+        self._pending: list[Pending] = []
+
+    def begin(self, array: ArrayReader, targets: Sequence[Array]) -> None:
+        """Start to read each box into an array. Raises DataError, StorageError."""
+        wanted = list(zip(self._boxes, targets, strict=True))
+        with self._naming((min(box[0][0] for box in self._boxes), max(box[0][1] for box in self._boxes))):
+            self._pending = self._aside.do(self._doing, lambda: array.read(wanted))
+
+    def wait(self) -> None:
+        """Wait until all are read. Raises DataError, StorageError."""
+        failed = self._aside.do(self._doing, self._first_failure)
+        if failed is not None:
+            with self._naming(failed[0][0]):
+                raise failed[1]
+
+    def _first_failure(self) -> tuple[Box, Exception] | None:
+        for box, pending in zip(self._boxes, self._pending, strict=True):
+            try:
+                pending.result()
+            except Exception as error:
+                return box, error
+        return None
+
+    def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
+        """Errors inside name the leaves in these rows."""
+        return storage_errors(
+            lambda: f"cannot read leaf {leaves_at(self._source.manifest, self._stack, rows)}", reading=True
+        )
+
+
+class Window:
     """Memory of the host in use beside the arrays, at most so many bytes of it: who takes more lets the oldest go."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -142,10 +192,10 @@ class _Window:
         return block, cut
 
 
-class _Filling:
+class Filling:
     """The buffers of a step that is being read."""
 
-    def __init__(self, step: ReadStep, dtype: np.dtype[Any], window: _Window, delivery: Delivery) -> None:
+    def __init__(self, step: ReadStep, dtype: np.dtype[Any], window: Window, delivery: Delivery) -> None:
         self.step = step
         self.dtype = dtype
         self.window = window
@@ -184,14 +234,15 @@ class _Filling:
                 assign(target[within(common, held)], data)
         return sent
 
-    def landed(self) -> None:
-        """One of the step's reads is complete; with the last of them the step is delivered."""
+    def landed(self) -> bool:
+        """One of the step's reads is complete. With the last of them the step is delivered; returns whether it is."""
         self._to_come -= 1
         if not self._to_come:
             arrays = self._delivery.deliver(self.step, self._buffers)
             if self.step.held_bytes:
                 self.window.next(lambda: _settle(arrays, self.window, self.step.held_bytes, self._block))
             self._buffers = []
+        return not self._to_come
 
 
 class _Reading:
@@ -201,34 +252,26 @@ class _Reading:
         self,
         read: Read,
         held_bytes: int,
-        filling: _Filling,
+        filling: Filling,
         report: Report,
-        leaves: Callable[[tuple[int, int]], str],
+        coming: Coming,
     ) -> None:
-        self._pending: list[Pending] = []
         self._read = read
         self._held_bytes = held_bytes
         self._filling = filling
         self._report = report
-        self._leaves = leaves
+        self._coming = coming
         self._block, staged = filling.window.arrays(
             [(extent(region.box), filling.dtype) for region in read.regions if region.staged]
         )
         rest = iter(staged)
-        self._targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
-
-    def begin(self, array: ArrayReader) -> None:
-        """Start reading all of it."""
-        boxes = self._read.boxes
-        with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
-            self._pending = array.read(list(zip(boxes, self._targets, strict=True)))
+        self.targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
 
     def land(self) -> None:
         """Wait for it and pass on what is staged."""
+        self._coming.wait()
         sent: dict[Any, Any] = {}
-        for region, target, pending in zip(self._read.regions, self._targets, self._pending, strict=True):
-            with self._naming(region.box[0]):
-                pending.result()
+        for region, target in zip(self._read.regions, self.targets, strict=True):
             if region.staged:
                 sent.update(self._filling.scatter(region, target))
         self._filling.window.release(self._held_bytes, None)
@@ -238,16 +281,12 @@ class _Reading:
         else:
             self._end([])
 
-    def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
-        """Errors inside name the leaves in these rows."""
-        return storage_errors(lambda: f"cannot read leaf {self._leaves(rows)}", reading=True)
-
     def _end(self, arrays: list[Any]) -> None:
         _settle(arrays, self._filling.window, self._read.held_bytes, self._block)
         self._filling.landed()
 
 
-def _settle(arrays: list[Any], window: _Window, n_bytes: int, block: Array) -> None:
+def _settle(arrays: list[Any], window: Window, n_bytes: int, block: Array) -> None:
     """Release memory once the arrays that are made of it are on their devices."""
     if arrays:
         jax.block_until_ready(arrays)
@@ -339,7 +378,7 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     # One step however large: the buffer is the result.
     steps = plan_read(stacks, [Want(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
-    with undisturbed(source):
-        source.require_metadata([stack])
+    with undisturbed(source, options):
+        require_metadata(source, [stack], options)
         read(source, stacks, steps, options, delivery, unseen)
     return delivery.array

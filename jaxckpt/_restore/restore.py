@@ -14,6 +14,7 @@ from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs, require_mesh
 from jaxckpt._format.tree import Tree
+from jaxckpt._restore.gathering import require_agreement
 from jaxckpt._restore.goals import Goal, host_goals, resolve
 from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.source import Location, source_at
@@ -40,7 +41,8 @@ def restore(
 ) -> Tree:
     """Read a checkpoint back onto devices; every process of the job calls it, with the same arguments.
 
-    Each process reads the chunks that its own devices need, none of them twice. Process 0 logs how many leaves came
+    Each process reads the chunks that its own devices need, none of them twice; with `Options(read="shared")` the
+    processes read for each other, no chunk twice in the whole job. Process 0 logs how many leaves came
     from the checkpoint (logger "jaxckpt", level INFO).
 
     Args:
@@ -91,6 +93,7 @@ def restore(
         SpecError: A spec does not fit its leaf or the mesh.
         LayoutError: Neither target nor mesh, and the saved devices are not here.
         CorruptError: What is stored is not what was saved; the message names the leaf.
+        StorageError: An I/O error, or no byte has moved for `options.timeout_seconds`.
         PeerError: Another process failed, or sees another checkpoint.
 
     Examples:
@@ -125,9 +128,9 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
                 source = renamed_source(source, request.rules)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.lacking) if request.initial else []
-            values = fetch(source, resolved.goals, options, group.index, group.count, tied=request.tied)
+            values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
             result = resolved.build(values, initial)
-            meeting.barrier()
+            require_agreement(meeting, "")
     if group.index == 0 and _log.isEnabledFor(logging.INFO):
         counts = len(resolved.goals), len(jax.tree.leaves(result)), source.url, len(source.manifest.leaves)
         _log.info("restored %d of the tree's %d leaves from %s, which has %d", *counts)

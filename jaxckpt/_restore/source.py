@@ -35,7 +35,7 @@ from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.place import local_path, store_at
 from jaxckpt._storage.steps import step_meant
 from jaxckpt._storage.store import Store
-from jaxckpt._storage.workers import All, submit
+from jaxckpt._storage.workers import All, Aside, submit
 
 
 class Source(Protocol):
@@ -375,11 +375,17 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
 
     A run's directory means its newest step; "run@40", "run@best" and "run@latest" mean one of its steps.
 
-    Raises NotACheckpointError, ManifestError; DataError where a foreign checkpoint is damaged.
+    Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
+    hangs for `options.timeout_seconds`.
     """
     if isinstance(location, Foreign):
         return location, _digest(location)
     store = store_at(location, options)
+    with Aside(options.timeout_seconds) as aside:
+        return aside.do(f"opening {store.url}", lambda: _opened(location, store, options))
+
+
+def _opened(location: str | os.PathLike[str], store: Store, options: Options) -> tuple[Native | Foreign, str]:
     try:
         return _native(store, options)
     except NotACheckpointError:

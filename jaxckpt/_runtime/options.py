@@ -52,6 +52,11 @@ class Options:
     where they take half the CPU time, and tensorstore for compressed chunks and object stores. "tensorstore":
     tensorstore for everything. Each reads what the other wrote, and both check as strictly."""
 
+    read: Literal["each", "shared"] = "each"
+    """How a restore reads what several processes want. "each": each of them reads it. "shared": one of them reads it,
+    and it travels to the others over the devices' interconnect. Reading is split evenly, and each stored chunk is read
+    once in the whole job. That pays if the storage limits the restore (docs/many-processes.md)."""
+
     host_bytes: int = 256 << 20
     """Bytes of host memory that a save or a restore may take beside the arrays themselves, about; larger leaves move in
     boxes. `save_async` may take `staging_bytes` besides."""
@@ -90,8 +95,9 @@ class Options:
     100 s after one has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): to get the error also
     where it stopped before its call, set less than that.
 
-    Also how long a save waits for storage while no byte moves, before it raises `StorageError` in every process: a
-    system call on a network file system that has lost its server may never return."""
+    Also how long a save or a restore waits for storage while no byte moves, before it raises `StorageError`, and
+    `PeerFailedError` in the other processes: a system call on a network file system that has lost its server may never
+    return."""
 
     storage: Mapping[str, Any] | None = field(default=None, repr=False)  # it may name secrets
     """Members of tensorstore's kvstore spec for an object store, beside those that the URL and the environment give:
@@ -123,6 +129,7 @@ class Options:
             ("compression", COMPRESSIONS),
             ("io", ("auto", "tensorstore")),
             ("reuse", (None, "identity", "content")),
+            ("read", ("each", "shared")),
             ("sync", (True, False)),
             ("cast", ("safe", "unsafe")),
             ("indivisible", ("error", "replicate")),

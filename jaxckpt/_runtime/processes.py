@@ -216,12 +216,28 @@ class Meeting:
         if error is not None:
             self.group.told = error
             self._fail(error)
-        self._posts.put(None)
         self._attendee.leave()
-        if not self._lost:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._posts.put(None)
+        if self._voice is not None and not self._lost:
             self._voice.wait(self.group.timeout_seconds)
         if error is None and self._mute is not None and self.group.index == 0:
             raise self._service_failed(self._mute) from self._mute  # the others never got what was shared
+
+    def renew(self) -> None:
+        """Become the next meeting, once all have gathered and shared: none is ever out of a meeting, nor silent."""
+        if self._voice is None:
+            return
+        self._end(None)
+        if not self._voice.done():
+            raise self._service_failed(TimeoutError(f"no answer for {self.group.timeout_seconds:g} s"))
+        following = self.group.meeting(self.what)
+        self.key, self.first, self._posts = following.key, False, following._posts
+        self._gave = self._closed = self._lost = False
+        self._voice = Task(self._speak)
+        start_thread(self._voice.run, "jaxckpt-voice")
 
     def _fail(self, error: BaseException) -> None:
         """Notify the others, as far as they have yet to hear of this process."""

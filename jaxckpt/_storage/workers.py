@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from jaxckpt._runtime.threads import Task, ending, start_thread
+from jaxckpt._runtime.stalls import Watch
+from jaxckpt._runtime.threads import POLL_SECONDS, Task, ending, start_thread
 
 T = TypeVar("T")
 
@@ -73,6 +75,51 @@ def submit(work: Callable[[], T]) -> Task[T]:
 def submit_waiting(work: Callable[[], T]) -> Task[T]:
     """Have other threads do some work that waits for the threads that move bytes, but not for other work like it."""
     return _waiting.submit(work)
+
+
+class Aside:
+    """Has another thread use storage: whoever waits for that thread gives up once no byte has moved for `seconds`.
+
+    with Aside(seconds) as aside:
+        content = aside.do("reading /ckpt", read)
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._watch = Watch(seconds)
+        self._todo = SimpleQueue[Task[Any] | None]()
+        self._started = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._todo.put(None)
+
+    def do(self, what: str, work: Callable[[], T]) -> T:
+        """What the work returns or raises. Raises StorageError, which names `what`, if the work hangs."""
+        task = Task(work)
+        if not self._started:
+            try:
+                start_thread(functools.partial(_run_all, self._todo), "jaxckpt-storage")
+            except RuntimeError:
+                if not ending():
+                    raise
+                return work()  # Python 3.12 starts no thread any more
+            self._started = True
+        self._todo.put(task)
+        with self._watch.doing(what):
+            while not task.wait(min(POLL_SECONDS, self._seconds / 4)):
+                if error := self._watch.stalled():
+                    renew_workers()  # they may hang too
+                    raise error
+        return task.result()
+
+
+def _run_all(todo: SimpleQueue[Task[Any] | None]) -> None:
+    while (task := todo.get()) is not None:
+        task.run()
+        del task  # it holds the data
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Saves while a system call of this process hangs; says how the save ended, and saves again elsewhere.
+"""Saves or restores while a system call of this process hangs; says how that ended, and does the same elsewhere.
 
 strace holds up the first `call` by six seconds, three times `Options.timeout_seconds`.
 """
@@ -21,32 +21,43 @@ OPTIONS = jaxckpt.Options(timeout_seconds=2, object_bytes=1 << 16, chunk_bytes=1
 TREE = {"w": np.arange(1 << 18, dtype=np.uint8)}
 
 
-def hang(call: str) -> subprocess.Popen[bytes]:
-    """Until the process that is returned is killed, the first such system call of each thread takes six seconds."""
+def hang(call: str, path: Path | None = None) -> subprocess.Popen[bytes]:
+    """Until the process that is returned is killed, the first such system call of each thread takes six seconds; with
+    a path, the first that is about this file."""
     filters = ["-e", f"trace={call}", "-e", f"inject={call}:delay_enter=6000000:when=1"]
+    filters += [] if path is None else ["-P", str(path)]
     strace = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", *filters, "-p", str(os.getpid())])
     while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
         time.sleep(0.01)
     return strace
 
 
-def attempt(save: Callable[[], Any]) -> None:
+def attempt(call: Callable[[], Any]) -> None:
     begun = time.monotonic()
     try:
-        save()
-        print("saved", flush=True)
+        call()
+        print("done", flush=True)
     except (OSError, jaxckpt.JaxckptError) as error:
         print(type(error).__name__, f"{time.monotonic() - begun:.0f} s", error, flush=True)
 
 
+CALLS: dict[str, Callable[[Path], Any]] = {
+    "save": lambda path: jaxckpt.save(path, TREE, options=OPTIONS),
+    "save_async": lambda path: jaxckpt.save_async(path, TREE, options=OPTIONS).wait(),
+    "restore": lambda path: jaxckpt.restore(path, options=OPTIONS),
+    "load_numpy": lambda path: jaxckpt.load_numpy(path, options=OPTIONS),
+    "index": lambda path: jaxckpt.open(path, options=OPTIONS)["w"][:5],
+}
+
 if __name__ == "__main__":
     folder, verb, call = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    jaxckpt.save(folder / "first", TREE, options=OPTIONS)
-    strace = hang(call)
-    if verb == "save":
-        attempt(lambda: jaxckpt.save(folder / "hung", TREE, options=OPTIONS))
-    else:
-        attempt(lambda: jaxckpt.save_async(folder / "hung", TREE, options=OPTIONS).wait())
+    restores = not verb.startswith("save")
+    for name in ("first", "hung", "next") if restores else ("first",):
+        jaxckpt.save(folder / name, TREE, options=OPTIONS)
+    if restores:
+        CALLS[verb](folder / "first")
+    strace = hang(call, folder / "hung" / "manifest.json" if call == "openat" else None)
+    attempt(lambda: CALLS[verb](folder / "hung"))
     strace.kill()
-    attempt(lambda: jaxckpt.save(folder / "next", TREE, options=OPTIONS))
+    attempt(lambda: CALLS[verb](folder / "next"))
     print("hung was published:", (folder / "hung" / "manifest.json").exists())

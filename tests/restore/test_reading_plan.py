@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import chunks_of, stacks
 
 from jaxckpt import Options
 from jaxckpt._format import grid as _grid
@@ -36,16 +37,6 @@ HOST_BYTES = Options().host_bytes
 
 
 # Reading --------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def stacks(draw: st.DrawFn) -> Stack:
-    """Any stack that a save could have made, and some that only another writer would."""
-    shape = draw(strategies.sides(2, 12))
-    rows = draw(st.integers(1, 9))
-    chunk = tuple(draw(st.integers(1, n)) for n in (rows, *shape))
-    sides = tuple(c * draw(st.integers(1, 3)) for c in chunk)
-    return Stack("s", "int32", shape, rows, chunk, sides)
 
 
 @st.composite
@@ -73,10 +64,6 @@ def reads(draw: st.DrawFn) -> tuple[list[Stack], list[Want]]:
 
 def wanted_boxes(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[Box, ...]]:
     return st.lists(strategies.boxes(shape), min_size=1, max_size=3, unique=True).map(tuple)
-
-
-def chunks_of(stack: Stack, box: Box) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(*side) for side in _grid.touched(box, stack.chunk)))
 
 
 def carried_out(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tuple[int, int, Box], Any]:

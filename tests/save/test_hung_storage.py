@@ -13,42 +13,69 @@ PROGRAM = processes.ROOT / "tests" / "programs" / "hang.py"
 pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed (apt-get install strace)")
 
 
-@pytest.mark.parametrize(("verb", "call"), [("save", "writev"), ("save_async", "writev"), ("save", "mkdir")])
+DOING = {"writev": "writing to", "mkdir": "preparing", "/preadv": "reading from", "openat": "opening"}
+"""What a message says that a process was doing in a system call."""
+
+CALLS = [
+    ("save", "writev"),
+    ("save_async", "writev"),
+    ("save", "mkdir"),
+    ("restore", "/preadv"),
+    ("restore", "openat"),
+    ("load_numpy", "/preadv"),
+    ("index", "/preadv"),
+]
+
+
+@pytest.mark.parametrize(("verb", "call"), CALLS)
 def test_an_error_names_the_operation(run_python: RunPython, tmp_path: Path, verb: str, call: str) -> None:
     ended, after, published = run_python(PROGRAM, args=[str(tmp_path), verb, call]).splitlines()
-    doing = "preparing" if call == "mkdir" else "writing to"
+    doing = DOING[call]
     kind, seconds, _, message = ended.split(maxsplit=3)
     assert kind == "StorageError"
     assert f"no byte has moved for 2 s while {doing} {tmp_path}/hung: the storage hangs" in message
     assert int(seconds) < 6  # it did not wait for the call
-    assert after == "saved"  # by another thread
-    assert published == "hung was published: False"
+    assert after == "done"  # by another thread
+    assert published == f"hung was published: {not verb.startswith('save')}"
 
 
-def test_the_other_processes_raise_too(run_processes: RunProcesses, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "read"), [("writev", "each"), ("openat", "each"), ("/preadv", "each"), ("/preadv", "shared")]
+)
+def test_the_other_processes_raise_too(run_processes: RunProcesses, tmp_path: Path, call: str, read: str) -> None:
     program = f"""
-    import sys
+    import dataclasses, sys
     sys.path.insert(0, {str(PROGRAM.parent)!r})
+    from pathlib import Path
     import jax.numpy as jnp, numpy as np, jaxckpt, hang
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    sharding = NamedSharding(mesh, P("data"))
     rows = jax.make_array_from_callback((48, 4096), sharding, lambda index: np.ones((48, 4096), np.uint8)[index])
-    hang.attempt(lambda: jaxckpt.save(args + "/first", {{"w": rows}}, options=hang.OPTIONS))
+    options = dataclasses.replace(hang.OPTIONS, read={read!r})
+    folder = Path(args)
+    if {call!r} == "writev":
+        act = lambda name: jaxckpt.save(folder / name, {{"w": rows}}, options=options)
+    else:
+        act = lambda name: jaxckpt.restore(folder / name, mesh=mesh, specs=P(), options=options)
+        for name in ("first", "hung", "next"):
+            jaxckpt.save(folder / name, {{"w": rows}}, options=options)
+    hang.attempt(lambda: act("first"))
     if process_id == 1:
-        strace = hang.hang("writev")
-    hang.attempt(lambda: jaxckpt.save(args + "/hung", {{"w": rows}}, options=hang.OPTIONS))
+        strace = hang.hang({call!r}, folder / "hung" / "manifest.json" if {call!r} == "openat" else None)
+    hang.attempt(lambda: act("hung"))
     if process_id == 1:
         strace.kill()
-    hang.attempt(lambda: jaxckpt.save(args + "/next", {{"w": rows}}, options=hang.OPTIONS))
+    hang.attempt(lambda: act("next"))
     """
     done = run_processes(program, processes=3, devices_per_process=1, args=str(tmp_path))
     for process, one in enumerate(done):
         first, hung, after = one.stdout.splitlines()
-        assert first == after == "saved"
-        assert "no byte has moved for 2 s while writing to" in hung
+        assert first == after == "done"
+        assert f"no byte has moved for 2 s while {DOING[call]}" in hung
         assert f"{tmp_path}/hung" in hung
         if process != 1:
             assert hung.startswith("PeerFailedError")
             assert "process 1 failed with StorageError" in hung
             assert int(hung.split()[1]) < 6
-    assert not (tmp_path / "hung" / "manifest.json").exists()
+    assert call != "writev" or not (tmp_path / "hung" / "manifest.json").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Layout, Spec, divisors
+from jaxckpt._format.grid import Box, Layout, Spec, divisors, touched
+from jaxckpt._format.stacks import Stack
 from jaxckpt._save.plan import ArrayLeaf
 
 # Boxes and layouts, without devices -----------------------------------------------------------------------
@@ -40,6 +42,20 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
 def sides(most: int = 3, largest: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes without a zero: small numbers and primes among them."""
     return st.lists(st.integers(1, largest), max_size=most).map(tuple)
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> Stack:
+    """Any stack that a save could have made, and some that only another writer would."""
+    shape = draw(sides(2, 12))
+    rows = draw(st.integers(1, 9))
+    chunk = tuple(draw(st.integers(1, n)) for n in (rows, *shape))
+    most = tuple(c * draw(st.integers(1, 3)) for c in chunk)
+    return Stack("s", "int32", shape, rows, chunk, most)
+
+
+def chunks_of(stack: Stack, box: Box) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(range(*side) for side in touched(box, stack.chunk)))
 
 
 @st.composite

@@ -13,6 +13,7 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu would ask the cloud's metadata 
 
 import argparse
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -27,7 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._restore import blocks, placing
+from jaxckpt._restore import blocks, gathering, placing
 from jaxckpt._save import exchange, staging
 
 MESHES = {"v5e:2x4": (2, 4), "v5e:16x16": (16, 16)}
@@ -42,6 +43,9 @@ BOX = (16, 16384)
 
 OBJECT = (1024, 16384)
 """The most that is exchanged in one call: an object of 64 MiB."""
+
+GIVEN_WORDS = {"v5e:2x4": 2 << 20, "v5e:16x16": 1 << 16}
+"""Of 4 bytes, that each device gives to a piece of a shared read: 64 MiB of 2 hosts of 4 devices, and of 64."""
 
 COLLECTIVES = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
@@ -119,10 +123,26 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
     yield "streaming bitcast", "bfloat16", placing._bitcast, [abstract(part, np.uint16, own), np.dtype(jnp.bfloat16)]
 
 
+def shared_reads(topology: str, devices: list[Any]) -> Iterator[tuple[str, str, Any, list[Any]]]:
+    """The same of each program that passes on what one process reads: for hosts of 4 devices."""
+    hosts = len(devices) // 4
+    for name, communities, givers in (
+        ("gather", 1, None),
+        ("gather in several communities", hosts // 2, None),
+        ("gather of few", 1, max(1, hosts // 4)),
+    ):
+        mesh = Mesh(np.array(devices).reshape(communities, -1, 4), ("community", "process", "own"))
+        along = NamedSharding(mesh, P(mesh.axis_names))
+        words = jax.ShapeDtypeStruct((GIVEN_WORDS[topology] * mesh.size,), np.uint32, sharding=along)
+        starts = jax.ShapeDtypeStruct((mesh.size,), np.int32, sharding=along)
+        yield name, "uint32", gathering.gatherer(mesh, givers), [words, starts]
+
+
 def compiled(topology: str) -> Iterator[Compiled]:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(MESHES[topology]), ("a", "b"))
-    for name, dtype, program, arguments in programs(mesh, MOVED if len(devices) == 8 else MOVED_FAR):
+    every = programs(mesh, MOVED if len(devices) == 8 else MOVED_FAR)
+    for name, dtype, program, arguments in itertools.chain(every, shared_reads(topology, devices)):
         begun = time.process_time()
         on_mesh = (
             exchange.moving_bits(mesh) if name.startswith(("exchange", "stack", "split")) else contextlib.nullcontext()

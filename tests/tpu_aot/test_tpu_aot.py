@@ -15,13 +15,19 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
+COLLECTIVES = {"exchange": ["all-reduce"], "gather of few": ["all-reduce"], "gather": ["all-gather"]}
+"""Of the programs whose names begin so."""
+
 KIB = 1 << 10
 MIB = 1 << 20
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, which compiles for TPUs, is not installed: make tpu installs it (137 MB)",
-)
+pytestmark = [
+    pytest.mark.child,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, which compiles for TPUs, is not installed: make tpu installs it (137 MB)",
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=["v5e:2x4", "v5e:16x16"])
@@ -43,16 +49,20 @@ def test_every_program_compiles_and_needs_little_memory(compiled: list[dict[str,
     names = {one["program"] for one in compiled}
     assert names >= {"exchange", "exchange from pinned_host", "exchange of an object", "stack", "split"}
     assert names >= {"copy to pinned_host", "streaming update", "streaming bitcast"}
+    assert names >= {"gather", "gather in several communities", "gather of few"}
     for one in compiled:
         what = f"{one['program']} of {one['dtype']} on {one['topology']}"
         assert not one["problem"], f"{what}: {one['problem']}"
         # Only processes that exchange data need each other.
-        assert one["collectives"] == (["all-reduce"] if one["program"].startswith("exchange") else []), what
+        collective = next((found for name, found in COLLECTIVES.items() if one["program"].startswith(name)), [])
+        assert one["collectives"] == collective, what
         assert one["temporary_bytes"] <= _most_temporary_bytes(one), what
 
 
 def _most_temporary_bytes(one: dict[str, Any]) -> int:
     """Bounds that do not depend on the leaf's size, with one exception."""
+    if one["program"].startswith("gather"):
+        return 0
     if one["program"] == "exchange of an object":
         return 3 * one["device_output_bytes"]
     if one["program"] == "exchange" and one["dtype"] in ("complex64", "int64"):

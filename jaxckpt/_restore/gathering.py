@@ -1,0 +1,284 @@
+"""Reads what several processes want once in the whole job, and passes it on over the devices' interconnect.
+
+each round:  own portions are read ─▶ all processes meet ─▶ each piece: a program gathers it ─▶ scattered ─▶ delivered
+
+What passes between processes are bytes, whatever leaves they are of: one program serves all shapes, dtypes and
+layouts, and leaves of the host too. A process that fails raises in the meeting, before others run a program that they
+would wait in for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.grid import extent
+from jaxckpt._format.pieces import Array
+from jaxckpt._format.stacks import Stack
+from jaxckpt._restore.plan import read_bytes
+from jaxckpt._restore.reading import Coming, Delivery, Filling, Window, aligned_empty
+from jaxckpt._restore.sharing import ALIGNED_BYTES, Partition, Piece, Portion, Round, covers, members_of, pieces
+from jaxckpt._restore.source import Source
+from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Meeting
+from jaxckpt._runtime.progress import Report
+from jaxckpt._save.exchange import moving_bits
+from jaxckpt._storage.objects import ArrayReader
+from jaxckpt._storage.workers import Aside
+
+
+def require_agreement(meeting: Meeting, digest: str) -> None:
+    """Raise PeersDisagreeError unless all processes want the same to be shared ("": nothing). Every process."""
+    if len(set(meeting.gather(digest))) > 1:
+        raise PeersDisagreeError(
+            'the processes want different leaves, or in different layouts: with Options(read="shared") all must call'
+            " restore with the same arguments and options"
+        )
+    meeting.share("")
+
+
+def needs_whole_job() -> bool:
+    """Whether a program with collectives must run on all devices of the job: so it is on some kinds of TPU."""
+    return jax.devices()[0].platform == "tpu"
+
+
+def gather(
+    source: Source,
+    stacks: Sequence[Stack],
+    planned: Mapping[Partition, Sequence[Round]],
+    options: Options,
+    delivery: Delivery,
+    report: Report,
+    meeting: Meeting,
+) -> None:
+    """Carry out the rounds of this process's community in each partition. Every process, whether in one or not."""
+    process = meeting.group.index
+    with Aside(options.timeout_seconds) as aside:
+        for partition, rounds in planned.items():
+            community: _Community | None = None
+            if rounds:
+                together = partition if covers(partition, meeting.group.count) else (members_of(partition, process),)
+                community = _Community(source, stacks, rounds, Interconnect(together, process), options, aside)
+            coming = iter(community.begin() if community else ())
+            current = next(coming, None)
+            while True:
+                if current is not None:
+                    current.wait()
+                ahead = next(coming, None)  # is read while the current one passes on
+                agreed = _agreed(meeting, None if current is None or community is None else community.offer(current))
+                if agreed is None:
+                    break
+                if community is not None:
+                    community.pass_on(current, agreed, delivery, report)
+                current = ahead
+            if community is not None:
+                community.window.drain()
+
+
+_Programs = list[tuple[int, int]]
+"""For each piece, how many bytes each process gives, and how many processes give any. Communities that pass on at the
+same time run the same programs."""
+
+
+def _agreed(meeting: Meeting, offered: _Programs | None) -> _Programs | None:
+    """Programs that are large enough for what each process offers; None once no process has a round left."""
+    found = [one for text in meeting.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
+    merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
+    agreed = json.loads(meeting.share(json.dumps(merged if found else None)))
+    meeting.renew()
+    return agreed
+
+
+class _UnderWay:
+    """A round that is being read."""
+
+    def __init__(self, pieces: Sequence[Piece], own: Array, begun: Sequence[Coming]) -> None:
+        self.pieces = pieces
+        self.own = own
+        self._begun = begun
+
+    def wait(self) -> None:
+        for one in self._begun:
+            one.wait()
+
+
+class _Community:
+    """Processes that read for each other, as one of them sees them."""
+
+    def __init__(
+        self,
+        source: Source,
+        stacks: Sequence[Stack],
+        rounds: Sequence[Round],
+        interconnect: Interconnect,
+        options: Options,
+        aside: Aside,
+    ) -> None:
+        self._source = source
+        self._stacks = stacks
+        self._rounds = rounds
+        self._process = interconnect.process
+        self._most_bytes = read_bytes(options.host_bytes)
+        self._aside = aside
+        self._interconnect = interconnect
+        self.window = Window(options.host_bytes)
+        self._fillings: dict[int, Filling] = {}
+
+    def begin(self) -> Iterator[_UnderWay]:
+        """Each round, once its reading has begun."""
+        mine = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
+        by_stack: dict[int, list[Portion]] = {}
+        for portion in mine:
+            by_stack.setdefault(portion.step.stack, []).append(portion)
+        readers = {
+            stack: self._source.array_reader(stack, (portion.read.boxes for portion in portions))
+            for stack, portions in by_stack.items()
+        }
+        for portions in self._rounds:
+            yield self._begun(portions, readers)
+
+    def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _UnderWay:
+        mine = [portion for portion in portions if portion.reader == self._process]
+        own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
+        begun: list[Coming] = []
+        for portion in mine:
+            stack = portion.step.stack
+            coming = Coming(portion.read.boxes, self._source, stack, self._aside)
+            coming.begin(readers[stack], self._regions(portion, own[portion.start :]))
+            begun.append(coming)
+        return _UnderWay(list(pieces(portions, self._interconnect.members, self._most_bytes)), own, begun)
+
+    def _regions(self, portion: Portion, data: Array) -> list[Array]:
+        """The regions of a portion in its bytes."""
+        dtype = DTYPES[self._stacks[portion.step.stack].dtype]
+        shapes = [extent(region.box) for region in portion.read.regions]
+        return [
+            data[offset : offset + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+            for offset, shape in zip(portion.offsets, shapes, strict=True)
+        ]
+
+    def offer(self, coming: _UnderWay) -> _Programs:
+        """The programs that a round needs."""
+        return [(self._interconnect.given_bytes(piece), len(piece.spans)) for piece in coming.pieces]
+
+    def pass_on(self, coming: _UnderWay | None, agreed: _Programs, delivery: Delivery, report: Report) -> None:
+        """Give and get what was read in a round, if any, and deliver it."""
+        found, own = ([], np.empty(0, np.uint8)) if coming is None else (coming.pieces, coming.own)
+        nothing = [Piece([], {})] * (len(agreed) - len(found))  # other communities have more
+        error: BaseException | None = None
+        for piece, program in zip([*found, *nothing], agreed, strict=True):
+            got = self._interconnect.gather(piece, program, own)
+            if error is None:
+                try:
+                    self._deliver(piece, got, delivery, report)
+                except BaseException as raised:  # others wait in the programs that are left, not in a meeting
+                    error = raised
+        if error is not None:
+            raise error
+
+    def _deliver(self, piece: Piece, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
+        sent: dict[Any, Any] = {}
+        for portion in piece.portions:
+            step = portion.step
+            if id(step) not in self._fillings:
+                self.window.take(step.held_bytes)
+                dtype = DTYPES[self._stacks[step.stack].dtype]
+                self._fillings[id(step)] = Filling(step, dtype, self.window, delivery)
+            filling = self._fillings[id(step)]
+            data = got[portion.reader][portion.start - piece.spans[portion.reader][0] :]
+            for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
+                sent.update(filling.scatter(region, staged))
+            report(portion.read.n_bytes)
+            if filling.landed():
+                del self._fillings[id(step)]
+        jax.block_until_ready(list(sent.values()))  # they may hold what was got
+
+
+# Between processes ----------------------------------------------------------------------------------------
+
+
+class Interconnect:
+    """Passes bytes from some processes of a community to all of it, in several communities of one size at once."""
+
+    def __init__(self, partition: Partition, process: int) -> None:
+        devices: dict[int, list[Any]] = {}
+        for device in jax.devices():
+            devices.setdefault(device.process_index, []).append(device)
+        self._width = min(links(devices[member]) for members in partition for member in members)
+        self._devices = devices[process][: self._width]
+        self.members = members_of(partition, process)
+        self.process = process
+        grid = [[devices[member][: self._width] for member in members] for members in partition]
+        self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
+
+    def given_bytes(self, piece: Piece) -> int:
+        """What each process gives, so many that few programs serve all pieces: 12 % too many at most."""
+        words = -(-max(end - first for first, end in piece.spans.values()) // (4 * self._width))
+        unit = max(ALIGNED_BYTES // 4, 1 << max(0, words.bit_length() - 4))
+        return -(-words // unit) * unit * 4 * self._width
+
+    def gather(self, piece: Piece, program: tuple[int, int], own: Array) -> dict[int, Array]:
+        """The bytes that each process gives, of `own`, which it has read. Every process of the partition."""
+        given, givers = program
+        words = given // (4 * self._width)
+        few = 2 * givers < len(self.members)
+        slots = list(piece.spans) if few else list(self.members)
+        first, _ = piece.spans.get(self.process, (0, 0))
+        mine = own[first : first + given] if self.process in piece.spans else own[:0]
+        if len(mine) < given:
+            mine, part = aligned_empty((given,), np.dtype(np.uint8)), mine
+            mine[: len(part)], mine[len(part) :] = part, 0
+        start = np.array([slots.index(self.process) * words if self.process in slots else 0], np.int32)
+        places = [SingleDeviceSharding(device) for device in self._devices]
+        along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        try:
+            with moving_bits(self._mesh):
+                parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
+                starts = jax.device_put([start] * self._width, places)
+                arguments = [
+                    jax.make_array_from_single_device_arrays((self._mesh.size * one[0].size,), along, one)
+                    for one in (parts, starts)
+                ]
+                gathered = jax.block_until_ready(gatherer(self._mesh, givers if few else None)(*arguments))
+        except (RuntimeError, ValueError) as error:  # XLA's: of a peer that died, for example
+            raise PeerFailedError(f"processes {self.members} could not pass on what they read: {error}") from error
+        by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
+        found = [by_device[device].reshape(-1, words) for device in self._devices]
+        rows = ([one[slot] for one in found] for slot in range(len(slots)))
+        joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)
+        return {process: row.view(np.uint8) for process, row in zip(slots, joined, strict=True)}
+
+
+def links(devices: Sequence[Any]) -> int:
+    """How many devices of a process pass bytes on: one on CPUs, where all have one memory and one connection."""
+    return 1 if devices[0].platform == "cpu" else len(devices)
+
+
+@functools.lru_cache(maxsize=256)
+def gatherer(mesh: Mesh, givers: int | None) -> Any:
+    """The jitted (words of each device, where they go) → the words of a community's processes, one after the other.
+
+    With `givers`, the words of so many processes, each where it says; the others give zeros, and all are added up. To
+    gather zeros from thousands of processes would take memory for them.
+    """
+
+    def everywhere(words: Any, start: Any) -> Any:
+        if givers is None:
+            return lax.all_gather(words, "process", tiled=True)
+        placed = lax.dynamic_update_slice(jnp.zeros(givers * words.size, words.dtype), words, [start[0]])
+        return lax.psum(placed, "process")
+
+    along, everyone = PartitionSpec(mesh.axis_names), PartitionSpec(("community", "own"))
+    passed = jax.shard_map(everywhere, mesh=mesh, in_specs=(along, along), out_specs=everyone, check_vma=False)
+    return jax.jit(passed)

@@ -1,0 +1,232 @@
+"""Which process reads what with Options(read="shared"), so that each chunk leaves the storage once. Pure data.
+
+wants ─▶ communities of processes that want the same data ─▶ for each a plan of reads, dealt out ─▶ rounds ─▶ pieces
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxckpt._format.grid import Box, Layout, cell_shape, grid_cells, volume
+from jaxckpt._format.stacks import Stack
+from jaxckpt._restore.plan import Read, ReadCost, ReadStep, Want, plan_read, read_bytes, read_cost
+
+ALIGNED_BYTES = 64
+"""What is read begins at multiples of this, so that JAX takes it over on CPU devices without a copy."""
+
+JOINED_BYTES = 1 << 20
+"""Leaves below this are read together by all processes that want any of them, if those share chunks. To pass on a whole
+leaf takes memory for it; without it, a chunk at the border of two boxes is read by each process that wants some of it.
+"""
+
+ROUNDS = 4
+"""Rounds that there are at least, unless each process would read less than ROUND_BYTES in one."""
+
+ROUND_BYTES = 4 << 20
+
+Members = tuple[int, ...]
+"""A community: processes that read for each other, ascending."""
+
+Partition = tuple[Members, ...]
+"""Communities that have no process in common."""
+
+
+def share(
+    stacks: Sequence[Stack], wanted: Sequence[tuple[Want, Layout]], process: int, together: int | None = None
+) -> tuple[list[Want], dict[Partition, list[Want]]]:
+    """What a process reads for itself, and by partition what its community wants of which several processes want some.
+
+    `wanted` has what the process wants of each leaf, nothing of some, with the processes that hold each cell of the
+    leaf's layout. Every process gets the same partitions in the same order. `together`: only partitions that cover so
+    many processes, all of the job, count.
+    """
+    joined: dict[int, set[int]] = {}  # by stack: small leaves share chunks, so all that want any of them read together
+    for want, layout in wanted:
+        if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
+            joined.setdefault(want.stack, set()).update(layout.processes)
+    own: list[Want] = []
+    shared: dict[Partition, list[Want]] = {}
+    for want, layout in wanted:
+        stack = stacks[want.stack]
+        if want.stack in joined and len(layout.processes) > 1:
+            partition = (tuple(sorted(joined[want.stack])),)
+        else:
+            partition = _partition(stack, layout)
+        members = members_of(partition, process)
+        possible = together is None or covers(partition, together)
+        if possible and 0 not in stack.shape and any(len(some) > 1 for some in partition):
+            wants = shared.setdefault(partition, [])
+            if len(members) > 1:
+                wants.append(replace(want, boxes=_boxes(layout, stack.shape, members)))
+                continue
+        own.append(want)
+    return own, shared
+
+
+def digest(wanted: Sequence[tuple[Want, Layout]]) -> str:
+    """Equal in all processes if `share` finds the same communities and wants in all of them."""
+    found = hashlib.sha256()
+    for want, layout in wanted:
+        if len(layout.processes) > 1:
+            found.update(repr((want.stack, want.rows, str(want.dtype), want.kept, _digest(layout))).encode())
+    return found.hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(layout: Layout) -> str:
+    return hashlib.sha256(repr((layout.grid, layout.holders)).encode()).hexdigest()
+
+
+def members_of(partition: Partition, process: int) -> Members:
+    """The community of a process; none if it is in none."""
+    return next((members for members in partition if process in members), ())
+
+
+def _partition(stack: Stack, layout: Layout) -> Partition:
+    """The communities that want a leaf."""
+    if math.prod(stack.shape) * stack.itemsize < JOINED_BYTES:
+        sides = zip(cell_shape(layout, stack.shape), stack.chunk[1:], layout.grid, strict=True)
+        if any(parts > 1 and side % chunk for side, chunk, parts in sides):
+            return (tuple(sorted(layout.processes)),)
+    return _communities(layout)
+
+
+@functools.lru_cache(maxsize=256)
+def covers(partition: Partition, count: int) -> bool:
+    """Whether the communities are of one size, and have all processes of the job in them: one program can serve all."""
+    return len(set(map(len, partition))) == 1 and sum(map(len, partition)) == count
+
+
+@functools.lru_cache(maxsize=256)
+def _communities(layout: Layout) -> Partition:
+    """The processes that want a common cell, or are linked by others that do."""
+    community: dict[int, list[int]] = {}
+    for first, *others in layout.groups:
+        members = community.setdefault(first, [first])
+        for other in others:
+            found = community.get(other, [other])
+            if found is not members:
+                members.extend(found)
+                community.update(dict.fromkeys(found, members))
+    return tuple(sorted({id(members): tuple(sorted(members)) for members in community.values()}.values()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...], members: Members) -> tuple[Box, ...]:
+    """The cells that any member wants."""
+    inside = set(members)
+    cells = grid_cells(shape, cell_shape(layout, shape))
+    return tuple(box for (_, box), holders in zip(cells, layout.holders, strict=True) if holders[0] in inside)
+
+
+# Dealing reads out ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A read that one process carries out for its community."""
+
+    step: ReadStep
+    read: Read
+
+    reader: int
+    """The process."""
+
+    start: int
+    """Where its bytes begin among those that the reader reads in the same round."""
+
+    n_bytes: int
+
+    offsets: tuple[int, ...]
+    """Where each region begins among these bytes."""
+
+
+Round = list[Portion]
+"""What a community reads between two meetings of the job."""
+
+
+def plan_rounds(stacks: Sequence[Stack], wants: Sequence[Want], members: Members, host_bytes: int) -> list[Round]:
+    """Reads of all that a community wants, no chunk in two of them, dealt out evenly.
+
+    In a round each process reads consecutive data, about a quarter of `host_bytes`, or less so that there are several
+    rounds: while one is passed on, the next one is read.
+    """
+    most = read_bytes(host_bytes)
+    wanted = sum(
+        (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants
+    )
+    round_bytes = len(members) * min(most, max(ROUND_BYTES, wanted // (ROUNDS * len(members))))
+    finest = max(1, min(round_bytes, wanted) // (4 * len(members)))
+    rounds: list[Round] = []
+    undealt: list[tuple[ReadStep, Read, list[int]]] = []
+    size = 0
+    for step in plan_read(stacks, wants, host_bytes, finest):
+        for read in step.reads:
+            sizes = [volume(region.box) * stacks[step.stack].itemsize for region in read.regions]
+            ends = list(itertools.accumulate(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes))
+            if undealt and size + ends[-1] > round_bytes:
+                rounds.append(_dealt(undealt, size, members))
+                undealt, size = [], 0
+            undealt.append((step, read, ends))
+            size += ends[-1]
+    return [*rounds, _dealt(undealt, size, members)] if undealt else rounds
+
+
+def _dealt(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> Round:
+    """Reads, with where each of their regions ends, in their order to the members in theirs."""
+    portions: Round = []
+    filled = dict.fromkeys(members, 0)
+    before = 0
+    for step, read, ends in reads:
+        middle = 2 * before + ends[-1]
+        reader = members[middle * len(members) // (2 * total)]
+        portions.append(Portion(step, read, reader, filled[reader], ends[-1], (0, *ends[:-1])))
+        filled[reader] += ends[-1]
+        before += ends[-1]
+    return portions
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a community passes on by one program."""
+
+    portions: Round
+
+    spans: Mapping[int, tuple[int, int]]
+    """The bytes that each process gives, (first, end) of those that it has read in the round."""
+
+
+def pieces(portions: Round, members: Members, most_bytes: int) -> Iterator[Piece]:
+    """A round in pieces of at most `most_bytes`, about, to which as many processes as possible give."""
+    count = len(members)
+    width = max(most_bytes // (2 * count), *(portion.n_bytes for portion in portions))
+    at_once = max(1, min(count, most_bytes // (2 * width)))
+    place = {member: number for number, member in enumerate(members)}
+    found: dict[tuple[int, int], Round] = {}
+    for portion in portions:
+        found.setdefault((portion.start // width, place[portion.reader] // at_once), []).append(portion)
+    for _, together in sorted(found.items(), key=lambda one: one[0]):
+        spans: dict[int, tuple[int, int]] = {}
+        for portion in together:
+            first, _ = spans.get(portion.reader, (portion.start, 0))
+            spans[portion.reader] = first, portion.start + portion.n_bytes
+        yield Piece(together, spans)
+
+
+def shared_cost(stacks: Sequence[Stack], rounds: Sequence[Round], process: int, host_bytes: int) -> ReadCost:
+    """What one process reads of the rounds, and what it gets from others. What it needs of that is not counted."""
+    mine = [portion for portions in rounds for portion in portions if portion.reader == process]
+    steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in mine]
+    received = sum(portion.n_bytes for portions in rounds for portion in portions if portion.reader != process)
+    # Two rounds of its own reads, a piece of what others read, and what is on its way to the devices.
+    in_rounds = [sum(one.n_bytes for one in portions if one.reader == process) for portions in rounds]
+    held = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
+    held += min(read_bytes(host_bytes), received)
+    held += max((portion.step.held_bytes for portions in rounds for portion in portions), default=0)
+    cost = read_cost(stacks, steps, host_bytes)
+    return replace(cost, received_bytes=received, peak_host_bytes=max(held, cost.peak_host_bytes))

@@ -1,0 +1,53 @@
+"""Shared reads in which one process of a job fails or wants something else; each prints what it raised."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from joined import args, process_id
+
+import jaxckpt
+
+mesh = Mesh(np.array(jax.devices()), ("data",))
+shared = jaxckpt.Options(read="shared", timeout_seconds=20)
+each = jaxckpt.Options(timeout_seconds=20)
+noted: dict[str, str] = {}
+
+
+def restore(select: str = "layer *", options: jaxckpt.Options = shared, axis: str | None = None) -> Any:
+    sharding = NamedSharding(mesh, P(axis))
+    target = {f"layer {number}": sharding for number in range(6)}
+    return jaxckpt.restore(args["path"], target, select=select, strict=False, options=options)
+
+
+def note(case: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+        noted[case] = "fine"
+    except jaxckpt.JaxckptError as error:
+        noted[case] = f"{type(error).__name__}: {error}"
+
+
+def unreadable(*_: Any) -> int:
+    raise OSError(errno.EIO, "this disk is bad")
+
+
+preadv = os.preadv
+if process_id == 1:
+    os.preadv = unreadable
+note("bad disk", restore)
+os.preadv = preadv
+note("process 0 reads each", lambda: restore(options=each if process_id == 0 else shared))
+note("process 1 reads each", lambda: restore(options=each if process_id == 1 else shared))
+note("another target", lambda: restore(axis="data" if process_id == 2 else None))
+note("another selection", lambda: restore(select="layer 1" if process_id == 1 else "layer *"))
+note("works", restore)
+print(json.dumps(noted))
