@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ def content_digest(stack: Stack, index: tuple[int, ...], pieces: Pieces) -> str:
     size = stack.chunk_stored_bytes - 4
     entries: list[tuple[int, bytes]] = []
     for numbers, data in chunks_of(stack, index, pieces, lambda: None):
-        digests = map(xxhash.xxh3_128_digest, list(data.reshape(-1, size)))
+        elements: list[Any] = list(data.reshape(-1, size))
+        digests = map(xxhash.xxh3_128_digest, elements)
         entries += zip(numbers, digests, strict=True)
     return xxhash.xxh3_128_hexdigest(
         b"".join(number.to_bytes(8, "little") + found for number, found in sorted(entries))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +129,3 @@ def test_a_row_has_so_many_leaves_at_most(tmp_path: Path) -> None:
     )
     with pytest.raises(jaxckpt.InputError, match="shares its row with"):
         _manifest.encode(forged)
-
-
-def test_version_1_has_no_tied_leaves(tmp_path: Path) -> None:
-    jaxckpt.save(tmp_path / "a", {"a": (w := jnp.ones(3)), "b": w})
-    jaxckpt.save(tmp_path / "b", {"a": w, "b": w + 0})
-    versions = [re.findall(rb'"version":(\d)', (tmp_path / name / "manifest.json").read_bytes()) for name in "ab"]
-    assert versions == [[b"2"], [b"1"]]
-    manifest, _ = load_manifest(store_at(tmp_path / "a", jaxckpt.Options()))
-    with pytest.raises(jaxckpt.InputError, match="shares its row with 'a'"):
-        _manifest.encode(msgspec.structs.replace(manifest, version=1))
