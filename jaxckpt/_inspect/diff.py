@@ -101,6 +101,10 @@ class Delta:
     def __bool__(self) -> bool:
         raise TypeError("a Delta is neither true nor false: ask .identical or .differing")
 
+    def __repr__(self) -> str:
+        differ = f"{len(self.differing)} of {counted(len(self.leaves), 'leaf')} differ"
+        return f"<Delta of {self.path_a!r} and {self.path_b!r}: {'identical' if self.identical else differ}>"
+
     def __str__(self) -> str:
         head = f"a = {self.path_a}\nb = {self.path_b}\n"
         if self.identical:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,9 +102,14 @@ class RestorePlan:
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most that any process holds in host memory beside the arrays. For a mesh that is not here, whose devices
-        may have memory of their own, what is on its way to them counts too."""
+        """The most host memory that any process needs in addition to the arrays. For a mesh that is not here, whose
+        devices may have memory of their own, it includes what is on its way to them."""
         return max((part.cost.peak_host_bytes for part in self.processes), default=0)
+
+    def __repr__(self) -> str:
+        count = sum(len(process.device_bytes) for process in self.processes)
+        onto = f"{counted(len(self.leaves), 'leaf')} onto {counted(count, 'device')}"
+        return f"<RestorePlan: {onto}, {show_bytes(self.read_bytes)} read ({self.over_read:.3f} × needed)>"
 
     def _repr_html_(self) -> str:
         """For notebooks: the figures, a bar for each process, and which leaves move."""
@@ -122,8 +127,8 @@ class RestorePlan:
             *([f"  received   {show_bytes(self.received_bytes)} from other processes"] if self.received_bytes else []),
             f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
             f" {counted(busiest.cost.requests, 'request')}",
-            f"  per device {show_bytes(min(devices, default=0))} to {show_bytes(max(devices, default=0))}",
-            f"  host       {show_bytes(self.peak_host_bytes)} at most beside the arrays",
+            f"  per device {_range(devices)}",
+            f"  host       {show_bytes(self.peak_host_bytes)} in addition to the arrays",
         ]
         moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in self.leaves)
         lines.extend(f"  {before} → {after}: leaves: {count}" for (before, after), count in moves.most_common())
@@ -139,6 +144,12 @@ class RestorePlan:
         return "\n".join(lines)
 
 
+def _range(sizes: Sequence[int]) -> str:
+    """The least and the greatest of some sizes, once if they are equal."""
+    ends = (show_bytes(min(sizes, default=0)), show_bytes(max(sizes, default=0)))
+    return " to ".join(dict.fromkeys(ends))
+
+
 def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
     """What a restore would read as HTML without styles: its figures, a bar for each process, which leaves move."""
     sizes = [size for part in plan.processes for size in part.device_bytes.values()]
@@ -148,8 +159,8 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
         "read / needed": f"{plan.over_read:.3f}",
         **({"received from other processes": show_bytes(plan.received_bytes)} if plan.received_bytes else {}),
         "requests": f"{plan.requests:,}",
-        "per device": f"{show_bytes(min(sizes, default=0))} to {show_bytes(max(sizes, default=0))}",
-        "host memory beside the arrays": show_bytes(plan.peak_host_bytes),
+        "per device": _range(sizes),
+        "additional host memory": show_bytes(plan.peak_host_bytes),
     }
     busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:most_bars]
     widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))

@@ -70,6 +70,10 @@ class VerifyReport:
     def __bool__(self) -> bool:
         return self.ok
 
+    def __repr__(self) -> str:
+        state = "ok" if self.ok else counted(len(self.problems), "problem")
+        return f"<VerifyReport of {self.path!r}: {counted(self.leaves, 'leaf')}, {state}>"
+
     def __str__(self) -> str:
         extent = "existence and lengths only" if self.quick else f"{show_bytes(self.checked_bytes)} read"
         head = f"{self.path}: {counted(self.leaves, 'leaf')} in {counted(self.objects, 'object')}, {extent}"

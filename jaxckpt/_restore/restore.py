@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -20,10 +20,9 @@ from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.source import Location, source_at
 from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
 from jaxckpt._runtime.errors import InputError, PeersDisagreeError
+from jaxckpt._runtime.events import finished
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
-
-_log = logging.getLogger("jaxckpt")
 
 
 def restore(
@@ -108,7 +107,8 @@ def restore(
 
 
 def carry_out(path: Location, request: Request, options: Options | None) -> Tree:
-    """Restore what is request for. Every process."""
+    """Restore what is requested. Every process."""
+    begun = time.perf_counter()
     with Group.current(options, Call.of("restore", path)) as group:
         options = given(options)
         with group.meeting("opening the checkpoint") as meeting:
@@ -131,9 +131,16 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
             values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
             result = resolved.build(values, initial)
             require_agreement(meeting, "")
-    if group.index == 0 and _log.isEnabledFor(logging.INFO):
-        counts = len(resolved.goals), len(jax.tree.leaves(result)), source.url, len(source.manifest.leaves)
-        _log.info("restored %d of the tree's %d leaves from %s, which has %d", *counts)
+    finished(
+        "restore",
+        time.perf_counter() - begun,
+        lambda: (
+            f"restored {len(resolved.goals)} of the tree's {len(jax.tree.leaves(result))} leaves from {source.url},"
+            f" which has {len(source.manifest.leaves)}"
+        ),
+        log=group.index == 0,
+        leaves=len(resolved.goals),
+    )
     return result
 
 

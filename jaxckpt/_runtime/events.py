@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import logging
-
-import jax
+from collections.abc import Callable
 
 _log = logging.getLogger("jaxckpt")
 
 
-def finished(event: str, seconds: float, line: str, *, log: bool, **counts: int) -> None:
+def finished(event: str, seconds: float, line: Callable[[], str], *, log: bool, **counts: int) -> None:
     """Record that something is done: the duration event "/jaxckpt/<event>" with its counts, and a log line (INFO).
 
     Every process records its own events; `log` is for the process that speaks for all.
     """
-    jax.monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
-    if log:
-        _log.info("%s", line)
+    from jax import monitoring  # the command line does without JAX until a command needs it
+
+    try:
+        monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
+    except Exception as error:
+        _log.warning("a listener of jax.monitoring failed after %s: %r", event, error)
+    if log and _log.isEnabledFor(logging.INFO):
+        _log.info("%s", line())
+
+
+def swept(url: str, name: str) -> None:
+    """Log that the remains of a save were deleted."""
+    _log.info("deleted %s/%s, which a save that failed or was replaced left", url, name)

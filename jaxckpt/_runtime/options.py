@@ -27,7 +27,57 @@ _MOST_BLOSC_BYTES = 1 << 30  # of a chunk: blosc takes 2 GiB at most, and a chun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of a save or a restore; every one has a default that suits a training job.
+    """Settings of saves and restores. Every default suits a training job.
+
+    Attributes:
+        object_bytes: Largest size of a stored object (a file), about. Larger pieces are split. Small leaves are packed
+            together up to this size or 16 MiB, whichever is less.
+        chunk_bytes: Approximate size of a chunk, the unit that is read and checksummed.
+        compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
+            bits of a chunk's elements by their place and then compresses them with zstd: for bfloat16 and float32 this
+            gives fewer bytes than "zstd" in no more time (docs/performance.md).
+        io: What moves the bytes of arrays. "auto": jaxckpt's own reader and writer for uncompressed chunks on a file
+            system, which need half the CPU time, and tensorstore for everything else. "tensorstore": tensorstore for
+            everything. Each reads what the other wrote, and both check as strictly.
+        read: How a restore reads data that several processes need. "each": each process reads it. "shared": one
+            process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
+            read once in the whole job. This pays if storage limits the restore (docs/many-processes.md).
+        host_bytes: Host memory in bytes that a save or a restore may use in addition to the arrays, about. Larger
+            leaves are moved in boxes. `save_async` may also use `staging_bytes`.
+        staging_bytes: Host memory in bytes that `save_async` may use for copies: of arrays on accelerators, and of
+            NumPy arrays. If this does not suffice, `save_async` returns only when the rest fits. None: as much as this
+            process writes.
+        max_bytes_per_second: Limit of the rate at which each process writes in `save_async`, averaged over a few
+            objects, for example to leave bandwidth to data loading. None: no limit. `save` is not limited.
+        when_busy: What `save_async` does while an earlier one is still writing: wait for it, or skip this save.
+        sync: Whether a save is on the disk (fsync of files and folders) before it returns.
+        reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again.
+            "identity": objects whose leaves are all the same jax.Arrays as in the last save of the same Checkpointer,
+            which needs no read of the devices. "content": also objects with the same bytes as one in that save, in the
+            newest step, or in the checkpoint that is overwritten. Their data is read from the devices and compared by
+            a 128-bit digest, which this setting also records in the manifest. None: every object is written, as always
+            on object stores.
+        cast: Restoring to another dtype. "safe" allows only casts that lose no value, "unsafe" all casts of NumPy.
+        indivisible: What happens if the mesh axes do not divide a dimension. "error", or "replicate": the dimension is
+            stored and restored whole on every device.
+        timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names it. A
+            process that is still working sends heartbeats and does not time out; one that stops during a save or a
+            restore times out after 60 s at most. JAX itself aborts all processes 100 s after one has stopped
+            (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the error even if
+            the process stopped before its call. Also how long a save or a restore waits for storage while no byte
+            moves, before it raises `StorageError`, and `PeerFailedError` in the other processes: a system call on a
+            network file system that has lost its server may never return.
+        storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
+            environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
+            "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
+        retry_seconds: How long each request to an object store is retried before a `StorageError`, about.
+        manifest_sha256: For reading: the expected SHA-256 of manifest.json, in hexadecimal digits (see
+            `SaveInfo.manifest_sha256`). It vouches for structure, shapes, Python values and metadata, and for arrays
+            through their crc32c digests: enough against any damage, but not against someone who forges arrays to match
+            (docs/security.md).
+        progress: True draws a bar on a terminal, and elsewhere logs a line every 10 s (logger "jaxckpt", level INFO;
+            stderr if that is off). A function receives a `Progress` as bytes move, in the thread that moves them. None
+            shows nothing.
 
     Examples:
         >>> import jaxckpt
@@ -36,84 +86,23 @@ class Options:
     """
 
     object_bytes: int = 64 << 20
-    """Bytes of one stored object (a file), at most: large pieces are split down to it; small leaves are packed up to
-    it or 16 MiB, whichever is less."""
-
     chunk_bytes: int = 512 << 10
-    """Bytes of one chunk, about: the unit that is read and checksummed."""
-
     compression: Literal["zstd", "blosc"] | None = None
-    """Codec of the chunks. None by default: trained weights hardly compress. "blosc" groups the bits
-    of a chunk's elements by their place before it compresses them by zstd: of bfloat16 and float32 it leaves fewer
-    bytes than "zstd", in no more time (docs/performance.md)."""
-
     io: Literal["auto", "tensorstore"] = "auto"
-    """What moves the bytes of arrays. "auto": jaxckpt's own reader and writer for uncompressed chunks on a file system,
-    where they take half the CPU time, and tensorstore for compressed chunks and object stores. "tensorstore":
-    tensorstore for everything. Each reads what the other wrote, and both check as strictly."""
-
     read: Literal["each", "shared"] = "each"
-    """How a restore reads what several processes want. "each": each of them reads it. "shared": one of them reads it,
-    and it travels to the others over the devices' interconnect. Reading is split evenly, and each stored chunk is read
-    once in the whole job. That pays if the storage limits the restore (docs/many-processes.md)."""
-
     host_bytes: int = 256 << 20
-    """Bytes of host memory that a save or a restore may take beside the arrays themselves, about; larger leaves move in
-    boxes. `save_async` may take `staging_bytes` besides."""
-
     staging_bytes: int | None = None
-    """Bytes of host memory that `save_async` may hold in copies: of arrays on accelerators, and of NumPy arrays. When
-    they are used up, it returns only once the rest fits. None: as much as this process writes."""
-
     max_bytes_per_second: float | None = None
-    """Rate at which each process writes in `save_async`, at most, averaged over a few objects; for example so that an
-    upload leaves bandwidth to data loading. None: as fast as the storage takes it. `save` is not slowed down."""
-
     when_busy: Literal["wait", "skip"] = "wait"
-    """What `save_async` does while an earlier one is still writing: wait for that, or save nothing this time."""
-
     sync: bool = True
-    """Whether a save reaches the disk (fsync of files and folders) before it returns."""
-
     reuse: Literal["identity", "content"] | None = "identity"
-    """Which unchanged objects a save on a file system does not write again but gives a second name (a hard link).
-    "identity": objects all of whose leaves are the same jax.Arrays as in the last save of the same Checkpointer, which
-    is known without reading the devices. "content": also objects that hold the same bytes as one in that save, in the
-    newest step or in the checkpoint that is overwritten; their data is read from the devices and compared by a 128-bit
-    digest, which this setting also records in the manifest. None: every object is written. On
-    object stores every object is written too."""
-
     cast: Literal["safe", "unsafe"] = "safe"
-    """Restoring to another dtype: "safe" allows only casts that lose no value, "unsafe" all that NumPy can do."""
-
     indivisible: Literal["error", "replicate"] = "error"
-    """A dimension that its mesh axes do not divide: an error, or stored and restored whole on every device."""
-
     timeout_seconds: float = 300.0
-    """How long one process waits for another before it raises `PeerTimeoutError`, naming it. One that works on is
-    waited for; one that stops amid a save or a restore is given up after 60 s at most. JAX itself aborts every process
-    100 s after one has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): to get the error also
-    where it stopped before its call, set less than that.
-
-    Also how long a save or a restore waits for storage while no byte moves, before it raises `StorageError`, and
-    `PeerFailedError` in the other processes: a system call on a network file system that has lost its server may never
-    return."""
-
-    storage: Mapping[str, Any] | None = field(default=None, repr=False)  # it may name secrets
-    """Members of tensorstore's kvstore spec for an object store, beside those that the URL and the environment give:
-    `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile", "profile": "…"}}`."""
-
+    storage: Mapping[str, Any] | None = field(default=None, repr=False)
     retry_seconds: float = 60.0
-    """How long, about, each request to an object store is tried again before a `StorageError`."""
-
     manifest_sha256: str | None = None
-    """For reading: what the SHA-256 of manifest.json must be, as hexadecimal digits (see `SaveInfo.manifest_sha256`).
-    It vouches for structure, shapes, Python values and metadata, and for arrays by the crc32c digests they were saved
-    with: enough against any damage, not against someone who forges arrays to match (docs/security.md)."""
-
     progress: bool | Callable[[Progress], None] | None = None
-    """True draws a bar on a terminal and elsewhere logs a line every 10 s (logger "jaxckpt", level INFO; stderr if that
-    is off); a function is called with a `Progress` as bytes move, in the thread that moves them. None is silent."""
 
     def __post_init__(self) -> None:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):

@@ -23,10 +23,11 @@ from jax.sharding import Mesh
 from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
-from jaxckpt._runtime.errors import PeerError
+from jaxckpt._runtime.errors import PeerError, counted
+from jaxckpt._runtime.events import finished
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.progress import Report, reporting
+from jaxckpt._runtime.progress import Report, reporting, show_bytes
 from jaxckpt._runtime.threads import POLL_SECONDS, ending
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, require_agreement
@@ -259,7 +260,20 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
             claimed.release(keep=True)
             if group.index == 0 and save.request.then is not None:
                 save.request.then()
-        return _info(save, claimed, published)
+        info = _info(save, claimed, published)
+    seconds = pending.timed(info).seconds
+    finished(
+        "save",
+        seconds,
+        lambda: (
+            f"saved {info.path}: {counted(info.leaves, 'leaf')}, {show_bytes(info.total_bytes)}, in {seconds:.2f} s"
+            + (f"; {show_bytes(info.reused_bytes)} linked" if info.reused_bytes else "")
+        ),
+        log=group.index == 0,
+        bytes=info.total_bytes,
+        leaves=info.leaves,
+    )
+    return info
 
 
 def _reports(pending: PendingSave, show: Report) -> Report:

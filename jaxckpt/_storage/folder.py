@@ -30,6 +30,7 @@ from jaxckpt._format.names import MANIFEST, WRITER, is_data, may_name, names_dat
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._runtime.errors import DataError, StorageError
+from jaxckpt._runtime.events import swept
 from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import storage_errors, system_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
@@ -292,6 +293,9 @@ class Folder:
     def sweep(self, current: str | None) -> bool:
         """A folder is left alone while its writer may live: while its lock is held, or if it was written on another
         host, whose locks may not show here."""
+        return self._sweep(current, swept)
+
+    def _sweep(self, current: str | None, log: Callable[[str, str], object]) -> bool:
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, nothing is left.
         gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
@@ -303,13 +307,14 @@ class Folder:
                 # Named by the manifest is asked last: it may have been published since we listed it.
                 if _abandoned(path) and not may_name(self.read(MANIFEST), name):
                     shutil.rmtree(path, ignore_errors=True)
+                    log(self.url, name)
                 else:
                     left = True
         return left
 
     def clear(self, *, evict: bool = True) -> None:
         """What a live writer has is left: its lock shows that it lives."""
-        self.sweep(None)
+        self._sweep(None, lambda url, name: None)  # its data is no remains
         with contextlib.suppress(OSError):  # not empty: another process is writing in it
             os.rmdir(self.folder)
 

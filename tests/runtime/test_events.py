@@ -1,0 +1,67 @@
+"""Log lines and events of jax.monitoring."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxckpt
+
+
+@pytest.fixture
+def events() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    heard: list[tuple[str, dict[str, Any]]] = []
+
+    def listen(event: str, seconds: float, **counts: Any) -> None:
+        if event.startswith("/jaxckpt/"):
+            assert seconds > 0
+            heard.append((event, counts))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield heard
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_saves_and_restores_are_logged_and_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, events: list[tuple[str, dict[str, Any]]]
+) -> None:
+    caplog.set_level(logging.INFO, logger="jaxckpt")
+    jaxckpt.save(tmp_path / "a", {"w": jnp.ones(4), "step": 3})
+    jaxckpt.restore(tmp_path / "a", select="w")
+    saved, restored = caplog.messages
+    assert saved.startswith(f"saved {tmp_path}/a: 2 leaves, 16 B, in ")
+    assert restored == f"restored 1 of the tree's 1 leaves from {tmp_path}/a, which has 2"
+    assert events == [("/jaxckpt/save", {"bytes": 16, "leaves": 2}), ("/jaxckpt/restore", {"leaves": 1})]
+
+
+def test_what_is_linked_and_swept_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="jaxckpt")
+    frozen = jnp.ones(4)
+    with jaxckpt.Checkpointer(tmp_path / "run", background=False) as checkpoints:
+        checkpoints.save(1, {"w": frozen})
+        checkpoints.save(2, {"w": frozen})
+    assert [message.endswith(" linked") for message in caplog.messages] == [False, True]
+    (tmp_path / "run/00000002" / f"data-{'0' * 32}").mkdir()
+    caplog.clear()
+    jaxckpt.Checkpointer(tmp_path / "run").close()
+    (message,) = caplog.messages
+    assert message == f"deleted {tmp_path}/run/00000002/data-{'0' * 32}, which a save that failed or was replaced left"
+
+
+def test_a_listener_that_fails_is_no_failure_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: str, seconds: float, **counts: Any) -> None:
+        if event == "/jaxckpt/save":
+            raise ValueError("full")
+
+    jax.monitoring.register_event_duration_secs_listener(fail)
+    try:
+        jaxckpt.save(tmp_path / "a", {"w": jnp.ones(4)})
+    finally:
+        jax.monitoring.unregister_event_duration_listener(fail)
+    assert "a listener of jax.monitoring failed after save: ValueError('full')" in caplog.text
