@@ -236,6 +236,7 @@ class Meeting:
         following = self.group.meeting(self.what)
         self.key, self.first, self._posts = following.key, False, following._posts
         self._gave = self._closed = self._lost = False
+        self._words = 0
         self._voice = Task(self._speak)
         start_thread(self._voice.run, "jaxckpt-voice")
 
