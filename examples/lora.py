@@ -60,8 +60,8 @@ with tempfile.TemporaryDirectory() as folder, jaxckpt.Checkpointer(f"{folder}/ad
         print("steps 5 to 9 on 3×2, restored and trained straight on: all arrays are equal")
         merged = jaxckpt.load_numpy(f"{folder}/base")
         for name, layer in jaxckpt.load_numpy(checkpoints.path(9), select="model")["model"]["layers"].items():
-            change = layer["lora"]["lora_a"]["value"] @ layer["lora"]["lora_b"]["value"]
-            merged["model"]["layers"][name]["kernel"]["value"] += change
+            change = layer["lora"]["lora_a"] @ layer["lora"]["lora_b"]
+            merged["model"]["layers"][name]["kernel"] += change
         jaxckpt.save(f"{folder}/merged", merged)
         plain, x = {"model": network()}, jax.random.normal(jax.random.key(10), (48, 96))
         nnx.update(plain, jaxckpt.restore(f"{folder}/merged", nnx.state(plain)))
