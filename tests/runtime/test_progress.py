@@ -49,8 +49,9 @@ def test_lines_go_to_the_log_where_somebody_listens(
 ) -> None:
     with caplog.at_level(logging.INFO, "jaxckpt"):
         jaxckpt.save(tmp_path / "c", TREE, options=jaxckpt.Options(progress=True))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "jaxckpt"]
+    line, done = [record.getMessage() for record in caplog.records if record.name == "jaxckpt"]
     assert line.startswith("save: 785.2 KiB of 785.2 KiB, ")
+    assert done.startswith(f"saved {tmp_path}/c: ")
     assert capsys.readouterr().err == ""
 
 

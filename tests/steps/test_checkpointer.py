@@ -390,7 +390,12 @@ def test_what_init_made_is_let_go_of_before_anything_is_read(tmp_path: Path, mon
         return tree
 
     fetch = _restore.fetch
-    monkeypatch.setattr(_restore, "fetch", lambda *a: (alive.extend(ref() is not None for ref in made), fetch(*a))[1])
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        alive.extend(ref() is not None for ref in made)
+        return fetch(*args, **keywords)
+
+    monkeypatch.setattr(_restore, "fetch", counted)
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         checkpoints.restore_or_init(init, strict=False)
     assert alive == [False, True]
