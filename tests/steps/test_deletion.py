@@ -174,7 +174,9 @@ def test_deletions_are_logged_with_the_reason(tmp_path: Path, caplog: pytest.Log
         for step in range(5):
             checkpoints.save(step, state(step))
     said = [record.message for record in caplog.records if record.levelno == logging.INFO]
-    assert [message for message in said if not message.startswith("saved ")] == [f"step 1 of {tmp_path} is deleted: not kept by keep_last=3, keep_every=2"]
+    assert [message for message in said if not message.startswith("saved ")] == [
+        f"step 1 of {tmp_path} is deleted: not kept by keep_last=3, keep_every=2"
+    ]
 
 
 # Trash -----------------------------------------------------------------------------------------------------
