@@ -37,7 +37,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import msgspec
 import numpy as np
 from meetings import NETWORK_BYTES, meet, wait
+from workloads import nested
 
 from jaxckpt import Options
 from jaxckpt._format import manifest as manifests
@@ -144,19 +145,7 @@ def leaves_of(job: Job) -> dict[str, tuple[str, tuple[int, ...], Spec]]:
                 found |= {f"{part}/layers/{n}/{name}": (dtype, shape, spec) for n in range(job.layers)}
         found |= {f"{part}/{name}": (dtype, *end) for name, end in ends.items()}
     found["count"] = ("int32", (), ())
-    return {leaf.path: found[leaf.path] for leaf in flatten(nested(found))[0]}  # in the tree's order
-
-
-def nested(by_path: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of what is given by path."""
-    tree: dict[str, Any] = {}
-    for path, value in by_path.items():
-        *folders, name = path.split("/")
-        at = tree
-        for folder in folders:
-            at = at.setdefault(folder, {})
-        at[name] = 0 if isinstance(value, tuple) else value
-    return tree
+    return {leaf.path: found[leaf.path] for leaf in flatten(nested(dict.fromkeys(found, 0)))[0]}  # in the tree's order
 
 
 def own_boxes(job: Job, process: int, shape: tuple[int, ...], spec: Spec) -> tuple[Any, ...]:
@@ -237,7 +226,7 @@ def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
     table.meshes.append(MeshRecord.numbered(job.mesh))
     table.layouts.extend(LayoutRecord(0, [list(axes) for axes in spec]) for spec in specs)
     records = [LeafRecord(path, "jax", layout=specs.index(leaves[path][2])) for path in leaves]
-    draft = Draft(flatten(nested(leaves))[1], records, table=table)
+    draft = Draft(flatten(nested(dict.fromkeys(leaves, 0)))[1], records, table=table)
     return compose("0" * 32, plan, draft, SaveRequest("/ckpt"), shares)
 
 

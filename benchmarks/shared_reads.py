@@ -64,7 +64,9 @@ def main() -> None:
     if any(process.returncode for process in job):
         sys.exit("a process failed")
     noted = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
-    print("| Reading | Bytes read ÷ bytes of the checkpoint | Seconds | CPU seconds | Peak memory beside the arrays |")
+    print(
+        "| Reading | Bytes read ÷ bytes of the checkpoint | Seconds | CPU seconds | Peak memory, arrays not counted |"
+    )
     print("| --- | --- | --- | --- | --- |")
     seconds: dict[str, float] = {}
     for read in ("each", "shared"):

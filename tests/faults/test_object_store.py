@@ -44,10 +44,10 @@ ONCE: dict[str, tuple[servers.Spoil, float]] = {
     "no answer": (servers.never, 1),
 }
 FOR_EVER: dict[str, tuple[servers.Spoil, float]] = {
-    "503 for ever": (servers.status(503), float("inf")),
-    "reset for ever": (servers.reset, float("inf")),
-    "short body for ever": (servers.short, float("inf")),
-    "half a body for ever": (servers.halved, float("inf")),
+    "503 every time": (servers.status(503), float("inf")),
+    "reset every time": (servers.reset, float("inf")),
+    "short body every time": (servers.short, float("inf")),
+    "half a body every time": (servers.halved, float("inf")),
 }
 
 
@@ -108,7 +108,7 @@ def below(bucket: Bucket, url: str) -> list[str]:
 
 @pytest.mark.fault(
     22,
-    "503 k times and for ever, reset, short or flipped body, late or no answer to each request of a save",
+    "503 k times and every time, reset, short or flipped body, late or no answer to each request of a save",
     "retried, or a typed error in bounded time; the old checkpoint or the new one, whole",
     quick=5,
     full=120,

@@ -69,9 +69,7 @@ def run_races(fault: Fault, tmp_path: Path, *, overwrite: bool) -> None:
             assert len(data_folders(path)) == 1, "the loser's data is taken away"
 
 
-@pytest.mark.fault(
-    13, "two runs replace one step again and again, and link what they had there", PROMISE, quick=2, full=40
-)
+@pytest.mark.fault(13, "two runs repeatedly replace one step, and link what they had there", PROMISE, quick=2, full=40)
 def test_two_savers_that_link(fault: Fault, tmp_path: Path) -> None:
     for number in fault.rounds():
         path = tmp_path / str(number)

@@ -74,7 +74,7 @@ def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
 @needs_strace
 @pytest.mark.fault(
     3,
-    "EIO or ENOSPC at the Nth mkdir, openat, write, fsync, rename, once and for ever",
+    "EIO or ENOSPC at the Nth mkdir, openat, write, fsync, rename, once and every time",
     "raises it; nothing published, nothing left",
     quick=12,
 )

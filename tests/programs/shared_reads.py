@@ -7,12 +7,12 @@ it was to receive from others.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from counted_reads import counts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from joined import args, process_id
@@ -21,16 +21,6 @@ import jaxckpt
 from jaxckpt._inspect import restore_plan
 from jaxckpt._restore import gathering, placing
 
-preadv = os.preadv
-counts: list[int] = []
-
-
-def counted(*arguments: Any) -> int:
-    counts.append(preadv(*arguments))
-    return counts[-1]
-
-
-os.preadv = counted
 jax.config.update("jax_enable_x64", True)
 if args["accelerators"]:  # as if CPU devices had memory and links of their own, and were all of a TPU slice
     placing.kept = lambda goal: not goal.on_devices

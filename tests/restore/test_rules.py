@@ -24,6 +24,7 @@ from strategies import boxes
 import jaxckpt
 from jaxckpt import Rule, Rules
 from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.tree import nested
 from jaxckpt._restore.source import ArrayData, ForeignArray, compose
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -123,17 +124,6 @@ def cases(draw: st.DrawFn, name: str) -> Case:
         for path, result in zip(theirs, results, strict=True):
             made[path.format(**fill)] = result.astype(DTYPES[wanted]) if wanted else result
     return Case(rule, source, made)
-
-
-def nested(leaves: Mapping[str, Array]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *above, name = path.split("/")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[name] = leaf
-    return tree
 
 
 def same(a: Any, b: Array) -> bool:
