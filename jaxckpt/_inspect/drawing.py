@@ -341,7 +341,7 @@ def byte_bars(sizes: Mapping[str, int], most: int = 12) -> Markup:
             above = subtree
     shown = set(children[None])
     while fitting := [path for path in shown if path in children and len(shown) + len(children[path]) <= most + 1]:
-        opened = max(fitting, key=lambda path: totals[path])
+        opened = max(fitting, key=lambda path: (totals[path], path))
         shown = shown - {opened} | set(children[opened])
     total = max(1, sum(sizes.values()))
     ranked = sorted(((path, totals[path]) for path in shown if totals[path]), key=lambda item: (-item[1], item[0]))
