@@ -187,7 +187,7 @@ class Subject:
             "load_numpy": lambda: bits_of(jaxckpt.load_numpy(self.path)),
         }
         silents: list[str] = []
-        assert self._read(silents, self.wanted) == {"true bits"}, silents
+        assert self._read(silents, self.wanted) == {"correct bits"}, silents
         assert jaxckpt.verify(self.path).ok
 
     def held(self, name: str) -> dict[str, dict[str, Box]]:
@@ -244,10 +244,10 @@ class Subject:
         elif ends == {"error"}:
             fault.saw("every read an error")
         else:
-            fault.saw("error; the true bits where it is not read")
+            fault.saw("error; correct bits where the damage is not read")
 
     def _read(self, silents: list[str], hit: Collection[str], *, swapped: bool = False) -> set[str]:
-        """How the reads ended: "error", "true bits", "other data"; wrong data is told in `silents`."""
+        """How the reads ended: "error", "correct bits", "other data"; wrong data is told in `silents`."""
         ends = set[str]()
         for way, read in self.ways.items():
             try:
@@ -255,12 +255,12 @@ class Subject:
             except TYPED:
                 ends.add("error")
                 continue
-            ends.add("true bits")
+            ends.add("correct bits")
             if found != self.wanted:
                 silents.append(f"{way}: {[leaf for leaf in self.wanted if found.get(leaf) != self.wanted[leaf]][:3]}")
         try:
             delta = jaxckpt.diff(self.path, self.spare)
-            ends.add("true bits")
+            ends.add("correct bits")
             if not delta.identical:
                 silents.append(f"diff: {delta}")
         except TYPED:
@@ -275,7 +275,7 @@ class Subject:
             except TYPED:
                 ends.add("error")
                 continue
-            ends.add("true bits" if found == self.wanted[leaf] else "other data")
+            ends.add("correct bits" if found == self.wanted[leaf] else "other data")
             if found != self.wanted[leaf] and not swapped:
                 silents.append(f"open: {leaf}")
         try:
@@ -328,10 +328,10 @@ class OrbaxReader:
             text=True,
         )
         assert self._hear(120) == "ready"
-        assert self.read() == self.read() == "true bits"
+        assert self.read() == self.read() == "correct bits"
 
     def read(self) -> str:
-        """How that ended, of either way in turn: "true bits", "other values", "error", "a crash", "a hang"."""
+        """How that ended, of either way in turn: "correct bits", "other values", "error", "a crash", "a hang"."""
         assert self._process.stdin is not None
         self._process.stdin.write("read\n")
         self._process.stdin.flush()

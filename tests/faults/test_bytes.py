@@ -103,7 +103,7 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.fault(9, "any file cut, emptied, appended to, or replaced by a folder or a link", "error", quick=28)
+@pytest.mark.fault(9, "any file truncated, emptied, appended to, or replaced by a folder or a link", "error", quick=28)
 def test_what_is_of_another_length_or_kind(fault: Fault, tmp_path: Path) -> None:
     subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
     hows = (*CHANGES, "a folder", "a link to its content")
@@ -162,7 +162,7 @@ def _taken(subject: Subject, other: Subject) -> Iterator[dict[str, bytes]]:
     yield found
 
 
-@pytest.mark.fault(10, "the manifest of another step put beside the data", "error", quick=2, full=None)
+@pytest.mark.fault(10, "a manifest replaced by that of another step", "error", quick=2, full=None)
 def test_a_manifest_of_another_step(fault: Fault, tmp_path: Path) -> None:
     cases: list[tuple[Subject, Subject]] = []
     for compression in COMPRESSIONS:
@@ -210,7 +210,7 @@ def test_an_edited_manifest(fault: Fault, tmp_path: Path) -> None:
 
 @pytest.mark.fault(
     11,
-    "each member of the manifest edited and sealed anew",
+    "each member of the manifest edited, with a valid checksum",
     "an error, or the same data; always an error with Options.manifest_sha256",
     quick=40,
     full=2000,
@@ -241,7 +241,7 @@ def _meaning(fault: Fault, subject: Subject, what: str) -> str:
         wrong |= {leaf for leaf in {*subject.wanted, *found} if found.get(leaf) != subject.wanted.get(leaf)}
     if wrong - IN_MANIFEST:
         fault.silent(f"{what}: {wrong}")
-    return "another value of a leaf that lies in the manifest" if wrong else "the same data"
+    return "another value of a leaf that is stored in the manifest" if wrong else "the same data"
 
 
 IN_MANIFEST = {"number", "text"}

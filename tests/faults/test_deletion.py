@@ -30,7 +30,7 @@ def with_steps(folder: Path, steps: tuple[int, ...]) -> None:
 @pytest.mark.fault(
     19,
     "kill -9 at every call of a deletion: of a step, by the rules, of what is overwritten",
-    "the step is gone or whole",
+    "the step is gone or complete",
     quick=9,
 )
 def test_killed_while_it_deletes(fault: Fault, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_killed_while_it_deletes(fault: Fault, tmp_path: Path) -> None:
             assert set(steps) in ({1, 2}, {2}, {1, 2, 3}, {2, 3}, {3})
             gone = 1 not in steps
             assert gone or not said
-        fault.saw("deleted before the call came" if not killed else "gone" if gone else "whole")
+        fault.saw("deleted before the call occurred" if not killed else "gone" if gone else "complete")
 
 
 @pytest.mark.fault(
@@ -113,7 +113,9 @@ def test_a_folder_taken_away_as_the_saver_goes_in(tmp_path: Path) -> None:
         assert saver.end() == [2]
 
 
-@pytest.mark.fault(21, "the clock, and every file's time, a day off", "order and retention unchanged", quick=2, full=40)
+@pytest.mark.fault(
+    21, "the clock and all file times are off by a day", "order and retention unchanged", quick=2, full=40
+)
 def test_by_another_clock(fault: Fault, tmp_path: Path) -> None:
     def run(folder: Path, days: list[int]) -> list[Any]:
         with Saver(victims.keep_steps_by_another_clock, str(folder), days) as saver:
@@ -125,4 +127,4 @@ def test_by_another_clock(fault: Fault, tmp_path: Path) -> None:
     for number in fault.rounds():
         days = [fault.random.choice((-1, 0, 1)) for _ in range(8)]
         assert run(tmp_path / str(number), days) == wanted, f"clocks off by {days} days"
-        fault.saw("as by the right clock")
+        fault.saw("same as with the correct clock")

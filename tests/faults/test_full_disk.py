@@ -49,7 +49,7 @@ def in_a_mount(folder: Path, options: str, program: str, *args: str) -> str:
 
 @pytest.mark.fault(
     5,
-    "no space, or no inodes, left at swept sizes of a small file system",
+    "no space or no inodes left, on small file systems of many sizes",
     "StorageError ENOSPC; the earlier checkpoint intact; space given back",
     quick=16,
 )
@@ -61,14 +61,12 @@ def test_a_disk_that_fills_up(fault: Fault, tmp_path: Path) -> None:
         for more in range(1, most)
     ]
     said = in_a_mount(tmp_path, "size=64m", "fill_a_disk", json.dumps(list(fault.rounds(cases)))).splitlines()
-    assert {"ENOSPC, the old one is there", "there was room"} == set(said)
+    assert {"ENOSPC; the old one exists", "there was enough space"} == set(said)
     for end in said:
         fault.saw(end)
 
 
-@pytest.mark.fault(
-    6, "a folder, or file system, that may not be written", "StorageError before anything is copied", quick=4
-)
+@pytest.mark.fault(6, "a read-only folder or file system", "StorageError before anything is copied", quick=4)
 def test_where_it_may_not_write(fault: Fault, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become a user who may not write")

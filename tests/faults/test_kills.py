@@ -22,7 +22,7 @@ pytestmark = pytest.mark.child
 @pytest.mark.fault(
     1,
     "kill -9 at a random moment",
-    "the last acknowledged save restores to the bit; a partial one is never listed",
+    "the last acknowledged save restores bit-exact; a partial one is never listed",
     quick=8,
     full=200,
 )
@@ -39,7 +39,7 @@ def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
             done = max([last[name], *saver.end()])
         found = (version_at(path) if name == "ckpt" else max(versions_in(path), default=None)) or 0
         assert found in (done, done + 1), f"{name}: version {found}, of which {done} was acknowledged"
-        fault.saw("the last acknowledged" if found == done else "the one under way, whole")
+        fault.saw("the last acknowledged" if found == done else "the one in progress, complete")
         last[name] = found
 
 
@@ -134,4 +134,4 @@ def count_orbax(fault: Fault, name: str, path: Path, acknowledged: int) -> None:
                 fault.silent(f"{name}: other values than were saved")
                 return
     lost = max(found, default=0) < acknowledged
-    fault.saw("the acknowledged one is gone" if lost else "all that is listed restores to the bit")
+    fault.saw("the acknowledged checkpoint is lost" if lost else "each listed step restores bit-exact")

@@ -219,7 +219,7 @@ class Model(RuleBasedStateMachine):
             for step, number in self.steps.items():
                 assert version_at(checkpoints.path(step)) == number
                 assert len(victims.data_folders(Path(checkpoints.path(step)))) == 1
-        self.fault.saw("as the dict says")
+        self.fault.saw("same as the dict")
 
 
 def keep_two(steps: dict[int, int]) -> dict[int, int]:
@@ -238,7 +238,7 @@ def killed(delay: float, program: Any, *args: Any) -> list[Any]:
 @pytest.mark.fault(
     26,
     "any sequence of saves, overwrites, deletions, failures, crashes, restores onto other meshes",
-    "what a dict of them says",
+    "the same result as a plain dict",
     quick=5,
     full=300,
 )

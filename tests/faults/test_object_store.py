@@ -109,7 +109,7 @@ def below(bucket: Bucket, url: str) -> list[str]:
 @pytest.mark.fault(
     22,
     "503 k times and every time, reset, short or flipped body, late or no answer to each request of a save",
-    "retried, or a typed error in bounded time; the old checkpoint or the new one, whole",
+    "retried, or a typed error in bounded time; the old or the new checkpoint, complete",
     quick=5,
     full=120,
 )
@@ -140,7 +140,7 @@ def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
         bucket.proxy.clear()
         found = restore(url)
         if same(found, new):
-            fault.saw(f"{saved}; the new one" if saved == "saved" else f"{saved}; published all the same, the new one")
+            fault.saw(f"{saved}; the new one" if saved == "saved" else f"{saved}; although the new one was published")
         elif same(found, old) and saved != "saved":
             fault.saw(f"{saved}; the old one")
         else:
@@ -149,7 +149,7 @@ def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
 
 @pytest.mark.fault(
     22,
-    "the same to each request of a restore",
+    "the same faults in each request of a restore",
     "retried, or a typed error in bounded time; never wrong data",
     quick=5,
     full=80,

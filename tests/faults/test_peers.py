@@ -93,7 +93,7 @@ def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path
 
 
 @pytest.mark.fault(
-    16, "some of 4 processes are stopped at each phase", "one error in time names them all", quick=4, full=None
+    16, "some of 4 processes are stopped at each phase", "one timely error names all of them", quick=4, full=None
 )
 def test_some_are_stopped(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
     victims = ([2], [0], [1, 3], [1, 2, 3])
@@ -110,9 +110,9 @@ def test_some_are_stopped(fault: Fault, run_processes: RunProcesses, tmp_path: P
         if there not in ([number - 1], [number]):
             fault.silent(f"{phase}, {who}: {there}")
         elif phase == "publishing" and said == [""] * len(said) and there == [number]:
-            fault.saw("they had done their part: published")
+            fault.saw("their part was done: published")
         elif phase == "publishing" and there == [number - 1] and all("silent" in text for text in said):
-            fault.saw("named those stopped before they told of their part")
+            fault.saw("named only those that had not yet reported")
         elif not all(names(text, who) for text in said):
             fault.silent(f"{phase}, {who}: {said}")
         elif there == [number]:
@@ -211,7 +211,7 @@ def count_refusal(fault: Fault, what: str, number: int, every: list[dict[str, An
 @pytest.mark.fault(
     16,
     "a live process of 4 is slow, raises, or makes no call",
-    "waited for if it works; else named",
+    "the others wait if it works; otherwise the error names it",
     quick=3,
     full=None,
 )

@@ -226,7 +226,7 @@ def check_one(path: Path, old: int | None, acknowledged: int | None) -> str:
     """What one path holds: the old version or the new one, and the new one once it was acknowledged."""
     found = version_at(path)
     assert found in ((old, 2) if acknowledged is None else (2,)), f"version {found}, acknowledged {acknowledged}"
-    return "none is listed" if found is None else "the new" if found == 2 else "the old"
+    return "no checkpoint is listed" if found is None else "the new" if found == 2 else "the old"
 
 
 def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
@@ -237,14 +237,14 @@ def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
         assert steps == [2, 3]
     if acknowledged == 1:
         assert steps == [2]
-    return "the step to delete is there, whole" if 1 in steps else "it is gone"
+    return "the step still exists, complete" if 1 in steps else "it is gone"
 
 
 @needs_strace
 @pytest.mark.fault(
     4,
-    "power lost at any call of a save or deletion: what was not synced is gone, in part or whole",
-    "what is published is whole; what was acknowledged is published",
+    "power lost at any call of a save or deletion: unsynced data is lost, in part or completely",
+    "each published step is complete; each acknowledged step is published",
     quick=60,
 )
 def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def check_frozen(folder: Path, acknowledged: int | None) -> str:
 @pytest.mark.fault(
     4,
     "power lost at any call of saves that link what earlier steps have",
-    "each step that is published is whole; what was acknowledged is published",
+    "each published step is complete; each acknowledged step is published",
     quick=60,
 )
 def test_after_a_power_loss_amid_links(fault: Fault, tmp_path: Path) -> None:
@@ -319,4 +319,4 @@ def test_the_replay_loses_what_is_not_synced(tmp_path: Path) -> None:
             ends.append(check_one(there / "new" / "deeper" / "ckpt", None, None))
         except jaxckpt.CorruptError:
             ends.append("damaged")
-    assert {"none is listed", "damaged"} <= set(ends)
+    assert {"no checkpoint is listed", "damaged"} <= set(ends)

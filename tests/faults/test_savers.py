@@ -154,7 +154,7 @@ def test_two_savers_with_orbax(fault: Fault, tmp_path: Path, api: str) -> None:
 
 @pytest.mark.fault(
     14,
-    "a suspended saver wakes after another took over, or after its data was deleted",
+    "a suspended save resumes after another one took over, or after its data was deleted",
     "it neither publishes nor deletes",
     quick=6,
     full=None,
@@ -219,13 +219,13 @@ def check(fault: Fault, path: Path, said: str, published: list[int], what: str, 
     elif said != "saved":
         assert said.startswith(("CheckpointExistsError", "StorageError", "DataError", "PathNotSharedError")), said
         if found == struck:
-            fault.saw("it raised, and the path is as the other left it")
+            fault.saw("it raised; the other checkpoint is unchanged")
         else:
             fault.silent(f"{what}: it raised, yet {found} is there")
     elif late:
         fault.silent(f"{what}: it had come too late, yet was told success; {found} is there")
     elif found == [2]:
-        fault.saw("it began or ended first" if not waited else "the other waited for it")
+        fault.saw("it started or finished first" if not waited else "the other waited for it")
     elif published == [2] and found == struck:
         fault.saw("it had published, and was replaced")
     elif waited and found == struck:

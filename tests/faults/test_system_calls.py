@@ -49,7 +49,7 @@ def require_swept(path: Path) -> None:
 @pytest.mark.fault(
     2,
     "KILL at every mkdir, openat, write, fsync, rename, unlink of a save",
-    "the old or the new is there, whole",
+    "the old or the new checkpoint exists, complete",
     quick=12,
 )
 def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
         if not killed:
             assert said == [2]
             assert found == 2
-            fault.saw("saved before the call came")
+            fault.saw("saved before the call occurred")
             continue
         assert found in (old, 2), f"{call} {nth}: version {found}"
         assert not said or found == 2, "it was acknowledged"
-        fault.saw("the new" if found == 2 else "none is listed" if old is None else "the old")
+        fault.saw("the new" if found == 2 else "no checkpoint is listed" if old is None else "the old")
         require_swept(path)
 
 
@@ -75,7 +75,7 @@ def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
 @pytest.mark.fault(
     3,
     "EIO or ENOSPC at the Nth mkdir, openat, write, fsync, rename, once and every time",
-    "raises it; nothing published, nothing left",
+    "the error is raised; nothing is published, nothing is left behind",
     quick=12,
 )
 def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
             if found != 2:
                 fault.silent(f"{where}: told that it is saved, and it is not")
             elif not struck:
-                fault.saw("saved before the call came")
+                fault.saw("saved before the call occurred")
             else:
-                fault.saw("saved all the same")
+                fault.saw("saved anyway")
         else:
             assert said["error"] == "StorageError", where
             assert said["errno"] == code, where

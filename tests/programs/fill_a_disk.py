@@ -42,9 +42,9 @@ for kind, more, how in cases:
         refused = error.errno
     if refused is None:
         assert victims.version_at(path) == 2
-        print("there was room")
+        print("there was enough space")
     else:
         assert refused == errno.ENOSPC
         assert victims.version_at(path) == 1
         assert used() == before, (used(), before)
-        print("ENOSPC, the old one is there")
+        print("ENOSPC; the old one exists")

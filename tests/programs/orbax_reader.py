@@ -34,6 +34,6 @@ print("ready", flush=True)
 for number, _ in enumerate(sys.stdin):
     try:
         restored = checkpointers[number % 2].restore(path)
-        print("true bits" if bits(restored) == bits(tree) else "other values", flush=True)
+        print("correct bits" if bits(restored) == bits(tree) else "other values", flush=True)
     except Exception:
         print("error", flush=True)
