@@ -186,7 +186,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @functools.cached_property
     def ties(self) -> dict[int, int]:
         """The number of the first leaf in the same row, for each leaf whose row an earlier leaf has."""
-        if sum(leaf.stack is not None for leaf in self.leaves) == sum(stack.rows for stack in self.stacks):
+        places = {(leaf.stack, leaf.row) for leaf in self.leaves if leaf.stack is not None}
+        if len(places) == sum(leaf.stack is not None for leaf in self.leaves):
             return {}
         first = dict[tuple[int, int | None], int]()
         places = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]

@@ -174,7 +174,7 @@ def _planned(
     if options.read == "shared" and meeting is not None and meeting.group.count > 1:
         group = meeting.group
         laid_out = [(want, process_cells(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
-        require_agreement(meeting, digest(laid_out))
+        require_agreement(meeting, f"{digest(laid_out)} {options.host_bytes}")  # which the rounds depend on too
         meeting.renew()
         wants, common = share(stacks, laid_out, group.index, group.count if needs_whole_job() else None)
         for partition, some in common.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.select import Select
@@ -130,7 +131,7 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
             initial = request.initial(resolved.lacking) if request.initial else []
             values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
             result = resolved.build(values, initial)
-            require_agreement(meeting, "")
+            require_agreement(meeting, _global_goals(resolved.goals) if group.count > 1 else "")
     finished(
         "restore",
         time.perf_counter() - begun,
@@ -142,6 +143,18 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
         leaves=len(resolved.goals),
     )
     return result
+
+
+def _global_goals(goals: Mapping[int, Goal]) -> str:
+    """A digest of the arrays that several processes hold parts of, and of what they become."""
+    numbers: dict[int, tuple[Goal, list[int]]] = {}  # by the id of the goal, which many leaves share
+    for number, goal in goals.items():
+        numbers.setdefault(id(goal), (goal, []))[1].append(number)
+    found = hashlib.sha256()
+    for goal, leaves in numbers.values():
+        if isinstance(goal.sharding, Sharding) and not goal.sharding.is_fully_addressable:
+            found.update(repr((goal.kind, goal.cast, goal.weak, goal.sharding, leaves)).encode())
+    return found.hexdigest()
 
 
 def _require_one(found: Sequence[str], url: str) -> None:

@@ -14,6 +14,7 @@ from jaxckpt._format.paths import closest
 from jaxckpt._format.pieces import Array
 from jaxckpt._restore.rule_layouts import Layout, axes_of
 from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.options import whole_number
 
 Names = str | tuple[str, ...]
 
@@ -73,7 +74,8 @@ class Rule:
 
     scale: float = 1.0
     offset: float = 0.0
-    """The target's values are source × scale + offset, computed in float32, or in float64 for float64 and int64."""
+    """The target's values are source × scale + offset, computed in float32, or in float64 for float64 and int64. If the
+    source has integers, this needs `dtype`."""
 
     tied: bool = False
     """Whether another rule has the same source. The inverse takes the source from the other rule's target."""
@@ -113,10 +115,17 @@ class Rule:
             raise InputError(f"{self} joins several sources into several targets: make it two rules")
         if self.parts is not None and not several:
             raise InputError(f"{self} has parts=, but one source and one target")
+        for what, numbers in (
+            ("parts", self.parts or ()),
+            ("sizes", self.sizes.values()),
+            ("resized", self.resized.values()),
+        ):
+            for number in numbers:
+                whole_number(number, f"{self}: a number in {what}=", least=1)
         if self.axis < 0:
             raise InputError(f"{self} has axis={self.axis}; it must count from the first dimension")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(f"Rule.dtype {self.dtype!r} is unknown{closest(self.dtype, DTYPES)}")
+            raise InputError(f"Rule.dtype {self.dtype!r} is no name of a dtype{closest(str(self.dtype), DTYPES)}")
         if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
             raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
         numbers = set(captures(self.source)) ^ set(captures(self.target))

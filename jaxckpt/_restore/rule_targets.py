@@ -251,6 +251,8 @@ def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | 
     unit = math.prod(first.chunk or ()) * DTYPES[first.dtype].itemsize
     if DTYPES[first.dtype].kind == "c" and (rule.scale, rule.offset) != (1, 0):
         return f"{stack.name} is complex, and scale and offset are for real numbers"
+    if first.dtype.startswith(("int", "uint", "bool")) and rule.dtype is None and (rule.scale, rule.offset) != (1, 0):
+        return f"{stack.name} is {first.dtype}, and scale and offset make floats of it: give the rule a dtype"
     return Piece(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule.computed)
 
 

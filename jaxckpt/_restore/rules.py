@@ -6,6 +6,7 @@ are made of, and no leaf is ever whole in host memory.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from jaxckpt._format.tree import nested
 from jaxckpt._restore.rule import Rule, fitting, names_in
 from jaxckpt._restore.rule_targets import Leaves, made_by
 from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
-from jaxckpt._runtime.errors import MismatchError, Problem, counted
+from jaxckpt._runtime.errors import InputError, MismatchError, Problem, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,12 @@ class Rules:
 
     drop: Sequence[str] = ()
     """Paths of source leaves that the target lacks; `{i}` stands for a whole number."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"Rules takes a list of Rule, found {reprlib.repr(self.rules)}")
+        if isinstance(self.drop, str):
+            raise InputError(f"Rules.drop must be a list of paths, found {self.drop!r}")
 
     def inverse(self, dtype: str | None = None) -> Rules:
         """From target to source; leaves that are dropped do not come back.
@@ -82,6 +89,9 @@ class Rules:
             dropped |= set(found.values())
             if not found:
                 problems.append(Problem(None, f"drop {name!r} matches nothing{closest(name, leaves.paths)}"))
+        problems += [
+            Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
+        ]
         named = claimed.keys() | dropped
         problems += [Problem(path, "matches no rule") for path in leaves.paths if path not in named]
         if problems:

@@ -41,7 +41,8 @@ class Options:
             everything. Each reads what the other wrote, and both check as strictly.
         read: How a restore reads data that several processes need. "each": each process reads it. "shared": one
             process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
-            read once in the whole job. This pays if storage limits the restore (docs/many-processes.md).
+            read once in the whole job; all processes then need the same `host_bytes`. This pays if storage limits the
+            restore (docs/many-processes.md).
         host_bytes: Host memory in bytes that a save or a restore may use in addition to the arrays, about. Larger
             leaves are moved in boxes. `save_async` may also use `staging_bytes`.
         staging_bytes: Host memory in bytes that `save_async` may use for copies: of arrays on accelerators, and of

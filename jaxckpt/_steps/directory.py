@@ -12,6 +12,7 @@ from jaxckpt._format.records import StepRecord
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import Best, Rules, SavedStep
+from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import store_at
 from jaxckpt._storage.steps import BEST, ENDED, RUN, require_step, step_folders, step_name
@@ -155,7 +156,11 @@ class Directory:
         try:
             if content is None:
                 self.store.child(RUN).remove(name)
+            elif isinstance(run := self.store.made(RUN), Folder):
+                # In the place of the old file: a reader sees one of both, and a copy by hard links keeps the old one.
+                run.put(f"new-{name}", content)
+                run.rename(f"new-{name}", name)
             else:
-                self.store.made(RUN).put(name, content)
+                run.put(name, content)
         except StorageError as error:
             _log.warning("readers of %s do not see that %s has changed: %s", self.url, name, error)

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from jaxckpt._format import zarr
 from jaxckpt._format.manifest import state_name
+from jaxckpt._format.names import MANIFEST
 from jaxckpt._restore.source import Native, source_at
 from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, counted
 from jaxckpt._runtime.options import Options, given
@@ -65,8 +66,8 @@ def fork(
         raise InputError(f"{source.url} is not a step in a run's directory: give a run, or one of its steps")
     new = store_at(new_run, options).anchored()
     steps = [] if new.is_file() else step_folders(new)[0]
-    if steps or new.is_file():
-        what = f"has {counted(len(steps), 'step')}" if steps else "is a file"
+    if steps or new.is_file() or MANIFEST in new.names():
+        what = f"has {counted(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
         raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
     uninterrupted(functools.partial(_fork, source, new.child(step_name(found[1])), options.sync))
     return found[1]

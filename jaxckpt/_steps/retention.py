@@ -31,8 +31,16 @@ class SavedStep:
 
     @classmethod
     def of(cls, number: int, manifest: Manifest, undroppable: Sequence[str] = ()) -> Self:
-        created = datetime.datetime.fromisoformat(manifest.created)
-        return cls(number, created, manifest.step or StepRecord(number), tuple(undroppable))
+        return cls(number, _moment(manifest.created), manifest.step or StepRecord(number), tuple(undroppable))
+
+
+def _moment(created: str) -> datetime.datetime:
+    """When a step was saved. Another writer may not say so: then the step counts as new, whatever the time is."""
+    try:
+        found = datetime.datetime.fromisoformat(created)
+    except ValueError:
+        found = datetime.datetime.max
+    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ learning rate changes few bfloat16 words. Links are published, checked, leased a
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -29,6 +30,10 @@ from jaxckpt._storage.steps import step_name
 
 _ANCHOR = "anchor"
 """The metric that names the anchor of a publication's chain."""
+
+_CHAIN = "chain"
+"""The metric that identifies the chain, a random number: a directory may be emptied and used again, with equal numbers.
+As a metric it is process 0's, and the processes need not agree on it first."""
 
 
 class Publisher:
@@ -63,7 +68,12 @@ class Publisher:
         self._steps = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
         newest = self._steps.latest_step()
         self._next = 0 if newest is None else newest + 1
-        self._anchor = -1.0 if newest is None else self._anchor_of(newest)
+        try:
+            self._anchor = -1.0 if newest is None else self._anchor_of(newest)
+        except BaseException:
+            self._steps.close()  # it is another run's directory, and left as it was found
+            raise
+        self._chain = 0.0
         self._before: Tree = None
         """What was published last; None before the first time and after a failure."""
 
@@ -92,22 +102,25 @@ class Publisher:
         """
         step = whole_number(step, "step", least=0)
         before, self._before = self._before, None
-        if before is None:
-            _require_floats(weights)
+        _require_floats(weights)
         now = _as_bfloat16(weights)
-        linked = before is not None and self._next - self._anchor < self._anchor_every and _alike(now, before)
-        anchor = self._anchor if linked else float(self._next)
+        number = self._next
+        linked = before is not None and number - self._anchor < self._anchor_every and _alike(now, before)
+        anchor, chain = (self._anchor, self._chain) if linked else (float(number), random.SystemRandom().random())
+        self._next += 1  # also if this fails: it may have been published all the same
         saved = self._steps.save(
-            self._next,
+            number,
             _difference(now, before) if linked else now,
-            metrics={_ANCHOR: anchor},
-            metadata={"step": step, "previous": self._next - 1 if linked else None},
+            metrics={_ANCHOR: anchor, _CHAIN: chain},
+            metadata={"step": step, "previous": number - 1 if linked else None},
         )
-        self._before = now if saved else before
-        if saved and not linked:
-            self._oldest, self._anchor = self._anchor, anchor
-        self._next += saved
-        return saved
+        if not saved:
+            self._before, self._next = before, number
+            return False
+        self._before = now
+        if not linked:
+            self._oldest, self._anchor, self._chain = self._anchor, anchor, chain
+        return True
 
     def close(self) -> None:
         """Wait for the last publication, and note the end for followers. Raises what the publication raised."""
@@ -150,42 +163,46 @@ def subscribe(
         DataError: The anchor of the newest publication is gone.
         Exception: As `jaxckpt.follow` and `jaxckpt.restore`.
     """
-    tried: int | None = None
+    tried: tuple[int, float | None] | None = None
     while True:
         newest = latest_step(directory, options=options)
-        anchor, goal = _anchor_of(directory, newest, options), newest or 0
-        if anchor is not None and anchor == tried:
-            raise DataError(f"{os.fspath(directory)} lacks a publication since its newest anchor, {anchor}")
-        tried = anchor
+        found, goal = _newest_chain(directory, newest, options), newest or 0
+        if found is not None and found == tried:
+            raise DataError(f"{os.fspath(directory)} lacks a publication since its newest anchor, {found[0]}")
+        tried = found
         weights: Tree = None
-        have: int | None = None
-        after = anchor - 1 if anchor else None
+        have: tuple[int, float | None] | None = None
+        after = found[0] - 1 if found and found[0] else None
         for publication in follow(directory, after=after, timeout=timeout, poll_seconds=poll_seconds, options=options):
-            note = publication.open().metadata
+            note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)
             if note["previous"] is None:
                 weights = publication.restore(target, mesh=mesh, specs=specs)
                 _require_bfloat16(weights)
-            elif note["previous"] == have:
+            elif (note["previous"], chain) == have:
                 weights = _applied(weights, publication.restore(jax.tree.map(_link_of, weights)))
             else:  # publications were deleted before this loop came to them
                 break
-            have = publication.number
-            if have >= goal:  # what was the newest when it was looked for: a fast publisher would always be ahead
+            have = publication.number, chain
+            if (
+                publication.number >= goal
+            ):  # what was the newest when it was looked for: a fast publisher would always be ahead
                 yield note["step"], weights
                 goal = latest_step(directory, options=options) or 0
         else:
             return
 
 
-def _anchor_of(directory: str | os.PathLike[str], newest: int | None, options: Options | None) -> int | None:
-    """The anchor of the newest publication; None if there is none yet."""
+def _newest_chain(
+    directory: str | os.PathLike[str], newest: int | None, options: Options | None
+) -> tuple[int, float | None] | None:
+    """The anchor of the newest publication, and its chain; None if there is none yet."""
     if newest is None:
         return None
     newest_path = f"{os.fspath(directory)}/{step_name(newest)}"
-    anchor = open_checkpoint(newest_path, options=options).metrics.get(_ANCHOR)
-    if anchor is None:
+    metrics = open_checkpoint(newest_path, options=options).metrics
+    if (anchor := metrics.get(_ANCHOR)) is None:
         raise InputError(f"{newest_path} holds no published weights; give the directory of a Publisher")
-    return int(anchor)
+    return int(anchor), metrics.get(_CHAIN)
 
 
 # On the devices -------------------------------------------------------------------------------------------
@@ -237,6 +254,9 @@ def _alike(now: Tree, before: Tree) -> bool:
 
 
 def _require_floats(weights: Tree) -> None:
+    dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(weights)}
+    if all(dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return  # before 20,000 paths are made for nothing
     for leaf in flatten(weights)[0]:
         dtype = getattr(leaf.value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -245,6 +265,11 @@ def _require_floats(weights: Tree) -> None:
 
 def _require_bfloat16(weights: Tree) -> None:
     for leaf in flatten(weights)[0]:
+        if not isinstance(leaf.value, jax.Array):
+            raise InputError(
+                f"target must ask for jax.Arrays, and asks for {type(leaf.value).__name__} at {leaf.path!r}: call"
+                " np.asarray on what subscribe yields"
+            )
         if leaf.value.dtype != jnp.bfloat16:
             raise InputError(
                 f"target must ask for bfloat16, as weights are published, and asks for {leaf.value.dtype} at"

@@ -22,10 +22,12 @@ each = jaxckpt.Options(timeout_seconds=20)
 noted: dict[str, str] = {}
 
 
-def restore(select: str = "layer *", options: jaxckpt.Options = shared, axis: str | None = None) -> Any:
+def restore(
+    select: str = "layer *", options: jaxckpt.Options = shared, axis: str | None = None, dtype: str | None = None
+) -> Any:
     sharding = NamedSharding(mesh, P(axis))
     target = {f"layer {number}": sharding for number in range(6)}
-    return jaxckpt.restore(args["path"], target, select=select, strict=False, options=options)
+    return jaxckpt.restore(args["path"], target, select=select, strict=False, dtype=dtype, options=options)
 
 
 def note(case: str, call: Callable[[], Any]) -> None:
@@ -49,5 +51,10 @@ note("process 0 reads each", lambda: restore(options=each if process_id == 0 els
 note("process 1 reads each", lambda: restore(options=each if process_id == 1 else shared))
 note("another target", lambda: restore(axis="data" if process_id == 2 else None))
 note("another selection", lambda: restore(select="layer 1" if process_id == 1 else "layer *"))
+# The rounds of shared reads are of so many bytes: with other rounds, a process took bytes of one leaf for another's.
+little = jaxckpt.Options(read="shared", timeout_seconds=20, host_bytes=1 << 18)
+note("another host_bytes", lambda: restore(options=little if process_id == 0 else shared))
+note("another dtype", lambda: restore(options=each, dtype="float32" if process_id == 1 else None))
+note("another layout", lambda: restore(options=each, axis="data" if process_id == 2 else None))
 note("works", restore)
 print(json.dumps(noted))

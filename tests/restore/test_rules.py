@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -315,11 +316,39 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
         ({"source": "a", "target": "b", "dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"source": "a", "target": "b", "scale": 0.0}, "no inverse"),
         ({"source": "a", "target": "b", "parts": (1, 2)}, "parts="),
+        (
+            {"source": "a", "target": ("b", "c"), "parts": (-2, 10)},
+            "parts= must be a whole number above zero, found -2",
+        ),
+        ({"source": "a", "target": "b", "layout": "(x y) -> x y", "sizes": {"x": -2}}, "sizes= must be a whole number"),
+        ({"source": "a", "target": "b", "dtype": jnp.bfloat16}, "is no name of a dtype"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_is_an_error(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(jaxckpt.InputError, match=expected):
         Rule(**arguments)
+
+
+def test_rules_that_cannot_be_meant_are_an_error(tmp_path: Path) -> None:
+    rule = Rule(source="q", target="w")
+    with pytest.raises(jaxckpt.InputError, match="takes a list of Rule"):
+        Rules(rule)  # pyright: ignore
+    with pytest.raises(jaxckpt.InputError, match="must be a list of paths, found 'norm'"):
+        Rules([rule], drop="norm")
+    jaxckpt.save(tmp_path / "a", {"q": np.arange(-3, 4, dtype="int8")})
+    with pytest.raises(jaxckpt.MismatchError, match="'q' is claimed by rule q → w and dropped"):
+        jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule], drop=["q"]))
+
+
+@pytest.mark.parametrize("how", [{"scale": 0.1}, {"offset": 0.5}])
+def test_integers_are_scaled_to_a_dtype_that_the_rule_names(tmp_path: Path, how: dict[str, float]) -> None:
+    source = np.arange(-3, 4, dtype="int8")
+    jaxckpt.save(tmp_path / "a", {"q": source})
+    with pytest.raises(jaxckpt.MismatchError, match="'q' is int8, and scale and offset make floats of it"):
+        jaxckpt.load_numpy(tmp_path / "a", rename=Rules([Rule(source="q", target="w", **how)]))
+    rules = Rules([Rule(source="q", target="w", dtype="float32", **how)])
+    expected = source.astype("float32") * np.float32(how.get("scale", 1)) + np.float32(how.get("offset", 0))
+    assert same(jaxckpt.load_numpy(tmp_path / "a", rename=rules)["w"], expected)
 
 
 # What a view keeps of the checkpoint ------------------------------------------------------------------------

@@ -171,6 +171,14 @@ def test_one_that_fails_or_differs_is_raised_by_all(run_processes: RunProcesses,
         assert one["bad disk"].startswith(f"{failed}StorageError"), one
         assert "cannot read leaf 'layer" in one["bad disk"]
         assert "this disk is bad" in one["bad disk"]
-        for case in ("process 0 reads each", "process 1 reads each", "another target", "another selection"):
+        for case in (
+            "process 0 reads each",
+            "process 1 reads each",
+            "another target",
+            "another selection",
+            "another host_bytes",
+            "another dtype",
+            "another layout",
+        ):
             assert one[case].startswith("PeersDisagreeError: the processes want different leaves"), (case, one[case])
         assert one["works"] == "fine"

@@ -129,3 +129,12 @@ def test_a_row_has_so_many_leaves_at_most(tmp_path: Path) -> None:
     )
     with pytest.raises(jaxckpt.InputError, match="shares its row with"):
         _manifest.encode(forged)
+
+
+def test_tied_leaves_stay_tied_in_a_conversion_of_some_leaves(tmp_path: Path) -> None:
+    w = jnp.arange(9.0)
+    jaxckpt.save(tmp_path / "a", {"embed": w, "head": w, "other": jnp.ones((2, 2))})
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", select=["embed", "head"])
+    assert jaxckpt.open(tmp_path / "b").nbytes == w.nbytes
+    found = jaxckpt.restore(tmp_path / "b", tied=True)
+    assert found["embed"] is found["head"]

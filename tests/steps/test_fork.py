@@ -116,3 +116,11 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert json.loads(result.output) == {"run": f"{run}@2", "new_run": str(tmp_path / "new"), "step": 2}
     result = CliRunner().invoke(main, ["fork", str(run), str(tmp_path / "new")])
     assert result.exit_code == 2
+
+
+def test_a_checkpoint_does_not_become_a_run(run: Path, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "alone", {"w": jnp.zeros(3)})
+    before = files(tmp_path / "alone").keys()
+    with pytest.raises(jaxckpt.CheckpointExistsError, match="alone is a checkpoint"):
+        jaxckpt.fork(run, tmp_path / "alone")
+    assert files(tmp_path / "alone").keys() == before

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,10 +24,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxckpt
+from jaxckpt._format.manifest import encode
 from jaxckpt._format.records import StepRecord
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.retention import Rules, SavedStep
 from jaxckpt._storage import leases
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.place import store_at
 
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
 FAST = jaxckpt.Options(sync=False)
@@ -445,3 +449,30 @@ def test_names_that_no_step_can_have(tmp_path: Path, name: str) -> None:
     jaxckpt.save(tmp_path / "00000001", {"x": 1})
     with pytest.raises(jaxckpt.InputError, match="name must be"):
         jaxckpt.pin(tmp_path, name)
+
+
+# Copies, and other writers ---------------------------------------------------------------------------------
+
+
+def test_a_copy_by_hard_links_has_a_best_step_of_its_own(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_best=("loss", "min")) as checkpoints:
+        for step, loss, accuracy in ((1, 0.1, 0.1), (2, 0.2, 0.9)):
+            checkpoints.save(step, {"w": np.full(3, step)}, metrics={"loss": loss, "accuracy": accuracy}, force=True)
+            jaxckpt.pin(checkpoints.path(1), "first")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
+    with jaxckpt.Checkpointer(tmp_path / "copy", keep_best=("accuracy", "max")):
+        assert jaxckpt.open(f"{tmp_path}/copy@best").step == 2
+    assert jaxckpt.open(f"{tmp_path}/run@best").step == 1
+    assert jaxckpt.verify(tmp_path / "run").ok
+
+
+@pytest.mark.parametrize(("created", "kept"), [("", True), ("yesterday", True), ("2020-01-01T00:00:00", False)])
+def test_a_step_without_a_date_counts_as_new(tmp_path: Path, created: str, kept: bool) -> None:
+    """The format calls the date informative."""
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": step})
+    manifest, _ = load_manifest(store_at(tmp_path / "00000001", jaxckpt.Options()))
+    (tmp_path / "00000001/manifest.json").write_bytes(encode(msgspec.structs.replace(manifest, created=created)))
+    with jaxckpt.Checkpointer(tmp_path, keep_for=datetime.timedelta(hours=1)) as checkpoints:
+        assert checkpoints.steps() == ([1, 2] if kept else [2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,3 +188,67 @@ def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
         assert (np.asarray(tree["w"], np.float32) == step % 256).all()
     assert len(found) == 12
     assert jaxckpt.verify(tmp_path / "w").ok
+
+
+def published(publisher: jaxckpt.Publisher, step: int, value: float) -> None:
+    publisher.publish(step, {"w": jnp.full(4, float(value))})
+    publisher._steps.wait()
+
+
+def test_a_directory_that_is_emptied_and_used_again_has_other_weights_of_equal_numbers(tmp_path: Path) -> None:
+    follower = jaxckpt.subscribe(tmp_path / "w", timeout=60, poll_seconds=0.01)
+    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+        for step in range(3):
+            published(publisher, step, step)
+        assert next(follower)[0] == 2
+    shutil.rmtree(tmp_path / "w")
+    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+        for step in range(5):
+            published(publisher, step, 100 + step)
+        step, tree = next(follower)
+        assert (step, float(tree["w"][0])) == (4, 104.0)
+
+
+def test_a_publication_that_is_interrupted_as_it_is_published_ends_its_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        published(publisher, 0, 0)
+        save = publisher._steps.save
+
+        def interrupted(*args: Any, **how: Any) -> None:
+            save(*args, **how)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(publisher._steps, "save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                publisher.publish(1, {"w": jnp.full(4, 1.0)})
+        for step in (2, 3):
+            published(publisher, step, step)
+    assert [jaxckpt.open(f"{tmp_path}@{number}").metadata["previous"] for number in range(4)] == [None, 0, None, 2]
+    ((step, tree),) = jaxckpt.subscribe(tmp_path)
+    assert (step, float(tree["w"][0])) == (3, 3.0)
+
+
+def test_every_publication_must_have_floats(tmp_path: Path) -> None:
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        publisher.publish(0, {"w": jnp.ones(3)})
+        with pytest.raises(jaxckpt.InputError, match="'w' is not"):
+            publisher.publish(1, {"w": jnp.array([1001, 2, 3])})  # 1000 in bfloat16
+
+
+def test_weights_are_for_devices(tmp_path: Path) -> None:
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        publisher.publish(0, {"w": jnp.ones(3)})
+    with pytest.raises(jaxckpt.InputError, match=r"asks for ndarray at 'w'.*np.asarray"):
+        next(jaxckpt.subscribe(tmp_path, {"w": np.zeros(3, jnp.bfloat16)}))
+
+
+def test_another_runs_directory_is_left_as_it_is_found(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as run:
+        run.save(1, {"x": 1})
+    with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
+        jaxckpt.Publisher(tmp_path)
+    assert [step.number for step in jaxckpt.follow(tmp_path, timeout=60)] == [1], "it has ended still"
+    assert (tmp_path / "_run/ended.json").exists()
