@@ -43,7 +43,7 @@ Exit codes:
   0    success
   1    the answer is no: verify found problems, diff found differences,
        rm was not confirmed
-  2    bad arguments, or the destination exists already
+  2    bad arguments, or the destination already exists
   3    the checkpoint is damaged
   4    no checkpoint exists at the path
   5    the file system or object store refused
@@ -71,7 +71,7 @@ class _Program(click.Group):
         except (KeyboardInterrupt, click.Abort) as stop:
             # At a prompt click turns one into the other.
             interrupted = isinstance(stop, KeyboardInterrupt) or isinstance(stop.__context__, KeyboardInterrupt)
-            click.echo("" if interrupted else "jaxckpt: not confirmed, nothing was done", err=True)
+            click.echo("" if interrupted else "jaxckpt: not confirmed, nothing was deleted", err=True)
             raise click.exceptions.Exit(INTERRUPTED if interrupted else NO) from None
         except Exception as error:
             if ctx.meta.get("debug"):

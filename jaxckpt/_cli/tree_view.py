@@ -253,7 +253,7 @@ def _n_bytes(leaf: LazyLeaf, index: Any) -> int:
 def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
     """What an index selects, or all, as a .npy file. All is written row by row, as it may be larger than memory."""
     if leaf.kind in ("str", "bytes"):
-        raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is no array")
+        raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is not an array")
     slabs: Iterable[Array]
     if index is None and leaf.shape:
         shape = leaf.shape

@@ -94,12 +94,13 @@ def convert(
     if chunk_bytes is not None:
         options = replace(options, chunk_bytes=chunk_bytes)
     if specs is not None and mesh_shape is None:
-        raise InputError("convert(specs=…) needs mesh_shape=: the axis sizes of the mesh that the specs are of")
+        raise InputError("convert(specs=…) needs mesh_shape=: the sizes of the mesh axes that the specs name")
     target = local_path(destination, "destination")
     name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
     if name != "jaxckpt" and target is None:
         raise InputError(
-            f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: copy it there"
+            f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: write it to a"
+            " local path, then copy it"
             " afterwards"
         )
     rename, rules = split_rename(rename)

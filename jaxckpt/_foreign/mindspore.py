@@ -102,7 +102,9 @@ def mindspore_ranks(
         {'w': array([0, 1, 2, 3, 4, 5])}
     """
     if strategy is not None and (mesh_shape is not None or specs is not None):
-        raise InputError("a strategy says what mesh_shape= and specs= would; pass one or the other")
+        raise InputError(
+            "a strategy determines the mesh and the specs: pass either strategy= or mesh_shape= and specs="
+        )
     paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
     held = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
     if strategy is None:
@@ -198,7 +200,8 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
     n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
     if lost := [rank for rank in held if rank // n_devices not in strategy]:
         raise DataError(
-            f"rank {lost[0]} is of stage {lost[0] // n_devices}, as each has {n_devices} devices; the strategy is of"
+            f"rank {lost[0]} is of stage {lost[0] // n_devices}, as each stage has {n_devices} devices; the strategy"
+            " has stages"
             f" {', '.join(map(str, sorted(strategy)))}"
         )
     for name, shards in arrays.items():
@@ -213,7 +216,9 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
             if own:  # what stages share is saved by one of them
                 of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
-            raise DataError(f"{show(name)} is in no rank of stage {', '.join(map(str, stages))}, where it is trained")
+            raise DataError(
+                f"{show(name)} is missing from every rank of stage {', '.join(map(str, stages))}, where it is trained"
+            )
         whole[name] = replicated(name, {f"stage {stage}": array for stage, array in of_stages})
     return whole
 
@@ -223,7 +228,7 @@ def _devices_of_a_stage(strategy: Strategy) -> int:
         math.prod(layout.dev_matrix): show(name) for layouts in strategy.values() for name, layout in layouts.items()
     }
     if len(counts) > 1:
-        raise DataError(f"the strategy has another number of devices for each of {', '.join(counts.values())}")
+        raise DataError(f"the strategy has different numbers of devices for {', '.join(counts.values())}")
     (count,) = counts
     if not 0 < count * (max(strategy) + 1) <= MAX_RANKS:
         raise DataError(f"the strategy has {count * (max(strategy) + 1)} devices; expected 1 to {MAX_RANKS}")
@@ -241,7 +246,7 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
             f" dev_matrix {list(layout.dev_matrix)}"
         )
     if layout.field > 0:
-        raise DataError(f"{show(name)} is split within each of {layout.field} fields, which is not read")
+        raise DataError(f"{show(name)} is split within each of {layout.field} fields, which jaxckpt cannot read")
     sides, tensor_map = _optimizer_shards(name, layout)
     names = [f"d{number}" for number in range(len(sides))]
     spec = tuple(tuple(names[-1 - dim] for dim in dims) for dims in tensor_map)
@@ -253,7 +258,8 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
         array = from_ranks(name, shards, axes, spec)
     if layout.tensor_shape is not None and array.shape != layout.tensor_shape:
         raise DataError(
-            f"{show(name)} would be {list(array.shape)} of its shards, its strategy has {list(layout.tensor_shape)}"
+            f"{show(name)} has shape {list(array.shape)} by its shards, but its strategy has"
+            f" {list(layout.tensor_shape)}"
         )
     return array
 
@@ -348,11 +354,11 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
 def _values(wire: Message) -> Iterator[_Value]:
     for field in wire.fields(0, wire.size):
         if field.number != 1:
-            raise wire.damaged(field.start, f"there is field {field.number}, which the format lacks")
+            raise wire.damaged(field.start, f"field {field.number} is not part of the format")
         value = wire.read(field, "a value", _VALUE, only=True)
         if "map" in value:
             tag = show(value.get("tag", ""))
-            raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX lacks")
+            raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX does not support")
         yield converted(wire.path, value, _Value)
 
 
@@ -370,7 +376,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         try:
             return os.pread(handle, n_bytes, offset).decode("utf-32-le", "surrogatepass").rstrip("\0")
         except UnicodeDecodeError as error:
-            raise DataError(f"{where} is no text: {error}") from error
+            raise DataError(f"{where} is not text: {error}") from error
     if first.type not in _DTYPES:
         return ForeignArray(first.type[:40], first.dims, FileData(path, offset, "uint8", (n_bytes,)))
     dtype = _DTYPES[first.type]
@@ -386,7 +392,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
     for run in runs:
         count, rest = divmod(run.n_bytes, size)
         if rest:
-            raise DataError(f"{where} lies in several values, one of which ends within an element")
+            raise DataError(f"{where} is split over several values, one of which ends in the middle of an element")
         offset = run.content[0]
         for box in flat_boxes(shape, element, element + count):
             pieces.append((box, FileData(path, offset, dtype, extent(box))))

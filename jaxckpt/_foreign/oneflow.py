@@ -131,7 +131,7 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
 def _saved(path: str) -> Tree:
     """What one rank saved."""
     if not os.path.exists(path):
-        raise NotACheckpointError(f"there is no {path}")
+        raise NotACheckpointError(f"{path} does not exist")
     if not os.path.isdir(path):
         return _unpickled(path, None)
     names = os.listdir(path)
@@ -174,10 +174,12 @@ def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> Non
     """
     counts = collections.Counter(name for one in tensors if isinstance(name := one.fields.get("path"), str))
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise DataError(f"{path} is damaged: two of its tensors lie in {min(twice)[:200]!r}")
+        raise DataError(f"{path} is damaged: two of its tensors are in {min(twice)[:200]!r}")
     there = {name for name in os.listdir(folder) if _OF_A_PICKLE.fullmatch(name)}
     if lost := there - counts.keys():
-        raise DataError(f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or of another save")
+        raise DataError(
+            f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or from another save"
+        )
 
 
 def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
@@ -191,7 +193,7 @@ def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
             array = array_in(data)
             if array is not None and number in _OF_NUMBER:
                 return _as(array, _OF_NUMBER[number], path)
-            return unreadable(f"is a tensor of OneFlow's data type {number}, which NumPy and JAX lack")
+            return unreadable(f"is a tensor of OneFlow's data type {number}, which NumPy and JAX do not support")
         case _:
             raise DataError(f"{path}: a tensor has neither its data nor a path")
 
@@ -225,7 +227,9 @@ def _tensor_in(folder: str) -> ForeignArray:
     if message is None:
         raise DataError(f"{meta} has no shape and data_type: {text[:200]!r}")
     if message["dtype"] not in _DTYPES:
-        return unreadable(f"is a tensor of OneFlow's data type {message['dtype'][:40]}, which NumPy and JAX lack")
+        return unreadable(
+            f"is a tensor of OneFlow's data type {message['dtype'][:40]}, which NumPy and JAX do not support"
+        )
     dtype = _DTYPES[message["dtype"]][1]
     shape = tuple(map(int, re.findall(r"\d+", message["dims"])))
     if len(shape) > MAX_RANK:

@@ -96,7 +96,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
     """The one file in each folder of a rank, whose name `rank_name` matches, its number in group 1."""
     folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     if not os.path.isdir(folder):
-        raise NotACheckpointError(f"there is no folder {folder}")
+        raise NotACheckpointError(f"the folder {folder} does not exist")
     files: dict[int, str] = {}
     problems: list[str] = []
     for name in listed(folder):
@@ -110,7 +110,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
             problems.append(f"{inner} is of the same rank as {files[int(match[1])]}")
     if problems:
         raise InputError(
-            "each rank's folder must hold one .ckpt or .safetensors file; else name them as {rank: path}:\n"
+            "each rank's folder must hold one .ckpt or .safetensors file; otherwise pass the files as {rank: path}:\n"
             + listing(problems)
         )
     if not files:
@@ -163,7 +163,7 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
             elif values.setdefault(name, value) != value:
                 raise DataError(f"{show(name)} is not the same in all ranks: {value!r:.40} in rank {rank}, and another")
     if mixed := arrays.keys() & values.keys():
-        raise DataError(f"{show(min(mixed))} is an array in some ranks, and none in others")
+        raise DataError(f"{show(min(mixed))} is an array in some ranks but not in others")
     return arrays, values
 
 

@@ -64,8 +64,8 @@ def huggingface_rules(
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise InputError(
-            f"{folder} is of model_type {family!r}{closest(family, _FAMILIES)}; rules are ready for"
-            f" {', '.join(_FAMILIES)}. Write Rules for others."
+            f"{folder} is of model_type {family!r}{closest(family, _FAMILIES)}; rules exist for"
+            f" {', '.join(_FAMILIES)}. Write your own Rules for other models."
         )
     if layout not in ("plain", "maxtext"):
         raise InputError(f'layout must be "plain" or "maxtext", found {layout!r}')
@@ -114,7 +114,7 @@ def _dequantising(rule: Rule, config: Config) -> Rule:
         suffix, block = "_scale", _block_of(quantised)
     elif method != "fp8" or not block:
         raise InputError(
-            f"a model quantised by {method!r} cannot be read; rules are ready for fp8 in blocks, and for int8 and"
+            f"a model quantised by {method!r} cannot be read; rules exist for block-wise fp8, and for int8 and"
             " float8 of compressed-tensors"
         )
     return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
@@ -133,7 +133,7 @@ def _block_of(quantised: Config) -> Sequence[int] | None:
         or not all(one.get("symmetric", True) and one["num_bits"] == 8 for one in weights)
     ):
         raise InputError(
-            "of compressed-tensors, rules are ready for 8 bits, symmetric, the same for all weights, and not packed"
+            "of compressed-tensors, rules exist for 8 bits, symmetric, the same for all weights, and not packed"
         )
     return blocks[0] or None
 

@@ -99,7 +99,7 @@ class Delta:
         return self.same_structure and not self.differing
 
     def __bool__(self) -> bool:
-        raise TypeError("a Delta is neither true nor false: ask .identical or .differing")
+        raise TypeError("the truth value of a Delta is ambiguous: use .identical or .differing")
 
     def __repr__(self) -> str:
         differ = f"{len(self.differing)} of {counted(len(self.leaves), 'leaf')} differ"

@@ -177,7 +177,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
                 (
                     1,
                     max(0, part.cost.read_bytes - part.cost.needed_bytes) / widest,
-                    f"read besides: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
+                    f"over-read: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
                 ),
             ),
         )
@@ -191,7 +191,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
     return joined(
         [
             definitions(figures),
-            bars("Bytes read by each process", lines, ["needed", "read besides"]),
+            bars("Bytes read by each process", lines, ["needed", "over-read"]),
             *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
             table(["saved as", "restored as", "leaves"], rows, words=2),
         ]

@@ -273,7 +273,7 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     if content is None:
         return [Problem(None, "is missing", object=key)]
     same = hashlib.sha256(content).hexdigest() == sha256
-    return [] if same else [Problem(None, "is not the one that was saved", object=key)]
+    return [] if same else [Problem(None, "differs from the file that was saved", object=key)]
 
 
 def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:

@@ -148,7 +148,8 @@ def _require_one(found: Sequence[str], url: str) -> None:
     """Raise PeersDisagreeError if processes found different checkpoints, each a digest and a path, at one path."""
     if len(set(found)) > len({one.partition(" ")[2] for one in found}):
         raise PeersDisagreeError(
-            f"the processes see different checkpoints at {url}: it was replaced meanwhile, or is not shared"
+            f"the processes see different checkpoints at {url}: it was replaced in the meantime, or the path is not"
+            " shared"
         )
 
 

@@ -140,7 +140,7 @@ class Rule:
                     " itself, and its size in the source in sizes="
                 )
         if unknown := sorted(self.sizes.keys() - known):
-            raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is no axis{closest(unknown[0], known)}")
+            raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest(unknown[0], known)}")
 
     def computed(self, values: Array) -> Array:
         """Values of the target, before they are cast to its dtype."""

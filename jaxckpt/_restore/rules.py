@@ -65,7 +65,7 @@ class Rules:
             scales = [fitting(name, leaves.paths) for name in names_in(rule.scales)]
             paths = [] if rule.tied else [path for found in [*matches, *scales] for path in found.values()]
             problems += [
-                Problem(path, f"is claimed by {claimed[path]} and by {rule}")
+                Problem(path, f"matches both {claimed[path]} and {rule}")
                 for path in paths
                 if claimed.setdefault(path, rule) is not rule
             ]
@@ -88,7 +88,7 @@ class Rules:
             raise MismatchError.of(
                 f"the rules do not fit {source.url} in {counted(len(problems), 'place')}",
                 problems,
-                "Rules.drop names leaves that are not wanted",
+                "list unwanted leaves in Rules.drop",
             )
         made = compose(source.url, nested(targets), source.manifest.format, metadata=source.manifest.metadata)
         return replace(made, origin=source)

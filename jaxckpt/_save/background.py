@@ -113,9 +113,11 @@ class PendingSave:
             Exception: Whatever the save raised; see `save`.
         """
         if self.skipped:
-            raise InputError(f"the save to {self.path} was skipped: another was under way; ask `.skipped` before")
+            raise InputError(
+                f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
+            )
         if not self.done and threading.get_ident() == _writer:
-            raise InputError(f"wait() for the save to {self.path} was called by its own callback")
+            raise InputError(f"wait() for the save to {self.path} was called from its own callback")
         wake()
         if not self._await_end(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
@@ -367,11 +369,11 @@ def _wait_at_exit() -> None:
         try:
             pending.wait()
         except KeyboardInterrupt:
-            print(f"jaxckpt: interrupted; the save_async to {pending.path} is given up", file=sys.stderr)
+            print(f"jaxckpt: interrupted; the save_async to {pending.path} was abandoned", file=sys.stderr)
             _abandoned, _exit_status = True, 128 + signal.SIGINT
             break
         except BaseException:
-            print(f"jaxckpt: the save_async to {pending.path} failed, and nobody called wait():", file=sys.stderr)
+            print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
             traceback.print_exc()
             _exit_status = 1
     if not _abandoned and _ran_out is not None:

@@ -81,7 +81,7 @@ class Checkpointer:
         background: Save with `save_async`, otherwise with `save`; then `save` waits for the deletion too.
         fail_fast: After a save in the background has failed, raise its error from the next `save`, whatever its step;
             otherwise from the next that has something to save.
-        on_preemption: What `save` does once the job has been told to stop, by SIGTERM or by JAX's preemption service,
+        on_preemption: What `save` does once the job has been preempted, by SIGTERM or by JAX's preemption service,
             and the step is saved, whether it was due or not: "exit" raises `Preempted`, a SystemExit; "continue"
             returns, and `preempted` is true. "ignore" does not listen: for a second Checkpointer of a job, with other
             step numbers than the first.
@@ -299,13 +299,13 @@ class Checkpointer:
     def _leave(self, step: int, saved: bool) -> None:
         in_time = self._last.wait(self._notice.seconds_left())
         told = f"step {step} is saved" if saved and in_time else f"step {step} was not saved within the deadline"
-        _log.warning("the job was told to stop: %s", told)
+        _log.warning("the job was preempted: %s", told)
         if self._on_preemption == "exit":
-            raise Preempted(f"the job was told to stop: {told} in {self._directory.url}")
+            raise Preempted(f"the job was preempted: {told} in {self._directory.url}")
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was told to stop, and the last step has been saved."""
+        """Whether the job was preempted, and the last step has been saved."""
         return self._preempted
 
     @property
@@ -377,7 +377,7 @@ class Checkpointer:
             yield f"other steps in {self._directory.url}: {others}; restore(step=…) takes one of them"
         found = self._directory.look(step)
         if found is not None and found.record.dropped and not isinstance(error, CorruptError):
-            yield f"step {step} is kept without {', '.join(found.record.dropped)}; select= takes what it has"
+            yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def restore_or_init(
         self,
@@ -449,7 +449,7 @@ class Checkpointer:
             self._last.wait()
         chosen = self._agreed_step() if step is None else step
         if chosen is None:
-            raise NotACheckpointError(f"no step is in {self._directory.url}")
+            raise NotACheckpointError(f"{self._directory.url} has no steps")
         return chosen
 
     def _agreed_step(self) -> int | None:
@@ -490,5 +490,5 @@ class Checkpointer:
         """The metrics that were given when a step was saved; None for those that were not finite."""
         found = self._directory.look(require_step(step))
         if found is None:
-            raise NotACheckpointError(f"no step {step} is in {self._directory.url}")
+            raise NotACheckpointError(f"{self._directory.url} has no step {step}")
         return dict(found.record.metrics)

@@ -178,7 +178,7 @@ def _follow(
                 if step is None:
                     continue
                 if refused is not None and not warned:
-                    _log.warning("steps are read without leases, and may be deleted meanwhile: %s", refused)
+                    _log.warning("steps are read without leases and may be deleted while they are read: %s", refused)
                     warned = True
                 yield step
                 waiting_since = time.monotonic()

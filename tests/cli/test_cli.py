@@ -121,7 +121,7 @@ def test_rm_asks(tmp_path: Path) -> None:
     for answer in ("n\n", "\n", ""):
         asked = run("rm", path, code=1, stdin=answer).stderr
         assert f"delete {path} (jaxckpt: 1 leaf, 24 B" in asked
-        assert "nothing was done" in asked
+        assert "nothing was deleted" in asked
         assert jaxckpt.verify(path).ok
     assert run("rm", path, stdin="y\n").stdout == f"deleted {path}\n"
     assert not os.path.exists(path)
@@ -218,10 +218,13 @@ def test_a_bug_is_told_as_one() -> None:
 
 def test_debug_shows_the_traceback(here: Path) -> None:
     for args in (("--debug", "show", "nowhere"), ("show", "nowhere", "--debug")):
-        told = run(*args, code=4).stderr
-        assert "Traceback (most recent call last)" in told
-        assert "manifests.py" in told
-        assert told.splitlines()[-1] == "jaxckpt: nowhere is not a checkpoint: there is nothing there"
+        errors = run(*args, code=4).stderr
+        assert "Traceback (most recent call last)" in errors
+        assert "manifests.py" in errors
+        assert (
+            errors.splitlines()[-1]
+            == "jaxckpt: nowhere is not a checkpoint: the path does not exist, or the folder is empty"
+        )
 
 
 def test_exit_codes_are_documented() -> None:

@@ -153,4 +153,4 @@ def test_cat_saves_odd_shapes(tmp_path: Path) -> None:
     for leaf, shape in (("empty", (0, 3)), ("number", ()), ("python", ())):
         run("cat", str(tmp_path / "c"), leaf, "--save", str(tmp_path / "w.npy"))
         assert np.load(tmp_path / "w.npy").shape == shape
-    assert "which is no array" in run("cat", str(tmp_path / "c"), "text", "--save", "w.npy", code=2).stderr
+    assert "which is not an array" in run("cat", str(tmp_path / "c"), "text", "--save", "w.npy", code=2).stderr
