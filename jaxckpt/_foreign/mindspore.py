@@ -70,27 +70,27 @@ def mindspore_ranks(
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
 ) -> Foreign:
-    """The checkpoint that the ranks of a MindSpore job wrote, as one of global arrays.
+    """Combine the files that the ranks of a MindSpore job saved into one checkpoint of global arrays.
 
-    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path: there is nothing to
-    merge first. Only headers are read here; arrays are read from the files where they lie, box by box. Call it on
-    every process.
+    Pass the result to `restore`, `load_numpy`, `open`, `convert`, `diff` or `verify` in place of a path; no merge step
+    is needed. Only headers are read here; arrays are read from the rank files later, box by box. Every process makes
+    this call.
 
     Args:
-        files: The file of each rank, .ckpt or .safetensors, as {rank: path}; or the folder that has the folders rank_0,
-            rank_1, … with one file each.
-        strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, of one pipeline stage or
-            merged; or a folder of those of all stages. An array that it lacks is whole in each rank. The axes of its
-            device matrices are named "d0", "d1", … from the left, that of several pipeline stages "stage".
-        mesh_shape: Without a strategy, the mesh that the ranks were numbered on, row by row, as for `rank_files`.
+        files: The file of each rank, .ckpt or .safetensors, as {rank: path}; or the folder with the folders rank_0,
+            rank_1, …, each with one file.
+        strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, for one pipeline stage or
+            merged; or a folder with the files of all stages. Arrays that are not in it are whole in each rank. The axes
+            of its device matrices are named "d0", "d1", … from the left; the axis of pipeline stages is "stage".
+        mesh_shape: Without a strategy, the mesh on which the ranks were numbered, as for `rank_files`.
         specs: Without a strategy, how each array was split over that mesh, as for `rank_files`.
 
     Raises:
-        DataError: A file is missing or damaged; shards of an array overlap, or leave a box of it that no rank has. The
-            error names the array and the box.
-        NotACheckpointError: The folder is not there, or has no folders of ranks.
-        InputError: Both a strategy and specs; several files in the folder of a rank.
-        TreeError: An array of a dtype that NumPy and JAX lack.
+        DataError: A file is missing or damaged; or shards of an array overlap, or no rank has some box of it. The error
+            names the array and the box.
+        NotACheckpointError: The folder does not exist, or has no rank folders.
+        InputError: Both a strategy and specs were given, or a rank's folder has several files.
+        TreeError: An array has a dtype that NumPy and JAX do not support.
 
     Examples:
         >>> import jax, numpy as np, jaxckpt

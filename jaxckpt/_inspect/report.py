@@ -71,22 +71,22 @@ def report(
     histograms: bool = False,
     options: Options | None = None,
 ) -> str:
-    """Draw a checkpoint as one HTML document, which needs no network and no other file.
+    """Show a checkpoint as one self-contained HTML document.
 
     The page has a treemap of bytes by subtree, a table of leaves to search and sort, the layout of each leaf on its
-    mesh, and the seconds that each process took for each phase of the save.
+    mesh, and the seconds that each process took for each phase of the save. Any single process may call this.
 
     Args:
-        path: Where `save` wrote, or another checkpoint that `restore` takes.
+        path: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.
         mesh: Also show what a restore onto this mesh would read. As in `Checkpoint.plan`, this machine need not have
             the mesh: {"data": 64, "model": 8}.
         specs: With `mesh`, as for `restore`.
-        histograms: Also read every leaf of floating-point numbers, in memory bounded by `options.host_bytes`, and show
-            the distribution of its values. Otherwise only the manifest is read.
+        histograms: Also read every floating-point leaf, in memory bounded by `options.host_bytes`, and show the
+            distribution of its values. By default only the manifest is read.
         options: See `Options`.
 
     Returns:
-        The document; write it to a file as UTF-8, and open that in a browser. Any process may call this alone.
+        The document as text. Write it to a file as UTF-8 and open the file in a browser.
 
     Raises:
         NotACheckpointError, ManifestError: As `open`.

@@ -48,23 +48,23 @@ class VerifyReport:
     path: str
 
     quick: bool
-    """Whether objects were not read, only looked for and measured. Small files are read all the same."""
+    """Whether only the existence and size of objects were checked. Small files are always read."""
 
     problems: tuple[Problem, ...]
-    """One for each leaf and box that is hit, in order of the leaves."""
+    """One for each damaged leaf and box, in order of the leaves."""
 
     leaves: int
     """Leaves of the checkpoint."""
 
     objects: int
-    """Objects that it should have."""
+    """Objects that the checkpoint should have."""
 
     checked_bytes: int
     """Bytes of the objects that were read and checked; 0 if quick."""
 
     @property
     def ok(self) -> bool:
-        """Whether all is as it was saved."""
+        """Whether everything is as it was saved."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -98,24 +98,25 @@ def _hit(problems: list[Problem]) -> str:
 def verify(path: Location, *, quick: bool = False, options: Options | None = None) -> VerifyReport:
     """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
 
-    Any process may call it alone; no JAX backend is started. Objects are read in parallel, some MiB of each at a time.
+    Any single process may call it; no JAX backend is started. Objects are read in parallel, a few MiB of each at a
+    time.
 
     Args:
-        path: Where `save` wrote. Of another checkpoint that `restore` takes, every byte is read and decoded:
-            coverage and lengths are checked, and checksums if its format has them. Of a run's directory, all steps are
-            checked: one report, in which each object's name begins with its step's.
-        quick: Check only that every object exists and has its length, and that the small files are as they were: one
-            look at each file, or on an object store one request for each object's last byte.
-        options: `progress`, `manifest_sha256` and those of the storage; see `Options`.
+        path: A path or URL that `save` wrote. If it is a run's directory, all its steps are checked in one report, in
+            which each object's name begins with its step. Other checkpoints that `restore` accepts are read and decoded
+            completely: coverage and lengths are checked, and checksums if the format has them.
+        quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
+            `stat` for each file, or on an object store one request for each object's last byte.
+        options: `progress`, `manifest_sha256` and the storage options; see `Options`.
 
     Returns:
-        A report, which is true if all is well: `report.ok`, and `report.problems`, each with leaf, box, object and
-        reason. What cannot be read is a problem. So is a damaged manifest, and then the only one: nothing else can be
-        trusted. `quick` sees neither flipped bits nor swapped objects of one length.
+        A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
+        object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
+        because nothing else can be trusted then. `quick` detects neither flipped bits nor swapped objects of one size.
 
     Raises:
-        NotACheckpointError: No manifest at `path`, or it was deleted or replaced meanwhile.
-        StorageError: The manifest cannot be read, or the object store does not answer.
+        NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.
+        StorageError: The manifest cannot be read, or the object store does not respond.
 
     Examples:
         >>> import numpy as np, jaxckpt
