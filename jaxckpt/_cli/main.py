@@ -185,6 +185,7 @@ def cat() -> None:
     "results",
     location("path"),
     click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size."),
+    click.option("--rate", type=n_bytes, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
 )
 def verify() -> None:
     """Read and check every byte of a checkpoint, or of all steps of a run.

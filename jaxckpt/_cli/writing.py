@@ -107,7 +107,10 @@ def unpin(path: str, as_json: bool) -> None:
 
 def fork(run: str, new_run: str, as_json: bool) -> None:
     step = fork_run(run, new_run)
-    _print_done(f"{new_run} begins with step {step} of {run}", {"run": run, "new_run": new_run, "step": step}, as_json)
+    source = run.removesuffix(f"@{step}")
+    _print_done(
+        f"{new_run} starts from step {step} of {source}", {"run": run, "new_run": new_run, "step": step}, as_json
+    )
 
 
 def rm(path: str, yes: bool, as_json: bool) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,7 +108,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
             completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
-        options: `progress`, `manifest_sha256` and the storage options; see `Options`.
+        options: `progress`, `max_bytes_per_second`, `manifest_sha256` and the storage options; see `Options`.
 
     Returns:
         A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
@@ -171,7 +172,7 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
     with reporting("verify", total, options.progress) as advance:
-        for file, more in _checked(functools.partial(_check, store), rest):
+        for file, more in _checked(functools.partial(_check, store), _paced(rest, options)):
             problems.extend(more)
             advance(file.length)
     became = source.fate() if problems else None
@@ -202,6 +203,7 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                 except (DataError, StorageError) as error:
                     problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
                 advance(volume(box) * stack.itemsize)
+                _pause(volume(box) * stack.itemsize, options)
             try:
                 source.blocks[place][row].check()
             except (DataError, StorageError) as error:
@@ -244,6 +246,18 @@ def _files(manifest: Manifest) -> Iterator[_File]:
             length, digest = record.stored(index)
             key = f"{manifest.data}/{zarr.object_key(stack, index)}"
             yield _File(key, stack, index, box, length, digest, rows.get(number, {}))
+
+
+def _paced(files: Iterable[_File], options: Options) -> Iterator[_File]:
+    """The files, at the rate that the options allow; also after the last one, because another step may follow."""
+    for file in files:
+        yield file
+        _pause(file.length, options)
+
+
+def _pause(n_bytes: int, options: Options) -> None:
+    if options.max_bytes_per_second is not None:
+        time.sleep(n_bytes / options.max_bytes_per_second)
 
 
 def _check(store: Objects, file: _File) -> list[Problem]:

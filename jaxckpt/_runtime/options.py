@@ -47,8 +47,9 @@ class Options:
         staging_bytes: Host memory in bytes that `save_async` may use for copies of arrays on accelerators and of NumPy
             arrays. If this is not enough, `save_async` returns only when the rest fits. None: as much as this process
             writes.
-        max_bytes_per_second: Limit of the rate at which each process writes in `save_async`, averaged over a few
-            objects, for example to leave bandwidth to data loading. None: no limit. `save` is not limited.
+        max_bytes_per_second: Limit of the rate at which each process writes in `save_async` and reads in `verify`,
+            averaged over a few objects, for example to leave bandwidth for data loading. None: no limit. `save` is not
+            limited.
         when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
         reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again.
