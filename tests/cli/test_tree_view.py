@@ -78,7 +78,8 @@ def test_a_chain_of_single_children_is_one_row(tmp_path: Path) -> None:
 
 
 def test_unlike_containers_are_not(tmp_path: Path) -> None:
-    blocks = [{"w": np.zeros(4)}, {"w": np.zeros(4)}, {"w": np.zeros(4, np.float32)}, {"v": np.zeros(4)}]
+    one = np.zeros(4)
+    blocks = [{"a": one, "w": one}] * 2 + [{"a": one, "w": np.zeros(4, np.float32)}, {"a": one, "v": one}]
     jaxckpt.save(tmp_path / "c", blocks)
     assert run("show", str(tmp_path / "c")).stdout == run("show", str(tmp_path / "c"), "--all").stdout
 
