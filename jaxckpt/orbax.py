@@ -46,7 +46,7 @@ from jaxckpt._format.values import KINDS, NUMBERS, PYTHON
 from jaxckpt._restore.restore import restore
 from jaxckpt._restore.source import source_at
 from jaxckpt._restore.target import is_array_like
-from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem
+from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem, counted
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.save import save, save_async
@@ -368,8 +368,8 @@ def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, 
     ]
     if lacking or surplus:
         problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
-        problems += [Problem(path, f"has RestoreArgs, but is no leaf{closest(path, wanted)}") for path in surplus]
-        raise InputError.of(f"restore_args= does not fit the item in {len(problems)} places", problems)
+        problems += [Problem(path, f"has RestoreArgs, but is not a leaf{closest(path, wanted)}") for path in surplus]
+        raise InputError.of(f"restore_args= does not fit the item in {counted(len(problems), 'place')}", problems)
     return asked
 
 

@@ -136,7 +136,7 @@ def test_one_processs_failure_is_raised_by_all_and_the_next_save_works(cases: Ca
     assert kinds(others) == ["PeerFailedError", "PeersDisagreeError", "PeerFailedError", "fine"]
     assert all("process 1" in others[n] for n in (0, 2))
     assert "no space left" in others[2]
-    assert "process 1 was given a tree of other leaves" in others[1]
+    assert "process 1 was given a tree with different leaves" in others[1]
 
 
 def test_all_raise_when_one_cannot_restore_and_the_next_restore_works(cases: Cases) -> None:
@@ -192,7 +192,7 @@ def test_python_values_show_that_a_call_was_missed(cases: Cases, folder: Path, c
 def test_different_calls_are_named(cases: Cases) -> None:
     for lines in cases["different_calls"]:
         assert kinds(lines) == ["fine", "PeersDisagreeError", "PeersDisagreeError", "fine"]
-        assert "the processes made different calls of jaxckpt. process 0: restore" in lines[1]
+        assert "the processes made different jaxckpt calls. process 0: restore" in lines[1]
         assert re.search(r"process 1: save '.*/c', for the 2nd time", lines[1])
         assert re.search(r"process 0: Checkpointer.save '.*/00000003'.*; process 1: .*/00000004'", lines[2])
 
@@ -202,7 +202,12 @@ def test_what_differs_is_what_is_blamed(cases: Cases) -> None:
         assert lines[1::2] == ["fine"] * 4
         for line, blamed in zip(
             lines[::2],
-            ("other Options", "other metadata", "a process_state of other names", "leaves of other shardings"),
+            (
+                "different Options",
+                "different metadata",
+                "a process_state with different names",
+                "leaves with different shardings",
+            ),
             strict=True,
         ):
             assert line.startswith(f"PeersDisagreeError: process 1 was given {blamed}"), lines

@@ -398,7 +398,7 @@ def test_refuses_what_orbax_refuses(tmp_path: Path, name: str) -> None:
 def test_restore_args_for_no_leaf_are_an_error(tmp_path: Path) -> None:
     with manager(tmp_path / "run") as found:
         found.save(0, args=ocp.args.PyTreeSave({"w": jnp.ones(4)}))
-        with pytest.raises(InputError, match=r"'ww' has RestoreArgs, but is no leaf; did you mean 'w'"):
+        with pytest.raises(InputError, match=r"'ww' has RestoreArgs, but is not a leaf; did you mean 'w'"):
             found.restore(0, args=pytree(restore_args={**BY_W, "ww": ocp.ArrayRestoreArgs(sharding=OTHER)}))
 
 

@@ -155,7 +155,7 @@ select_option = click.option(
     multiple=True,
     metavar="GLOB",
     shell_complete=complete_leaf,
-    help="Only leaves whose path, or a container above them, matches GLOB. May be repeated.",
+    help="Only leaves whose path, or the path of a container above them, matches GLOB. May be repeated.",
 )
 
 mesh_option = functools.partial(
@@ -167,8 +167,8 @@ specs_option = click.option(
     type=rule,
     multiple=True,
     metavar="[GLOB=]P(…)",
-    help="PartitionSpec of the leaves that GLOB selects; without GLOB, of all. May be repeated: the first match counts."
-    " Leaves without a match keep their own spec, mapped by axis name.",
+    help="PartitionSpec of the leaves that match GLOB, or of all leaves. May be repeated: the first match counts."
+    " Other leaves keep their own spec, mapped by axis name.",
 )
 
 output_option = click.option(
@@ -178,20 +178,20 @@ output_option = click.option(
 rules_option = click.option(
     "--rules",
     type=click.Choice(LAYOUTS),
-    help="See a Hugging Face folder as a nested tree (plain), with its layers stacked (scan), or as MaxText's tree.",
+    help="Map a Hugging Face folder to a nested tree (plain), with stacked layers (scan), or to MaxText's tree.",
 )
 
 back_to_option = click.option(
     "--back-to",
     type=click.Path(file_okay=False, path_type=str),
     metavar="FOLDER",
-    help="With --rules: see such a tree as the tensors of this Hugging Face folder, whose config.json is read.",
+    help="With --rules: map in the other direction, to the tensors of this Hugging Face folder (config.json is read).",
 )
 
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what exists at the destination.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON value to stdout.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show the traceback of an error."
+    "--debug", is_flag=True, expose_value=False, callback=_note_debug, help="Show a traceback on errors."
 )

@@ -37,7 +37,7 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
         return None
     folder = local_path(path if back_to is None else back_to)
     if folder is None:
-        raise InputError(f"--rules needs the config.json of a local folder, and {path} is none")
+        raise InputError(f"--rules needs the config.json of a local folder, but {path} is not one")
     found = huggingface_rules(folder, layout="maxtext" if rules == "maxtext" else "plain", scan=rules != "plain")
     return found if back_to is None else found.inverse(huggingface_dtype(folder))
 

@@ -41,15 +41,15 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 _EXIT_CODES = """\b
 Exit codes:
   0    success
-  1    the answer is no: verify found problems, diff found differences,
-       rm was not confirmed
-  2    bad arguments, or the destination exists already
+  1    verify found problems, diff found differences, or rm was not
+       confirmed
+  2    invalid arguments, or the destination already exists
   3    the checkpoint is damaged
-  4    no checkpoint exists at the path
-  5    the file system or object store refused
+  4    the path is not a checkpoint
+  5    the file system or object store reported an error
   70   a bug in jaxckpt
   130  interrupted (Ctrl-C)
-  141  the reader of the output has closed it (| head)
+  141  the program that reads the output has closed it (| head)
 """
 
 
@@ -71,7 +71,7 @@ class _Program(click.Group):
         except (KeyboardInterrupt, click.Abort) as stop:
             # At a prompt click turns one into the other.
             interrupted = isinstance(stop, KeyboardInterrupt) or isinstance(stop.__context__, KeyboardInterrupt)
-            click.echo("" if interrupted else "jaxckpt: not confirmed, nothing was done", err=True)
+            click.echo("" if interrupted else "jaxckpt: not confirmed, nothing was deleted", err=True)
             raise click.exceptions.Exit(INTERRUPTED if interrupted else NO) from None
         except Exception as error:
             if ctx.meta.get("debug"):
@@ -104,10 +104,10 @@ def _message(error: Exception) -> tuple[str, int]:
 @click.version_option(package_name="jaxckpt")
 @debug_option
 def main() -> None:
-    """Inspect, check, compare, plan, convert and delete jaxckpt checkpoints.
+    """Inspect, verify, compare, convert and delete jaxckpt checkpoints.
 
-    A PATH is a folder or file, or a URL such as s3://bucket/run1/00000100. Every command but rm also takes checkpoints
-    of other libraries that jaxckpt can open.
+    A PATH is a folder or file, or a URL such as s3://bucket/run1/00000100. In a run, run1@100 is step 100, run1@latest
+    and run1@best are others. Most commands also accept checkpoints of other libraries that jaxckpt can open.
     """
 
 
@@ -138,7 +138,7 @@ def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[
 def ls() -> None:
     """List the checkpoints in a folder: size, age, metrics.
 
-    Nothing is changed, even if a killed run left unfinished saves. If PATH is itself a checkpoint, only that is listed.
+    Read-only: unfinished saves of a killed run are not deleted. If PATH is itself a checkpoint, only that is listed.
     """
 
 
@@ -148,11 +148,11 @@ def ls() -> None:
     select_option,
     rules_option,
     back_to_option,
-    click.option("--depth", type=click.IntRange(min=1), help="Show containers down to this level only."),
-    click.option("--all", "every", is_flag=True, help="Show each container, also if many are alike, such as layers."),
+    click.option("--depth", type=click.IntRange(min=1), help="Show at most this many levels of containers."),
+    click.option("--all", "every", is_flag=True, help="Show identical containers, such as layers, one by one."),
 )
 def show() -> None:
-    """Show the tree: shapes, dtypes, specs and bytes. No array is read.
+    """Show the tree: shapes, dtypes, specs and bytes. No arrays are read.
 
     \b
     jaxckpt show run1/00000100
@@ -164,18 +164,20 @@ def show() -> None:
     "tree_view",
     location("path"),
     click.argument("leaf", shell_complete=complete_leaf),
-    click.option("--save", type=click.Path(dir_okay=False, path_type=str), help="Write it to a .npy file instead."),
+    click.option(
+        "--save", type=click.Path(dir_okay=False, path_type=str), help="Write the array to this .npy file instead."
+    ),
 )
 def cat() -> None:
-    """Print a leaf, or a part of it. Only the chunks that hold it are read.
+    """Print a leaf or a part of it. Only the necessary chunks are read.
 
     \b
     jaxckpt cat run1/00000100 step
     jaxckpt cat run1/00000100 'params/w[8:16, 0]'
     jaxckpt cat run1/00000100 params/w --save w.npy
 
-    An index consists of integers, slices and "...". NumPy lacks some dtypes: a .npy file holds bfloat16 and others as
-    float32, int4 as int8, without loss.
+    An index consists of integers, slices and "...". A .npy file stores dtypes that NumPy does not have in a larger
+    dtype, without loss: bfloat16 as float32, int4 as int8.
     """
 
 
@@ -183,14 +185,21 @@ def cat() -> None:
     "results",
     location("path"),
     click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size."),
+    click.option("--rate", type=n_bytes, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
 )
 def verify() -> None:
-    """Read every byte of a checkpoint and check it. The exit code is 1 if it has problems."""
+    """Read and check every byte of a checkpoint, or of all steps of a run.
+
+    The exit code is 1 if there are problems.
+    """
 
 
 @_command("results", location("a"), location("b"), select_option, rules_option, back_to_option)
 def diff() -> None:
-    """Compare two checkpoints leaf by leaf, whatever their meshes and formats. The exit code is 1 if they differ."""
+    """Compare two checkpoints leaf by leaf. Meshes and formats may differ.
+
+    The exit code is 1 if leaves differ.
+    """
 
 
 @_command(
@@ -206,11 +215,13 @@ def diff() -> None:
         type=click.IntRange(min=1),
         default=8,
         show_default=True,
-        help="Devices of each process.",
+        help="Number of devices per process.",
     ),
 )
 def plan() -> None:
-    """Show what a restore onto a mesh would read. Nothing is read, and this machine need not have the mesh.
+    """Show what a restore onto a mesh would read, without reading it.
+
+    This machine does not need the devices of the mesh.
 
     \b
     jaxckpt plan run1/00000100 --mesh data=4,model=2
@@ -234,13 +245,17 @@ def plan() -> None:
     rules_option,
     back_to_option,
     click.option(
-        "--rename", type=old_and_new, metavar="OLD=NEW", multiple=True, help="Give a leaf or container another path."
+        "--rename",
+        type=old_and_new,
+        metavar="OLD=NEW",
+        multiple=True,
+        help="Rename a leaf or container. May be repeated.",
     ),
     click.option("--chunk-bytes", type=n_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."),
     overwrite_option,
 )
 def convert() -> None:
-    """Write a checkpoint again in another format or layout, or only some of its leaves.
+    """Convert a checkpoint to another format or layout, or extract some of its leaves.
 
     \b
     jaxckpt convert run1/00000100 model.safetensors --select params
@@ -256,12 +271,12 @@ def convert() -> None:
     output_option,
     mesh_option(),
     specs_option,
-    click.option("--histograms", is_flag=True, help="Also read the arrays, and draw the distribution of their values."),
+    click.option("--histograms", is_flag=True, help="Also read the arrays and show the distribution of their values."),
 )
 def report() -> None:
-    """Draw a checkpoint as one HTML file, which needs no network and no other file.
+    """Write a report on a checkpoint as one self-contained HTML file.
 
-    With --mesh the page also shows what a restore onto that mesh would read.
+    With --mesh the report also shows what a restore onto that mesh would read.
     """
 
 
@@ -274,30 +289,45 @@ def report() -> None:
     overwrite_option,
 )
 def integrate() -> None:
-    """Merge the files of MindSpore's ranks, with the arguments of its tutorial's integrate_checkpoint.py.
+    """Merge MindSpore rank files into one checkpoint.
 
-    OLD is the name of each rank's file: ./node0/OLD, ./node1/OLD, …; NEW is where the checkpoint goes, STRATEGY is
-    the strategy file (protobuf or JSON), and N is the number of ranks.
+    The arguments are those of integrate_checkpoint.py in MindSpore's tutorial: OLD is the file name of each rank
+    (./node0/OLD, ./node1/OLD, …), NEW is the path of the new checkpoint, STRATEGY is the strategy file (protobuf or
+    JSON), and N is the number of ranks.
     """
 
 
 @_command(
     "writing",
     location("path"),
-    click.option("--name", required=True, help="Letters, digits, '_', '-' and '.'; the step is PATH's run@NAME then."),
+    click.option("--name", required=True, help="Letters, digits, '_', '-' and '.', starting with a letter."),
 )
 def pin() -> None:
-    """Give a step of a run a name; no rule of a Checkpointer deletes a step that has one."""
+    """Name a step of a run and protect it from deletion.
+
+    Afterwards run@NAME is the path of the step, and no rule of a Checkpointer deletes it.
+
+    \b
+    jaxckpt pin run1@40 --name paper
+    """
 
 
 @_command("writing", location("path"))
 def unpin() -> None:
-    """Take the name of a pinned step, such as run@paper, back."""
+    """Remove the name of a pinned step.
+
+    PATH is the run and the name. Without a name, the rules of a Checkpointer may delete the step again.
+
+    \b
+    jaxckpt unpin run1@paper
+    """
 
 
 @_command("writing", location("run"), location("new_run"))
 def fork() -> None:
-    """Begin a new run with a step of another one, by hard links: no data is copied.
+    """Start a new run from a step of another run.
+
+    The files are hard-linked, so no data is copied.
 
     \b
     jaxckpt fork run1 run2
@@ -305,10 +335,10 @@ def fork() -> None:
     """
 
 
-@_command("writing", location("path"), click.option("--yes", "-y", is_flag=True, help="Do not ask."))
+@_command("writing", location("path"), click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation."))
 def rm() -> None:
     """Delete a jaxckpt checkpoint, such as a step of a run.
 
-    The manifest is deleted first, so a reader finds either the whole checkpoint or none. Other files in the folder
-    are kept.
+    The manifest is deleted first, so readers see either the whole checkpoint or none. Other files in the folder are
+    kept.
     """

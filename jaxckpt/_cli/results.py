@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -26,8 +27,8 @@ _SHOWN_ROWS = 40
 # Verifying ------------------------------------------------------------------------------------------------
 
 
-def verify(path: str, quick: bool, as_json: bool) -> bool:
-    report = verify_checkpoint(path, quick=quick, options=with_progress())
+def verify(path: str, quick: bool, rate: int | None, as_json: bool) -> bool:
+    report = verify_checkpoint(path, quick=quick, options=replace(with_progress(), max_bytes_per_second=rate))
     if as_json:
         problems = [fields(problem, "leaf box object reason") for problem in report.problems]
         print_json({**fields(report, "path ok leaves objects checked_bytes"), "quick": quick, "problems": problems})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import click
 import numpy as np
@@ -114,7 +114,7 @@ def _print_tree(
         node[last] = leaf
     columns = [Column("leaf", 12, middle=True), Column("dtype[shape]", 12), Column("layout", 10), number("bytes")]
     one_mesh = len(_meshes(leaves)) == 1
-    print_table(columns, list(_rows(tree, 0, depth, every, one_mesh=one_mesh)))
+    print_table(columns, list(_rows(tree, 0, depth, every, one_mesh=one_mesh, one=True)))
 
 
 def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[str]:
@@ -145,20 +145,28 @@ _Node = dict[str, Any]
 """Children by component of their path: leaves, or nodes."""
 
 
-def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: bool) -> Iterator[list[str]]:
-    """The rows of a container's children; children in a row that are alike share one."""
+def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: bool, one: bool) -> Iterator[list[str]]:
+    """The rows of a container's children, down to `depth` levels of containers.
+
+    Consecutive children that are alike share a row, and so does a chain of containers with a single child. `one` is
+    false for the children of several containers, whose values may differ.
+    """
     for names in [[name] for name in node] if every else _runs(node, one_mesh):
-        child = node[names[0]]
+        child, left, alone = node[names[0]], depth, one and len(names) == 1
         label, head = "  " * level + _run_label(names), f"{len(names)} × " if len(names) > 1 else ""
+        while not every and isinstance(child, dict) and len(cast("_Node", child)) == 1 and left != 1:
+            ((name, child),) = cast("_Node", child).items()
+            label, left = f"{label}/{name}", left and left - 1
         if isinstance(child, dict):
             below: list[LazyLeaf] = [leaf for name in names for leaf in _below(node[name])]
             count = len(below) // len(names)
             size = show_bytes(sum(leaf.nbytes for leaf in below))
             yield [f"{label}/", f"{head}{counted(count, 'leaf')}", "", size]
-            if depth is None or level + 1 < depth:
-                yield from _rows(child, level + 1, depth, every, one_mesh=one_mesh)
+            if left != 1:
+                rows = _rows(cast("_Node", child), level + 1, left and left - 1, every, one_mesh=one_mesh, one=alone)
+                yield from rows
         else:
-            what, layout = _leaf_texts(child, one_mesh)
+            what, layout = _leaf_texts(child, one_mesh) if alone or not _is_value(child) else (child.kind, "")
             size = show_bytes(child.nbytes * len(names)) if child.nbytes or not _is_value(child) else ""
             yield [label or "(the tree itself)", f"{head}{what}", layout, size]
 
@@ -253,7 +261,7 @@ def _n_bytes(leaf: LazyLeaf, index: Any) -> int:
 def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
     """What an index selects, or all, as a .npy file. All is written row by row, as it may be larger than memory."""
     if leaf.kind in ("str", "bytes"):
-        raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is no array")
+        raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is not an array")
     slabs: Iterable[Array]
     if index is None and leaf.shape:
         shape = leaf.shape

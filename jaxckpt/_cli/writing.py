@@ -107,7 +107,10 @@ def unpin(path: str, as_json: bool) -> None:
 
 def fork(run: str, new_run: str, as_json: bool) -> None:
     step = fork_run(run, new_run)
-    _print_done(f"{new_run} begins with step {step} of {run}", {"run": run, "new_run": new_run, "step": step}, as_json)
+    source = run.removesuffix(f"@{step}")
+    _print_done(
+        f"{new_run} starts from step {step} of {source}", {"run": run, "new_run": new_run, "step": step}, as_json
+    )
 
 
 def rm(path: str, yes: bool, as_json: bool) -> None:
@@ -131,9 +134,9 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         click.confirm(printable(f"delete {path} ({what})?"), abort=True, err=True)
         again = open_checkpoint(path)
         if again.save_id != checkpoint.save_id:
-            raise InputError(f"{path} was saved again meanwhile, and is not deleted")
+            raise InputError(f"{path} was saved again in the meantime, so it was not deleted")
     if store.read(MANIFEST) is None:
-        raise NotACheckpointError(f"{path} was deleted meanwhile")
+        raise NotACheckpointError(f"{path} was deleted in the meantime")
     store.unpublish(sync=options.sync)
     store.clear()
     # A directory may keep a list of steps; this one may have been published again meanwhile.
@@ -142,4 +145,4 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     left = store.names()
     _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
     if left:
-        click.echo(printable(f"kept, as not part of this checkpoint: {', '.join(left[:5])}"), err=True)
+        click.echo(printable(f"kept, because not part of this checkpoint: {', '.join(left[:5])}"), err=True)

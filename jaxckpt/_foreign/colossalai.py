@@ -63,7 +63,7 @@ def open_colossalai(path: str) -> Foreign:
     models = [name for name in indices if name not in optimizers]
     if len(models) + bool(metas) > 1 or len(optimizers) > 1:
         raise InputError(
-            f"{path} has several indices ({', '.join([*metas[:1], *indices][:5])}): give a folder for each"
+            f"{path} has several index files ({', '.join([*metas[:1], *indices][:5])}): use one folder for each"
         )
     trees: dict[str, Tree] = {}
     if metas:
@@ -104,7 +104,10 @@ def _distributed(path: str, metas: Sequence[str]) -> Tree:
         where = os.path.join(path, name)
         for tensor, shard in read_json(where, _Meta).metadata.items():
             if not len(shard.offsets) == len(shard.lengths) == len(shard.global_shape):
-                raise DataError(f"{where}: the offsets, lengths and global_shape of {show(tensor)} are not of one rank")
+                raise DataError(
+                    f"{where}: the offsets, lengths and global_shape of {show(tensor)} have different numbers of"
+                    " dimensions"
+                )
             if shard.file not in files:
                 files[shard.file] = _tensors(inside(path, shard.file, where))
             shards.setdefault(tensor, []).append(shard)
@@ -164,7 +167,7 @@ def _replicated(name: str, values: Mapping[str, Tree]) -> Tree:
         return next(iter(values.values()))
     arrays = {file: value for file, value in values.items() if isinstance(value, ForeignArray)}
     if len(arrays) < len(values):
-        return unreadable(f"is in {len(values)} files, and no tensor that could be compared")
+        return unreadable(f"is in {len(values)} files, but is not a tensor that can be compared")
     return replicated(name, arrays)
 
 
@@ -175,7 +178,7 @@ def _optimizer(path: str, where: str) -> Tree:
     """As `Optimizer.state_dict()` has it."""
     groups = (read_json(where, Index).metadata or {}).get("param_groups")
     if not isinstance(groups, str):
-        raise DataError(f"{where} names no file of param_groups")
+        raise DataError(f"{where} does not name a param_groups file")
     state = read_indexed(path, where, _states)
     return {"param_groups": read_saved(inside(path, groups, where)), "state": state}
 
@@ -192,7 +195,7 @@ def _states(path: str) -> Mapping[Any, Tree]:
         separator = name[len("state") : len("state") + 1]
         words = name.split(separator) if separator in ("-", ".") else []
         if len(words) != 3 or words[0] != "state":
-            raise DataError(f"{path}: {show(name)} is no state of a parameter")
+            raise DataError(f"{path}: {show(name)} is not the state of a parameter")
         parameter = int(words[1]) if re.fullmatch(r"\d{1,18}", words[1]) else words[1]
         value: Tree = array
         if name in pickled and isinstance(array.data, FileData):

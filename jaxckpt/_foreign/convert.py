@@ -51,36 +51,39 @@ def convert(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> None:
-    """Write a checkpoint again: in another format, for another mesh, in other chunks, or only some of its leaves.
+    """Convert a checkpoint to another format, mesh or chunk size, or to a subset of its leaves.
 
-    Any host can do it: no devices are used, and at most about `options.host_bytes` of memory in addition to Python and
-    JAX. In a job of several processes all of them call it, and process 0 writes.
+    Any host can do this: no devices are used, and at most about `options.host_bytes` of memory in addition to Python
+    and JAX. In a job of several processes, every process makes the call and process 0 writes.
 
     Args:
-        source: A checkpoint of any format that `restore` takes, or what `rank_files` and its kind have made.
-        destination: Where the new one goes: as for `save`, or a local path in other formats.
-        format: "jaxckpt"; "safetensors" (a file if `destination` ends in ".safetensors", else a folder of shards
-            with their index); "npz"; "zarr" (a group with one array a leaf); "orbax". By default it follows from the
-            destination's suffix: .safetensors, .npz, .zarr, or "jaxckpt" if it has none. Any other suffix, such as .pt
-            or .h5, is an error unless `format` is given.
+        source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or
+            `oneflow_ranks`.
+        destination: The path of the new checkpoint: as for `save`, or a local path for other formats.
+        format: "jaxckpt"; "safetensors" (a file if `destination` ends in ".safetensors", otherwise a folder of shards
+            with an index); "npz"; "zarr" (a group with one array per leaf); "orbax". By default the destination's
+            suffix decides: .safetensors, .npz, .zarr, or "jaxckpt" without a suffix. Any other suffix, such as .pt or
+            .h5, is an error unless `format` is given.
         mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
-            decides how they are cut into objects and what spec they are restored with. By default as they were.
+            decides how leaves are cut into objects, and the specs that they are restored with. By default the layout
+            stays the same.
         specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
-            leaf). Without it each keeps its own, by axis name; a mesh that has none of these axes is a SpecError.
+            leaf). By default each leaf keeps its own spec, mapped by axis name; if the mesh has none of these axes, a
+            SpecError is raised.
         select: Only these leaves, by their old paths, as for `restore`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function; or `Rules`, as for
             `restore`. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
-        overwrite: Replace what is at `destination`: a checkpoint of any format, a file, or an empty folder. A folder
-            that holds other files as well is not deleted, nor is one of several steps, or one that the source lies in.
+        overwrite: Replace an existing `destination`: a checkpoint of any format, a file, or an empty folder. A folder
+            with other files, with several steps, or that contains the source is never deleted.
         options: See `Options`.
 
     Raises:
         NotACheckpointError, CorruptError: As `restore`.
         StorageError: As `restore`; or `destination` cannot be written.
         SpecError: A spec does not fit its leaf or the mesh.
-        TreeError: Leaves that the format cannot hold; one error lists them.
-        CheckpointExistsError: Something is at `destination`.
+        TreeError: Leaves that the format cannot store; one error lists them.
+        CheckpointExistsError: `destination` already exists.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -94,13 +97,13 @@ def convert(
     if chunk_bytes is not None:
         options = replace(options, chunk_bytes=chunk_bytes)
     if specs is not None and mesh_shape is None:
-        raise InputError("convert(specs=…) needs mesh_shape=: the axis sizes of the mesh that the specs are of")
+        raise InputError("convert(specs=…) needs mesh_shape=: the sizes of the mesh axes that the specs name")
     target = local_path(destination, "destination")
     name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
     if name != "jaxckpt" and target is None:
         raise InputError(
-            f"{name!r} is written to a local path, and {os.fspath(destination)!r} looks like a URL: copy it there"
-            " afterwards"
+            f"{name!r} is written to a local path, but {os.fspath(destination)!r} looks like a URL: write it to a local"
+            " path, then copy it"
         )
     rename, rules = split_rename(rename)
     original = renamed_source(source_at(source, options)[0], rules)
@@ -129,8 +132,9 @@ def convert(
 def integrate(
     old: str, new: str | os.PathLike[str], strategy: str | os.PathLike[str], n: int, *, overwrite: bool = False
 ) -> None:
-    """What MindSpore's tutorial of that name does with the same arguments: `./node0/OLD` and so on, the files of `n`
-    ranks, become the one checkpoint `new`, which is ours."""
+    """Merge the files of `n` MindSpore ranks, `./node0/OLD` and so on, into the jaxckpt checkpoint `new`.
+
+    The arguments are those of integrate_checkpoint.py in MindSpore's tutorial."""
     ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
     convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
 

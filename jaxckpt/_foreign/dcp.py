@@ -54,8 +54,8 @@ def open_dcp(path: str) -> Foreign:
     if shards:
         return compose(path, _sharded(path, shards), "dcp")
     if any(name.endswith(_METADATA) for name in names):
-        raise DataError(f"{path} was saved with use_collectives=False: each rank's is a checkpoint of its own")
-    raise NotACheckpointError(f"{path} has .distcp files but no {_METADATA}: the save never ended")
+        raise DataError(f"{path} was saved with use_collectives=False: each rank's files are a separate checkpoint")
+    raise NotACheckpointError(f"{path} has .distcp files but no {_METADATA}: the save never finished")
 
 
 # .metadata ------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _tree_of(path: str) -> dict[str, Tree]:
     metadata = required(unpickle(where, calls={"torch.Size": sizes}), "Metadata", where).fields
     items = _by_name(metadata.get("state_dict_metadata"))
     if items is None:
-        raise DataError(f"{where}: its state_dict_metadata is no dict of names")
+        raise DataError(f"{where}: its state_dict_metadata is not a dict of names")
     mapping = _by_name(metadata.get("planner_data")) or {}  # None if the planner flattened nothing
     stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
@@ -129,7 +129,7 @@ StoredItems = Mapping[tuple[str, tuple[int, ...] | None], _StorageInfo]
 
 def _stored_items(path: str, where: str, storage: Any) -> StoredItems:
     if not isinstance(storage, dict):
-        raise DataError(f"{where}: its storage_data is no dict")
+        raise DataError(f"{where}: its storage_data is not a dict")
     items: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {}
     ends: dict[str, int] = {}
     what = f"{where}: an entry of its storage_data"
@@ -153,14 +153,14 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
     if wrong := [chunk for chunk in chunks if len(chunk.offsets) != len(chunk.sizes)]:
         raise DataError(f"{what} has a chunk of {list(wrong[0].sizes)} at {list(wrong[0].offsets)}")
     if dtype not in DTYPES:
-        return unreadable(f"has dtype {dtype}, which NumPy and JAX lack")
+        return unreadable(f"has dtype {dtype}, which NumPy and JAX do not support")
     pieces: dict[Box, ArrayData] = {}
     for chunk in chunks:
         if 0 in chunk.sizes:
             continue
         info = stored.get((name, chunk.offsets))
         if info is None:
-            raise DataError(f"{where}: the chunk of {show(name)} at {list(chunk.offsets)} lies in no file")
+            raise DataError(f"{where}: the chunk of {show(name)} at {list(chunk.offsets)} is not in any file")
         if info.transform_descriptors:
             return _encoded(info)
         if info.length < math.prod(chunk.sizes) * DTYPES[dtype].itemsize:
@@ -174,7 +174,7 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
 
 
 def _encoded(info: _StorageInfo) -> ForeignArray:
-    return unreadable(f"was encoded by {', '.join(info.transform_descriptors or ())}, which this library cannot undo")
+    return unreadable(f"was encoded by {', '.join(info.transform_descriptors or ())}, which jaxckpt cannot decode")
 
 
 def _dtype(properties: Object) -> str:
@@ -187,7 +187,7 @@ def _dtype(properties: Object) -> str:
 def _python_object(where: str, name: str, stored: StoredItems) -> Tree:
     info = stored.get((name, None))
     if info is None:
-        raise DataError(f"{where}: the object {show(name)} lies in no file")
+        raise DataError(f"{where}: the object {show(name)} is not in any file")
     if info.transform_descriptors:
         return _encoded(info)
     try:
@@ -211,11 +211,11 @@ def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> dict[st
         if kinds == {int} and path:
             if sorted(node) != list(range(len(node))):
                 raise DataError(
-                    f"{where}: the list {show('/'.join(map(str, path)))} has the places {sorted(node)[:20]}"
+                    f"{where}: the list {show('/'.join(map(str, path)))} has the indices {sorted(node)[:20]}"
                 )
             inner[path[:-1]][path[-1]] = [node[number] for number in range(len(node))]
         elif kinds - {str}:
-            raise DataError(f"{where}: {show('/'.join(map(str, path)))} has names and numbers for keys")
+            raise DataError(f"{where}: {show('/'.join(map(str, path)))} has both names and numbers as keys")
     return root
 
 
@@ -268,7 +268,7 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
         one, two = cast("list[Tree]", first), cast("list[Tree]", second)
         if len(one) == len(two):
             return [_merged(a, b, where, f"{path}/{n}") for n, (a, b) in enumerate(zip(one, two, strict=True))]
-    raise DataError(f"{where}: {show(path)} is in the common state and among what is sharded")
+    raise DataError(f"{where}: {show(path)} is in both the common and the sharded state")
 
 
 # Sharded safetensors --------------------------------------------------------------------------------------
@@ -282,10 +282,10 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
     ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     if ranks != {*range(1, len(ranks) + 1)}:
         lost = next(number for number in range(1, max(ranks) + 1) if number not in ranks)
-        raise DataError(f"{path} has no file of shard {lost}, but one of shard {max(ranks)}")
+        raise DataError(f"{path} has a file for shard {max(ranks)}, but none for shard {lost}")
     warnings.warn(
         f"{path} records neither how many files it has nor the shapes of its arrays: both are taken from the files of"
-        f" {len(ranks)} ranks that exist; check that the job had as many",
+        f" {len(ranks)} ranks that exist; check that the job had that many ranks",
         stacklevel=2,
     )
     chunks: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
@@ -307,5 +307,5 @@ def _together(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> For
     first = chunks[0][1]
     shape = tuple(max(box[dim][1] for box, _, _ in chunks) for dim in range(len(first.shape)))
     if math.prod(shape) and first.dtype not in DTYPES:
-        return unreadable(f"has dtype {first.dtype}, which NumPy and JAX lack")
+        return unreadable(f"has dtype {first.dtype}, which NumPy and JAX do not support")
     return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in chunks]))

@@ -26,20 +26,21 @@ from jaxckpt._storage.place import local_path, store_at
 def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
     """Raise CheckpointExistsError unless what is at `path` may be replaced."""
     if not overwrite:
-        raise CheckpointExistsError(f"{path} exists already; pass overwrite=True to replace it")
+        raise CheckpointExistsError(f"{path} already exists; pass overwrite=True to replace it")
     if os.path.islink(path):
         return
     origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
     for origin in filter(None, map(local_path, origins)):
         place, there = os.path.realpath(path), os.path.realpath(origin)
         if there.startswith(os.path.join(place, "")) or (isinstance(source, Foreign) and there == place):
-            raise CheckpointExistsError(f"the source {origin} lies in {path}, which would be deleted")
+            raise CheckpointExistsError(f"the source {origin} is in {path}, which would be deleted")
     if not os.path.isdir(path):
         return
     # A mistyped path must not cost a user the home folder.
     if odd := _strangers(path, listed(path)):
         raise CheckpointExistsError(
-            f"{path} holds other files than one checkpoint ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
+            f"{path} holds files that are not part of one checkpoint"
+            f" ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
             " overwrite=True does not delete them; give another path"
         )
 

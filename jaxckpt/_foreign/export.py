@@ -61,7 +61,8 @@ def arrays_of(
             problems.append(f"{show(leaf.path)} {problem}")
     if problems:
         raise TreeError(
-            f"the format cannot hold {len(problems)} of these leaves; leave them out with select=:\n{listing(problems)}"
+            f"the format cannot store {len(problems)} of these leaves; leave them out with"
+            f" select=:\n{listing(problems)}"
         )
     return arrays
 

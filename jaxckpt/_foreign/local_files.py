@@ -33,7 +33,7 @@ def opened(path: str) -> Generator[int]:
             raise DataError(f"{path} is missing") from error
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise DataError(f"{path} is no plain file")
+                raise DataError(f"{path} is not a regular file")
             yield handle
         finally:
             os.close(handle)
@@ -103,7 +103,7 @@ def inside(folder: str, name: str, where: str) -> str:
     """The path of a file that an index names. Raises DataError if the name leads out of the folder."""
     names = name.split("/")
     if not all(names) or {".", ".."} & {*names} or "\0" in name:
-        raise DataError(f"{where} names the file {name[:200]!r}, which would lie outside of its folder")
+        raise DataError(f"{where} names the file {name[:200]!r}, which would be outside its folder")
     return os.path.join(folder, *names)
 
 

@@ -70,27 +70,27 @@ def mindspore_ranks(
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
 ) -> Foreign:
-    """The checkpoint that the ranks of a MindSpore job wrote, as one of global arrays.
+    """Combine the files that the ranks of a MindSpore job saved into one checkpoint of global arrays.
 
-    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path: there is nothing to
-    merge first. Only headers are read here; arrays are read from the files where they lie, box by box. Call it on
-    every process.
+    Pass the result to `restore`, `load_numpy`, `open`, `convert`, `diff` or `verify` in place of a path; no merge step
+    is needed. Only headers are read here; arrays are read from the rank files later, box by box. Every process makes
+    this call.
 
     Args:
-        files: The file of each rank, .ckpt or .safetensors, as {rank: path}; or the folder that has the folders rank_0,
-            rank_1, … with one file each.
-        strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, of one pipeline stage or
-            merged; or a folder of those of all stages. An array that it lacks is whole in each rank. The axes of its
-            device matrices are named "d0", "d1", … from the left, that of several pipeline stages "stage".
-        mesh_shape: Without a strategy, the mesh that the ranks were numbered on, row by row, as for `rank_files`.
+        files: The file of each rank, .ckpt or .safetensors, as {rank: path}; or the folder with the folders rank_0,
+            rank_1, …, each with one file.
+        strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, for one pipeline stage or
+            merged; or a folder with the files of all stages. Arrays that are not in it are whole in each rank. The axes
+            of its device matrices are named "d0", "d1", … from the left; the axis of pipeline stages is "stage".
+        mesh_shape: Without a strategy, the mesh on which the ranks were numbered, as for `rank_files`.
         specs: Without a strategy, how each array was split over that mesh, as for `rank_files`.
 
     Raises:
-        DataError: A file is missing or damaged; shards of an array overlap, or leave a box of it that no rank has. The
-            error names the array and the box.
-        NotACheckpointError: The folder is not there, or has no folders of ranks.
-        InputError: Both a strategy and specs; several files in the folder of a rank.
-        TreeError: An array of a dtype that NumPy and JAX lack.
+        DataError: A file is missing or damaged; or shards of an array overlap, or no rank has some box of it. The error
+            names the array and the box.
+        NotACheckpointError: The folder does not exist, or has no rank folders.
+        InputError: Both a strategy and specs were given, or a rank's folder has several files.
+        TreeError: An array has a dtype that NumPy and JAX do not support.
 
     Examples:
         >>> import jax, numpy as np, jaxckpt
@@ -102,7 +102,9 @@ def mindspore_ranks(
         {'w': array([0, 1, 2, 3, 4, 5])}
     """
     if strategy is not None and (mesh_shape is not None or specs is not None):
-        raise InputError("a strategy says what mesh_shape= and specs= would; pass one or the other")
+        raise InputError(
+            "a strategy determines the mesh and the specs: pass either strategy= or mesh_shape= and specs="
+        )
     paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
     held = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
     if strategy is None:
@@ -198,7 +200,8 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
     n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
     if lost := [rank for rank in held if rank // n_devices not in strategy]:
         raise DataError(
-            f"rank {lost[0]} is of stage {lost[0] // n_devices}, as each has {n_devices} devices; the strategy is of"
+            f"rank {lost[0]} is of stage {lost[0] // n_devices}, as each stage has {n_devices} devices; the strategy"
+            " has stages"
             f" {', '.join(map(str, sorted(strategy)))}"
         )
     for name, shards in arrays.items():
@@ -213,7 +216,9 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
             if own:  # what stages share is saved by one of them
                 of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
-            raise DataError(f"{show(name)} is in no rank of stage {', '.join(map(str, stages))}, where it is trained")
+            raise DataError(
+                f"{show(name)} is missing from every rank of stage {', '.join(map(str, stages))}, where it is trained"
+            )
         whole[name] = replicated(name, {f"stage {stage}": array for stage, array in of_stages})
     return whole
 
@@ -223,7 +228,7 @@ def _devices_of_a_stage(strategy: Strategy) -> int:
         math.prod(layout.dev_matrix): show(name) for layouts in strategy.values() for name, layout in layouts.items()
     }
     if len(counts) > 1:
-        raise DataError(f"the strategy has another number of devices for each of {', '.join(counts.values())}")
+        raise DataError(f"the strategy has different numbers of devices for {', '.join(counts.values())}")
     (count,) = counts
     if not 0 < count * (max(strategy) + 1) <= MAX_RANKS:
         raise DataError(f"the strategy has {count * (max(strategy) + 1)} devices; expected 1 to {MAX_RANKS}")
@@ -241,7 +246,7 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
             f" dev_matrix {list(layout.dev_matrix)}"
         )
     if layout.field > 0:
-        raise DataError(f"{show(name)} is split within each of {layout.field} fields, which is not read")
+        raise DataError(f"{show(name)} is split within each of {layout.field} fields, which jaxckpt cannot read")
     sides, tensor_map = _optimizer_shards(name, layout)
     names = [f"d{number}" for number in range(len(sides))]
     spec = tuple(tuple(names[-1 - dim] for dim in dims) for dims in tensor_map)
@@ -253,7 +258,8 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
         array = from_ranks(name, shards, axes, spec)
     if layout.tensor_shape is not None and array.shape != layout.tensor_shape:
         raise DataError(
-            f"{show(name)} would be {list(array.shape)} of its shards, its strategy has {list(layout.tensor_shape)}"
+            f"{show(name)} has shape {list(array.shape)} by its shards, but its strategy has"
+            f" {list(layout.tensor_shape)}"
         )
     return array
 
@@ -348,11 +354,11 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
 def _values(wire: Message) -> Iterator[_Value]:
     for field in wire.fields(0, wire.size):
         if field.number != 1:
-            raise wire.damaged(field.start, f"there is field {field.number}, which the format lacks")
+            raise wire.damaged(field.start, f"field {field.number} is not part of the format")
         value = wire.read(field, "a value", _VALUE, only=True)
         if "map" in value:
             tag = show(value.get("tag", ""))
-            raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX lacks")
+            raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX does not support")
         yield converted(wire.path, value, _Value)
 
 
@@ -370,7 +376,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         try:
             return os.pread(handle, n_bytes, offset).decode("utf-32-le", "surrogatepass").rstrip("\0")
         except UnicodeDecodeError as error:
-            raise DataError(f"{where} is no text: {error}") from error
+            raise DataError(f"{where} is not text: {error}") from error
     if first.type not in _DTYPES:
         return ForeignArray(first.type[:40], first.dims, FileData(path, offset, "uint8", (n_bytes,)))
     dtype = _DTYPES[first.type]
@@ -386,7 +392,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
     for run in runs:
         count, rest = divmod(run.n_bytes, size)
         if rest:
-            raise DataError(f"{where} lies in several values, one of which ends within an element")
+            raise DataError(f"{where} is split over several values, one of which ends in the middle of an element")
         offset = run.content[0]
         for box in flat_boxes(shape, element, element + count):
             pieces.append((box, FileData(path, offset, dtype, extent(box))))

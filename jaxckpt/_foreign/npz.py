@@ -108,7 +108,7 @@ class _Stream:
             except zlib.error as error:
                 raise DataError(f"{member.path} is damaged: {error}") from error
             if not data and (inflater.eof or not packed):
-                raise DataError(f"{member.path} was cut, or is damaged: {member.name} ends at byte {position}")
+                raise DataError(f"{member.path} was truncated or is damaged: {member.name} ends at byte {position}")
             crc = zlib.crc32(data, crc)
             if position + len(data) == member.n_bytes:
                 member.require(crc)
@@ -136,10 +136,12 @@ def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | 
     try:
         shape, fortran, dtype = _described(file)
     except Exception as error:  # NumPy's parser, too
-        raise DataError(f"{path}: {show(name)} is no array of NumPy: {str(error)[:200]}") from error
+        raise DataError(f"{path}: {show(name)} is not a NumPy array: {str(error)[:200]}") from error
     start = file.tell()
     if dtype.hasobject:
-        raise DataError(f"{path}: {show(name)} holds pickled Python objects, which could run any code: not read")
+        raise DataError(
+            f"{path}: {show(name)} holds pickled Python objects; they could run any code, so they are not read"
+        )
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(side or 1 for side in shape) >= 1 << 63:
         raise DataError(f"{path}: {show(name)} has shape {list(shape)}, which no array has")
     n_bytes = dtype.itemsize * math.prod(shape)
@@ -151,11 +153,11 @@ def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | 
         return _text(path, name, _head(handle, member, member.n_bytes), start, member, dtype)
     if dtype.kind == "V":
         raise DataError(
-            f"{path}: {show(name)} has dtype {dtype}: NumPy's format forgets dtypes that are not its own, such as"
+            f"{path}: {show(name)} has dtype {dtype}: NumPy's format does not record dtypes of other libraries, such as"
             " bfloat16. Save a view of it as unsigned integers, or use safetensors"
         )
     if dtype.name not in DTYPES or not dtype.isnative:
-        raise DataError(f"{path}: {show(name)} has dtype {dtype.str}, which JAX lacks")
+        raise DataError(f"{path}: {show(name)} has dtype {dtype.str}, which JAX does not support")
     if member.deflated:
         return ForeignArray(dtype.name, shape, Deflated(_Stream(member), start, dtype.name, shape, fortran))
     strides = tuple(math.prod(shape[:dim]) for dim in range(len(shape))) if fortran else None
@@ -166,7 +168,7 @@ def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """(shape, Fortran order, dtype) from a .npy header."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} of its format is not read")
+        raise ValueError(f"version {version} of its format is not supported")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     with warnings.catch_warnings(action="ignore"):  # that Python 2 wrote it
         return read(file, MAX_HEADER_BYTES)
@@ -177,7 +179,7 @@ def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: n
     try:
         return np.ndarray((), dtype, raw[start:] or b"\0").item()
     except ValueError as error:  # a number that is no character
-        raise DataError(f"{path}: {show(name)} is no text: {error}") from error
+        raise DataError(f"{path}: {show(name)} is not text: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,27 +79,27 @@ def open_oneflow(path: str) -> Foreign:
 
 
 def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None) -> Foreign:
-    """The checkpoint that each rank of a OneFlow job saved for itself, as one of global arrays.
+    """Combine the files that the ranks of a OneFlow job saved separately into one checkpoint of global arrays.
 
-    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. OneFlow does not record
-    how local tensors belong together, so the caller passes it here. Only what describes the arrays is read now; they
-    are read from the files where they lie, box by box. Call it on every process.
+    Pass the result to `restore`, `load_numpy`, `open`, `convert`, `diff` or `verify` in place of a path. OneFlow does
+    not record how local tensors were split, so the caller passes it here. Only the descriptions of arrays are read
+    here; arrays are read from the rank files later, box by box. Every process makes this call.
 
-    What one rank has saved of global tensors (`flow.save(…, global_dst_rank=0)`) needs none of this: it opens by its
+    Global tensors that one rank saved (`flow.save(…, global_dst_rank=0)`) do not need this function: open them by their
     path.
 
     Args:
-        files: What each rank gave to `flow.save`, a file or a folder, as {rank: path}.
-        mesh_shape: The mesh that the ranks were numbered on, row by row: {"data": 2, "model": 4}. By default one axis
-            "rank" with as many as there are files.
+        files: The path that each rank gave to `flow.save`, a file or a folder, as {rank: path}.
+        mesh_shape: The mesh on which the ranks were numbered, in row-major order: {"data": 2, "model": 4}. By default
+            one axis "rank" with the number of files.
         specs: How each tensor was split over that mesh: a PartitionSpec for all, a mapping of path → PartitionSpec, or
-            a function of (path, leaf). `sbp.split(dim)` is a name at that dimension, `sbp.broadcast` none. Where it
-            says nothing, each rank holds all of the tensor. Ranks that hold the same box are replicas: one is enough,
+            a function of (path, leaf). `sbp.split(dim)` is an axis name at that dimension, `sbp.broadcast` is none.
+            Without a spec, each rank holds the whole tensor. Ranks that hold the same box are replicas: one is enough,
             and they are compared when they are read.
 
     Raises:
-        DataError: A file is missing or damaged; shards of an array overlap, or leave a box of it that no rank has; a
-            number or text is not the same in all ranks.
+        DataError: A file is missing or damaged; shards of an array overlap, or no rank has some box of it; or a number
+            or text differs between ranks.
         SpecError: A spec does not fit the mesh or its array.
 
     Examples:
@@ -131,7 +131,7 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
 def _saved(path: str) -> Tree:
     """What one rank saved."""
     if not os.path.exists(path):
-        raise NotACheckpointError(f"there is no {path}")
+        raise NotACheckpointError(f"{path} does not exist")
     if not os.path.isdir(path):
         return _unpickled(path, None)
     names = os.listdir(path)
@@ -174,10 +174,12 @@ def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> Non
     """
     counts = collections.Counter(name for one in tensors if isinstance(name := one.fields.get("path"), str))
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise DataError(f"{path} is damaged: two of its tensors lie in {min(twice)[:200]!r}")
+        raise DataError(f"{path} is damaged: two of its tensors are in {min(twice)[:200]!r}")
     there = {name for name in os.listdir(folder) if _OF_A_PICKLE.fullmatch(name)}
     if lost := there - counts.keys():
-        raise DataError(f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or of another save")
+        raise DataError(
+            f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or from another save"
+        )
 
 
 def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
@@ -191,7 +193,7 @@ def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
             array = array_in(data)
             if array is not None and number in _OF_NUMBER:
                 return _as(array, _OF_NUMBER[number], path)
-            return unreadable(f"is a tensor of OneFlow's data type {number}, which NumPy and JAX lack")
+            return unreadable(f"is a tensor of OneFlow's data type {number}, which NumPy and JAX do not support")
         case _:
             raise DataError(f"{path}: a tensor has neither its data nor a path")
 
@@ -225,7 +227,9 @@ def _tensor_in(folder: str) -> ForeignArray:
     if message is None:
         raise DataError(f"{meta} has no shape and data_type: {text[:200]!r}")
     if message["dtype"] not in _DTYPES:
-        return unreadable(f"is a tensor of OneFlow's data type {message['dtype'][:40]}, which NumPy and JAX lack")
+        return unreadable(
+            f"is a tensor of OneFlow's data type {message['dtype'][:40]}, which NumPy and JAX do not support"
+        )
     dtype = _DTYPES[message["dtype"]][1]
     shape = tuple(map(int, re.findall(r"\d+", message["dims"])))
     if len(shape) > MAX_RANK:

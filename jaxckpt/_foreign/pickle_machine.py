@@ -117,7 +117,7 @@ class Machine:
             if operation is None:
                 if code == 0x2E:  # STOP
                     return self.stack.pop()
-                raise ValueError(f"operation {bytes([code])!r} is none of those that build data")
+                raise ValueError(f"the opcode {bytes([code])!r} does not build data")
             operation(self)
 
     # Input
@@ -127,7 +127,7 @@ class Machine:
         left = len(self._window) - self._next
         wanted = max(count - left, min(self._ahead, self._end - self.at - left))
         if self.at + count > self._end:
-            raise ValueError(f"it ends within a value of {count} bytes")
+            raise ValueError(f"it ends in the middle of a value of {count} bytes")
         self._ahead = min(2 * self._ahead, self._most_ahead)
         self._read += wanted
         self._budget += 16 * wanted
@@ -135,7 +135,7 @@ class Machine:
             raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
         more = os.pread(self._handle, wanted, self.at + left)
         if len(more) < min(wanted, count - left):
-            raise ValueError("the file was cut while it was read")
+            raise ValueError("the file was truncated while it was being read")
         self._first, self._window, self._next = self.at, self._window[self._next :] + more, 0
 
     def take(self, count: int) -> bytes:
@@ -162,7 +162,7 @@ class Machine:
             return self.take(count)
         skipped = FoundBytes(self._path, self.at, count)
         if skipped.offset + count > self._end:
-            raise ValueError(f"it ends within bytes of length {count}")
+            raise ValueError(f"it ends in the middle of bytes of length {count}")
         self._first, self._window, self._next = skipped.offset + count, b"", 0
         self._ahead = _WINDOW_BYTES[0]
         return skipped
@@ -228,13 +228,13 @@ class Machine:
     def add_items(self) -> None:
         self.from_mark()
         if not isinstance(self.stack[-1], Object):
-            raise TypeError("items are added to what is no set")
+            raise TypeError("items are added to something that is not a set")
 
     # Names and calls
 
     def name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise TypeError("a name is no text")
+            raise TypeError("a name is not text")
         known = f"{_MODULES.get(module, module)}.{name}"
         self.push(self._globals.setdefault(known, Global(known)))
 
@@ -300,7 +300,7 @@ def insert(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     expected = len(target) + len(keys)
     target.update(zip(keys, items[1::2], strict=True))
     if len(target) < expected:
-        raise ValueError("a dict has one key twice")
+        raise ValueError("a dict has the same key twice")
     return target
 
 

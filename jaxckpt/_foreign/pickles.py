@@ -53,7 +53,7 @@ def unpickle(
         try:
             return machine.run()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            what = "a memo or mark that was never made" if isinstance(error, LookupError) else str(error)
+            what = "it refers to a memo or mark that does not exist" if isinstance(error, LookupError) else str(error)
             raise DataError(f"{path}: the pickle at byte {start} is damaged at byte {machine.at}: {what}") from error
 
 
@@ -83,7 +83,7 @@ def _bytes(*args: Any) -> Any:
         case (str(text), str(encoding)):
             return _encoded(text, encoding)
         case _:
-            raise TypeError("bytes are made of something else")
+            raise TypeError("bytes are built from an unexpected value")
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
@@ -108,7 +108,7 @@ class _NumpyDtype(Unbuilt):
 
     def build(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(cast("tuple[Any, ...]", state)) < 2:
-            raise TypeError("a NumPy dtype has an odd state")
+            raise TypeError("a NumPy dtype has an unexpected state")
         self.order = str(cast("tuple[Any, ...]", state)[1])[:1]
 
     @property
@@ -129,7 +129,7 @@ class _NumpyArray(Unbuilt):
 
 def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy") -> ForeignArray | Object:
     if not isinstance(dtype, _NumpyDtype):
-        raise TypeError("the dtype of a NumPy array is none")
+        raise TypeError("the dtype of a NumPy array is missing")
     name = dtype.known
     if name is None or not isinstance(data, (bytes, FoundBytes)):
         return Object("numpy.ndarray")
@@ -154,7 +154,7 @@ def sizes(value: Any) -> tuple[int, ...]:
         raise ValueError(f"an array has {len(numbers)} dimensions; at most {MAX_RANK} can be read")
     for side in numbers:
         if type(side) is not int or not 0 <= side < 1 << 63:
-            raise ValueError("a shape has something else than sizes")
+            raise ValueError("a shape contains something other than sizes")
     return tuple(numbers)
 
 
@@ -226,11 +226,11 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
         if kind is _NumpyArray:
             return walk(node.array, depth + 1)
         if kind is Object and node.name in ("builtins.set", "builtins.frozenset"):
-            return unreadable("is a set, which no pytree has")
+            return unreadable("is a set, which a pytree cannot hold")
         if kind is Object and (leaf := rebuild(node)) is not None:
             return leaf
         if kind is Object:
-            return unreadable(f"holds what {node.name[:200]} would make, which only running its code would show")
+            return unreadable(f"holds an object made by {node.name[:200]}, whose code is never run")
         if kind is Global:
             return unreadable(f"holds the name {node.name[:200]}")
         return unreadable(f"holds a {kind.__name__.strip('_')}")

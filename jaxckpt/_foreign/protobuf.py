@@ -49,7 +49,7 @@ class Message:
         if not start <= at < start + len(held):
             start, held = self._window = (at, os.pread(self._handle, _WINDOW_BYTES, at))
             if not held:
-                raise DataError(f"{self.path} was cut while it was read")
+                raise DataError(f"{self.path} was truncated while it was being read")
         return held[at - start]
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class Message:
         value = 0
         for shift in range(0, 70, 7):
             if at >= end:
-                raise self.damaged(at, "a number is cut")
+                raise self.damaged(at, "a number is truncated")
             byte = self._byte(at)
             at += 1
             value |= (byte & 0x7F) << shift
@@ -66,7 +66,7 @@ class Message:
         raise self.damaged(at, "a number is too long")
 
     def damaged(self, at: int, why: str) -> DataError:
-        return DataError(f"{self.path} is damaged, encrypted, or of another format: at byte {at} {why}")
+        return DataError(f"{self.path} is damaged, encrypted or in another format: at byte {at} {why}")
 
     def fields(self, at: int, end: int) -> Iterator[Field]:
         """The fields of the message between two places."""
@@ -83,9 +83,9 @@ class Message:
             elif kind in (_EIGHT, _FOUR):
                 stop = start + (8 if kind == _EIGHT else 4)
             else:
-                raise self.damaged(at, f"there is a field of type {kind}")
+                raise self.damaged(at, f"a field has the unknown type {kind}")
             if stop > end or not number:
-                raise self.damaged(at, f"field {number} reaches to {stop}, the message to {end}")
+                raise self.damaged(at, f"field {number} extends to byte {stop}, but the message ends at {end}")
             yield Field(number, kind, start, stop, value)
             at = stop
 
@@ -95,7 +95,7 @@ class Message:
         for field in self.fields(*self.span(outer)):
             if field.number not in table:
                 if only:
-                    raise self.damaged(field.start, f"{what} has field {field.number}, which the format lacks")
+                    raise self.damaged(field.start, f"{what} has field {field.number}, which is not part of the format")
                 continue
             name, read = table[field.number]
             if read is None:
@@ -109,7 +109,7 @@ class Message:
     def _extend(self, numbers: list[int], field: Field) -> None:
         """Append the integers of a repeated field, packed or not."""
         if field.kind not in (_VARINT, _LENGTH):
-            raise self.damaged(field.start, "a list has what is no integer")
+            raise self.damaged(field.start, "a list has an item that is not an integer")
         at = field.start
         while at < field.stop:
             value, at = self._varint(at, field.stop)
@@ -120,7 +120,7 @@ class Message:
     def number(self, field: Field) -> int:
         """A field as an integer."""
         if field.kind != _VARINT:
-            raise self.damaged(field.start, f"field {field.number} is no number")
+            raise self.damaged(field.start, f"field {field.number} is not a number")
         return field.value
 
     def span(self, field: Field) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class Message:
         try:
             return os.pread(self._handle, stop - start, start).decode()
         except UnicodeDecodeError as error:
-            raise self.damaged(start, f"field {field.number} is no text") from error
+            raise self.damaged(start, f"field {field.number} is not text") from error
 
 
 Table = Mapping[int, tuple[str, Callable[[Message, Field], Any] | None]]

@@ -42,28 +42,29 @@ def rank_files(
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Foreign:
-    """A checkpoint that each rank wrote to a file of its own, as one of global arrays.
+    """Combine files that each rank saved separately into one checkpoint of global arrays.
 
-    `restore`, `load_numpy`, `open`, `convert`, `diff` and `verify` take it in place of a path. Only headers are read
-    here; arrays are read from the files where they lie, box by box. Call it on every process.
+    Pass the result to `restore`, `load_numpy`, `open`, `convert`, `diff` or `verify` in place of a path. Only headers
+    are read here; arrays are read from the rank files later, box by box. Every process makes this call.
 
     Args:
-        files: The file of each rank: .npz, as numpy.savez and savez_compressed write it, or .safetensors. Arrays of one
-            name are shards of one array. A "/" in a name leads into a dict: "params/w" becomes {"params": {"w": …}}.
-        mesh_shape: The mesh that the ranks were numbered on, row by row: {"data": 2, "model": 4}. By default one axis
-            "rank" with as many as there are files.
+        files: The file of each rank: .npz, as written by numpy.savez or savez_compressed, or .safetensors. Arrays with
+            the same name are shards of one array. A "/" in a name makes a dict: "params/w" becomes
+            {"params": {"w": …}}.
+        mesh_shape: The mesh on which the ranks were numbered, in row-major order: {"data": 2, "model": 4}. By default
+            one axis "rank" with the number of files.
         specs: How each array was split over that mesh: a PartitionSpec for all, a mapping of name → PartitionSpec, or
-            a function of (path, leaf). Where it says nothing, each rank holds all of the array. Ranks that hold the
-            same box are replicas: one is enough, and they are compared when they are read.
-        offsets: Instead of a spec, where the shard of each rank starts in the global array: {rank: {name: (0, 4096)}}.
+            a function of (path, leaf). Without a spec, each rank holds the whole array. Ranks with the same box are
+            replicas: one is enough, and they are compared when they are read.
+        offsets: Instead of a spec, the start of each rank's shard in the global array: {rank: {name: (0, 4096)}}.
         shapes: The global shape of each array in `offsets`.
 
     Raises:
-        DataError: A file is missing or damaged; shards of an array overlap, or leave a box of it that no rank has. The
-            error names the array and the box.
+        DataError: A file is missing or damaged; or shards of an array overlap, or no rank has some box of it. The error
+            names the array and the box.
         SpecError: A spec does not fit the mesh or its array.
-        InputError: Offsets without shapes, or of arrays that are not there.
-        TreeError: An array of a dtype that NumPy and JAX lack.
+        InputError: Offsets without shapes, or for arrays that do not exist.
+        TreeError: An array has a dtype that NumPy and JAX do not support.
 
     Examples:
         >>> import os, jax, numpy as np, jaxckpt
@@ -96,7 +97,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
     """The one file in each folder of a rank, whose name `rank_name` matches, its number in group 1."""
     folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     if not os.path.isdir(folder):
-        raise NotACheckpointError(f"there is no folder {folder}")
+        raise NotACheckpointError(f"the folder {folder} does not exist")
     files: dict[int, str] = {}
     problems: list[str] = []
     for name in listed(folder):
@@ -110,7 +111,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
             problems.append(f"{inner} is of the same rank as {files[int(match[1])]}")
     if problems:
         raise InputError(
-            "each rank's folder must hold one .ckpt or .safetensors file; else name them as {rank: path}:\n"
+            "each rank's folder must hold one .ckpt or .safetensors file; otherwise pass the files as {rank: path}:\n"
             + listing(problems)
         )
     if not files:
@@ -163,7 +164,7 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
             elif values.setdefault(name, value) != value:
                 raise DataError(f"{show(name)} is not the same in all ranks: {value!r:.40} in rank {rank}, and another")
     if mixed := arrays.keys() & values.keys():
-        raise DataError(f"{show(min(mixed))} is an array in some ranks, and none in others")
+        raise DataError(f"{show(min(mixed))} is an array in some ranks but not in others")
     return arrays, values
 
 

@@ -38,34 +38,33 @@ def huggingface_rules(
     scan: bool | None = None,
     vocab_size: int | None = None,
 ) -> Rules:
-    """Rules from a Hugging Face folder's tensors to a tree of arrays; pass them as `rename=`.
+    """Make rules from the tensors of a Hugging Face folder to a tree of arrays. Pass them as `rename=`.
 
-    The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
-    leaves. Weights that are quantised in blocks of float8, or in int8 or float8 as compressed-tensors writes them,
-    become the floats that they stand for.
+    Supported families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
+    leaves. Weights quantized in float8 blocks, or in int8 or float8 by compressed-tensors, are dequantized.
 
     Args:
         folder: A local folder with the model's config.json.
-        layout: "plain" is a nested tree, whose leaves are also those of a Flax NNX model that has these names;
-            "maxtext" is the tree of MaxText's checkpoints, for all families but GPT-2.
-        scan: Whether layers are stacked: in front, as `jax.lax.scan` takes them, or along axis 1 for MaxText. By
-            default only for MaxText.
-        vocab_size: Rows of the embedding, and columns of the head, if they are to be others than in the folder: rows of
-            zeros follow, or the last ones are left out. MaxText has 256128 for Gemma 2.
+        layout: "plain" is a nested tree, which also fits a Flax NNX model with these names; "maxtext" is the tree of
+            MaxText's checkpoints, for all families except GPT-2.
+        scan: Whether layers are stacked: along axis 0, as for `jax.lax.scan`, or along axis 1 for MaxText. By default
+            only for MaxText.
+        vocab_size: Rows of the embedding and columns of the head, if they differ from the folder's: rows of zeros are
+            appended, or the last rows are removed. MaxText uses 256128 for Gemma 2.
 
     Returns:
-        The rules; their `inverse(dtype=…)` leads back to the folder's tensors.
+        The rules. Their `inverse(dtype=…)` maps back to the folder's tensors.
 
     Raises:
-        DataError: No config.json, or it lacks something.
-        InputError: A model of another family.
+        DataError: config.json is missing or incomplete.
+        InputError: The model's family is not supported.
     """
     config = _config_of(folder)
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise InputError(
-            f"{folder} is of model_type {family!r}{closest(family, _FAMILIES)}; rules are ready for"
-            f" {', '.join(_FAMILIES)}. Write Rules for others."
+            f"{folder} is of model_type {family!r}{closest(family, _FAMILIES)}; rules exist for"
+            f" {', '.join(_FAMILIES)}. Write your own Rules for other models."
         )
     if layout not in ("plain", "maxtext"):
         raise InputError(f'layout must be "plain" or "maxtext", found {layout!r}')
@@ -114,7 +113,7 @@ def _dequantising(rule: Rule, config: Config) -> Rule:
         suffix, block = "_scale", _block_of(quantised)
     elif method != "fp8" or not block:
         raise InputError(
-            f"a model quantised by {method!r} cannot be read; rules are ready for fp8 in blocks, and for int8 and"
+            f"a model quantised by {method!r} cannot be read; rules exist for block-wise fp8, and for int8 and"
             " float8 of compressed-tensors"
         )
     return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
@@ -133,7 +132,7 @@ def _block_of(quantised: Config) -> Sequence[int] | None:
         or not all(one.get("symmetric", True) and one["num_bits"] == 8 for one in weights)
     ):
         raise InputError(
-            "of compressed-tensors, rules are ready for 8 bits, symmetric, the same for all weights, and not packed"
+            "of compressed-tensors, rules exist for 8 bits, symmetric, the same for all weights, and not packed"
         )
     return blocks[0] or None
 

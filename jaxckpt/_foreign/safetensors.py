@@ -77,10 +77,10 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _BITS:
-            raise DataError(f"{path}: {show(name)} has dtype {entry.dtype[:40]!r}, which the format lacks")
+            raise DataError(f"{path}: {show(name)} has dtype {entry.dtype[:40]!r}, which the format does not define")
         first, last = entry.data_offsets
         if first != end:
-            kind = "overlap another tensor" if first < end else "leave a hole before them"
+            kind = "overlap another tensor" if first < end else "leave a gap before them"
             raise DataError(
                 f"{path}: bytes {first} to {last}, those of {show(name)}, {kind}: expected to start at {end}"
             )
@@ -110,7 +110,8 @@ def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise DataError(
-            f"{path} is no .safetensors file, or was cut: its header would be {length} bytes, the file is {size}"
+            f"{path} is not a .safetensors file, or was truncated: its header would be {length} bytes, the file is"
+            f" {size}"
         )
     text, what = os.pread(handle, length, 8), f"the header of {path}"
     if not text.startswith(b"{"):
@@ -153,7 +154,7 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
     if not indices:
         return read_header(os.path.join(path, _tensor_files(names)[0]))
     if len(indices) > 1:
-        raise InputError(f"{path} has several indices ({', '.join(indices[:5])}): give a folder for each")
+        raise InputError(f"{path} has several index files ({', '.join(indices[:5])}): use one folder for each")
     return read_indexed(path, os.path.join(path, indices[0]), read_header)
 
 
@@ -204,7 +205,7 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
 def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
     if dtype.name not in _NAME_OF:
         return f"is {dtype.name}, which safetensors lacks"
-    return "has a name that safetensors keeps for itself" if path == "__metadata__" else None
+    return "has a name that safetensors reserves" if path == "__metadata__" else None
 
 
 _NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}

@@ -255,21 +255,23 @@ def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData
 def require_cover(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raise DataError unless boxes cover an array, each element once; the error names the array and the box."""
     problems = [
-        f"{show_box(box)} lies outside of its shape {list(shape)}"
+        f"{show_box(box)} is outside its shape {list(shape)}"
         for box in boxes
         if len(box) != len(shape) or any(not 0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
     ]
     if not problems and math.prod(shape):
         problems = list(itertools.islice(_cover_problems(shape, boxes), 21))
     if problems:
-        raise DataError(f"the shards of {show(path)} do not make up its {list(shape)}:\n{listing(problems)}")
+        raise DataError(
+            f"the shards of {show(path)} do not exactly cover its shape {list(shape)}:\n{listing(problems)}"
+        )
 
 
 def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]:
     """Boxes that are covered twice or not at all, of a grid drawn through all borders."""
     cuts = [sorted({0, side, *(edge for box in boxes for edge in box[dim])}) for dim, side in enumerate(shape)]
     if math.prod(len(cut) - 1 for cut in cuts) > 1 << 24:
-        yield "they are too many and too irregular to be checked"
+        yield "the shards are too many and too irregular to be checked"
         return
     places = [{edge: number for number, edge in enumerate(cut)} for cut in cuts]
     count = np.zeros([len(cut) - 1 for cut in cuts], np.int32)
@@ -278,7 +280,7 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
     for cell in np.argwhere(count != 1):
         box = tuple((cuts[dim][number], cuts[dim][number + 1]) for dim, number in enumerate(cell.tolist()))
         n = int(count[tuple(cell)])
-        yield f"{show_box(box)} is in no shard" if not n else f"{show_box(box)} is in {n} shards"
+        yield f"{show_box(box)} is not in any shard" if not n else f"{show_box(box)} is in {n} shards"
 
 
 def show_box(box: Box) -> str:

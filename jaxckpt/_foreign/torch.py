@@ -170,7 +170,7 @@ class _Saved:
             case ("storage", Global(name=name), str(key), _, _):
                 kind = name.rpartition(".")[2].removesuffix("Storage").lower()
             case _:
-                raise ValueError("it refers to what is no storage")
+                raise ValueError("it refers to something that is not a storage")
         dtype = _DTYPES.get(kind, kind)
         if dtype != "untyped" and dtype not in DTYPES:  # of quantized elements, for example
             return Object(name)
@@ -211,7 +211,9 @@ class _Saved:
         storage, offset, shape, strides, _grad, _hooks, dtype, *metadata = args
         known = dtype_of(dtype)
         if known is None:
-            return unreadable(f"has dtype {dtype.name[:80] if isinstance(dtype, Global) else '?'}, which JAX lacks")
+            return unreadable(
+                f"has dtype {dtype.name[:80] if isinstance(dtype, Global) else '?'}, which JAX does not support"
+            )
         return _plain(self._tensor(storage, offset, shape, strides, known), metadata)
 
     def _of_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -226,7 +228,7 @@ class _Saved:
 
 def _parameter(data: Any = None, grad: Any = None, hooks: Any = None, state: Any = None) -> Any:
     if not isinstance(data, (ForeignArray, Object)):
-        raise TypeError("a parameter is no tensor")
+        raise TypeError("a parameter is not a tensor")
     return data
 
 

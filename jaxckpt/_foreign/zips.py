@@ -128,7 +128,9 @@ class Archive:
         offset, stored, count = entry.header + 30 + length + more, entry.n_stored, entry.n_bytes
         deflated = entry.method == _DEFLATED
         if offset + stored > self._size:
-            raise ValueError(f"{name[:80]!r} of {stored} bytes at byte {offset} is beyond its {self._size}")
+            raise ValueError(
+                f"{name[:80]!r} of {stored} bytes at byte {offset} is beyond the archive's {self._size} bytes"
+            )
         if count > (stored + 1) * _MOST_INFLATED if deflated else count != stored:
             raise ValueError(f"{name[:80]!r} cannot hold {count} bytes in the {stored} that are stored")
         return Member(self.path, name, self.start + offset, stored, count, entry.crc32, deflated)
@@ -139,19 +141,19 @@ class Archive:
 
     def _read(self, offset: int, size: int) -> bytes:
         if offset < 0 or offset + size > self._size:
-            raise ValueError(f"bytes {offset} to {offset + size} are beyond its {self._size}")
+            raise ValueError(f"bytes {offset} to {offset + size} are beyond the archive's {self._size} bytes")
         first = self._size - len(self._tail)
         if offset >= first:
             return self._tail[offset - first : offset - first + size]
         data = os.pread(self.handle, size, self.start + offset)
         if len(data) < size:
-            raise ValueError("the file was cut")
+            raise ValueError("the file was truncated")
         return data
 
     def _directory(self) -> dict[str, _Entry]:
         at = self._size - 22
         if at < 0 or not (end := self._read(at, 22)).startswith(_END):
-            raise ValueError("it has no directory at its end: it was cut, or is no zip archive")
+            raise ValueError("it has no directory at its end: it was truncated, or is not a zip archive")
         count, size, offset = struct.unpack("<HII", end[10:20])
         if at >= 20 and (locator := self._read(at - 20, 20)).startswith(_LOCATOR_64):
             end = self._read(int.from_bytes(locator[8:16], "little"), 56)
@@ -159,7 +161,7 @@ class Archive:
                 raise ValueError("its directory is not where it should be")
             count, size, offset = struct.unpack("<QQQ", end[32:56])
         if size > MAX_DIRECTORY_BYTES:
-            raise ValueError(f"its directory has {size} bytes, at most {MAX_DIRECTORY_BYTES} are read")
+            raise ValueError(f"its directory has {size} bytes; at most {MAX_DIRECTORY_BYTES} are read")
         data = self._read(offset, size)
         entries: dict[str, _Entry] = {}
         at = 0
@@ -175,7 +177,7 @@ class Archive:
             )
             name = raw_name.decode("utf-8" if flags & _UTF8 else "cp437")
             if name in entries:
-                raise ValueError(f"{name[:80]!r} is twice in its directory")
+                raise ValueError(f"{name[:80]!r} appears twice in its directory")
             entries[name] = _Entry(raw_name, flags, method, crc32, header, stored, length)
             at = name_end + sizes[1] + sizes[2]
         if at != size:

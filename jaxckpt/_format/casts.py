@@ -51,12 +51,12 @@ def resolve_casts(
     problems: list[Problem] = []
     for one, wanted in _wanted(asked, leaves):
         if one.dtype is None:
-            reason = f"is no array of numbers, and dtype= gives {wanted} for it"
+            reason = f"is not a numeric array, but dtype= gives {wanted} for it"
             problems.append(Problem(one.path, reason, "leave the leaf out of dtype="))
         elif wanted != one.dtype:
             chosen[one.path] = wanted
             if not _may_cast(one.dtype, wanted, options):
-                reason = f"has dtype {one.dtype}, and dtype= gives {wanted}: a lossy cast"
+                reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast"
                 problems.append(Problem(one.path, reason, 'Options(cast="unsafe") allows lossy casts'))
     return chosen, problems
 
@@ -77,7 +77,7 @@ def _wanted(asked: Dtypes, leaves: Sequence[Castable]) -> list[tuple[Castable, n
     if unused:
         path, dtype = next(iter(unused.items()))
         hint = closest(path, (one.path for one in leaves)) if path else ""
-        raise InputError(f"dtype= gives {dtype} for {show(path)}, but no leaf of that kind of number is there{hint}")
+        raise InputError(f"dtype= gives {dtype} for {show(path)}, but no leaf there has that kind of number{hint}")
     return found
 
 

@@ -49,9 +49,9 @@ def _head_problems(manifest: Manifest) -> Iterator[str]:
         yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
         return
     if not _is_name(manifest.save_id):
-        yield f"save_id {manifest.save_id!r} is no plain name"
+        yield f"save_id {manifest.save_id!r} is not a plain name"
     if len({len(seconds) for seconds in manifest.phase_seconds.values()}) > 1:
-        yield "phase_seconds has not as many processes for each phase"
+        yield "phase_seconds lists different numbers of processes for its phases"
 
 
 def _layout_problems(manifest: Manifest) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
         return
     if places != paths:
         at, path = next((at, path) for at, path in zip(places, paths, strict=True) if at != path)
-        yield f"leaf {show(path[:200])} stands at {show(at[:200])} in the tree"
+        yield f"leaf {show(path[:200])} is at {show(at[:200])} in the tree"
         return
     if len(manifest.numbers) != len(leaves):
         yield "several leaves share a path"
@@ -159,7 +159,7 @@ def _value_problem(leaf: LeafRecord) -> str | None:
     if not canonical:
         return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
     if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4 or leaf.weak:
-        return "has a value, and so no stack, row, layout or impl, and no weak type"
+        return "has a value, so it must have no stack, row, layout, impl or weak type"
     return None
 
 
@@ -195,7 +195,7 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
     for stack in stacks:
         where = f"stack {stack.name[:80]!r}"
         if not _is_name(stack.name) or stack.name in names:
-            yield f"{where} has no plain name of its own"
+            yield f"{where} has no unique plain name"
         names.add(stack.name)
         if stack.dtype not in DTYPES:
             yield f"{where} has unknown dtype {stack.dtype[:80]!r}"
@@ -212,7 +212,7 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
             continue
         yield from _object_problems(stack, where)
         if not stack.contents.keys() <= stack.objects.keys() or not all(map(_is_digest, stack.contents.values())):
-            yield f"{where} has digests of content that are none, or of no object"
+            yield f"{where} has malformed content digests, or digests of unknown objects"
 
 
 def _is_grid(stack: StackRecord) -> bool:
@@ -235,7 +235,7 @@ def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
         yield f"{where} lists {len(record.objects)} of its {count} objects"
         return
     if hashlib.sha256(zarr.metadata(stack)).hexdigest() != record.sha256:
-        yield f"{where} has another zarr.json than its shape, dtype, chunk and object make"
+        yield f"{where} has a zarr.json that does not match its shape, dtype, chunk and object"
         return
     index_bytes, chunk_bytes = stack.index_bytes, stack.chunk_stored_bytes
     if index_bytes > MAX_INDEX_BYTES:

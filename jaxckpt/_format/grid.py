@@ -72,8 +72,8 @@ def spec_of(partition_spec: Iterable[object]) -> Spec:
     """A jax PartitionSpec as plain data. Raises SpecError."""
     if unreduced := getattr(partition_spec, "unreduced", None):
         raise SpecError(
-            f"PartitionSpec has unreduced mesh axes {sorted(unreduced)}: such values are still to be summed up over"
-            " them; jax.reshard does that"
+            f"PartitionSpec has unreduced mesh axes {sorted(unreduced)}: sum the values over"
+            " them first, with jax.reshard"
         )
     entries: list[tuple[str, ...]] = []
     for entry in getattr(partition_spec, "partitions", partition_spec):
@@ -104,7 +104,7 @@ def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> s
     if dim is not None:
         count = pieces_along(axes, spec, len(shape))[dim]
         return (
-            f"dimension {dim} of {tuple(shape)} does not divide by {count}, the size of mesh axes {spec[dim]}"
+            f"dimension {dim} of {tuple(shape)} is not divisible by {count}, the size of mesh axes {spec[dim]}"
             f" in PartitionSpec {show_spec(spec)}"
         )
     return None

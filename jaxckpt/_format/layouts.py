@@ -39,7 +39,9 @@ def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
     try:
         return NamedSharding(mesh, partition_spec(spec), memory_kind=memory)
     except ValueError as error:
-        raise LayoutError(f"it is in memory of kind {memory!r}, which the devices of the mesh lack: {error}") from error
+        raise LayoutError(
+            f"it is in memory of kind {memory!r}, which the devices of the mesh do not have: {error}"
+        ) from error
 
 
 # Placements -----------------------------------------------------------------------------------------------
@@ -161,12 +163,12 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
     """The sharding of a layout record on this machine's devices, None for uncommitted. Raises LayoutError."""
     record = manifest.layouts[layout]
     if record.opaque:
-        raise LayoutError("a sharding over several devices that is no NamedSharding")
+        raise LayoutError("a sharding over several devices that is not a NamedSharding")
     devices = {device.id: device for device in jax.devices()}
     if record.mesh is not None:
         saved = manifest.meshes[record.mesh]
         if not all(number in devices for number in saved.devices):
-            raise LayoutError(f"a mesh {saved.axes} of {len(saved.devices)} devices; here are {len(devices)}")
+            raise LayoutError(f"a mesh {saved.axes} of {len(saved.devices)} devices; this job has {len(devices)}")
         grid = np.array([devices[number] for number in saved.devices]).reshape(tuple(saved.axes.values()))
         types = tuple(getattr(jax.sharding.AxisType, name) for name in saved.types)
         mesh = Mesh(grid, tuple(saved.axes), axis_types=types)
@@ -174,7 +176,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         sharding: Sharding = NamedSharding(mesh, spec)
     elif record.device is not None:
         if record.device not in devices:
-            raise LayoutError(f"device {record.device}; here are {sorted(devices)}")
+            raise LayoutError(f"device {record.device}; this job has {sorted(devices)}")
         sharding = SingleDeviceSharding(devices[record.device])
     else:
         return None

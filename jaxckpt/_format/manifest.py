@@ -53,7 +53,7 @@ def encode(manifest: Manifest) -> bytes:
     try:
         decode(content, manifest.data)
     except ManifestError as error:
-        raise InputError(f"no reader would take this checkpoint, so it is not published: {error}") from error
+        raise InputError(f"no reader would accept this checkpoint, so it is not published: {error}") from error
     return content
 
 
@@ -65,7 +65,7 @@ def _plain(value: object) -> object:
         return int.__int__(value)
     if isinstance(value, str):
         return str.__str__(value)
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
 def decode(content: bytes, where: str) -> Manifest:

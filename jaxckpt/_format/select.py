@@ -42,7 +42,7 @@ class Selector:
         if unused and paths:
             raise TreeError(_unmatched("select", [text for text, _ in unused], paths, where))
         if not self.tests:
-            raise TreeError("select has no entries, and so selects nothing; leave it out to select everything")
+            raise TreeError("select has no entries, so it selects nothing; omit it to select everything")
         return chosen
 
 

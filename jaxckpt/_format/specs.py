@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxckpt._format.grid import Spec, indivisible_dim, replicate_indivisible, show_spec, spec_of, spec_problem
 from jaxckpt._format.paths import closest, longest_head
 from jaxckpt._format.tree import flatten
-from jaxckpt._runtime.errors import InputError, Problem, SpecError, show
+from jaxckpt._runtime.errors import InputError, Problem, SpecError, counted, show
 from jaxckpt._runtime.options import Options
 
 Specs = Any
@@ -89,7 +89,7 @@ def _require_common_axis(axes: Mapping[str, int], groups: Iterable[Alike]) -> No
 def require_fit(problems: Sequence[Problem]) -> None:
     """Raise SpecError for the leaves that cannot be laid out, if any."""
     if problems:
-        raise SpecError.of(f"{len(problems)} leaves do not fit their specs", problems)
+        raise SpecError.of(f"the specs do not fit {counted(len(problems), 'leaf')}", problems)
 
 
 def by_axis_name(spec: Spec, axes: Mapping[str, int]) -> Spec:
@@ -117,7 +117,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
         hint = closest(unused[0], (path for path, _ in leaves))
-        raise SpecError(f"specs has {show(unused[0])}, but no array leaf is there or below{hint}")
+        raise SpecError(f"specs has {show(unused[0])}, but no array leaf is at or below that path{hint}")
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 

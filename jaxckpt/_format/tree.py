@@ -158,7 +158,7 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     except (TypeError, ValueError, OverflowError) as error:
         reason = str(error).rstrip(".")
         raise TreeError(
-            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {reason}. Are the keys of one type?"
+            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {reason}. Check that all keys are of one type"
         ) from error
     if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
         return None
@@ -264,7 +264,7 @@ def _decode_key(record: Any) -> Key:
             return tuple(_decode_key(key) for key in cast("list[Any]", inner))
         case _:
             pass
-    raise ValueError(f"{record!r} is no key")
+    raise ValueError(f"{record!r} is not a key")
 
 
 # Structure: checking, walking, rebuilding -----------------------------------------------------------------
@@ -341,7 +341,7 @@ def keys_of(node: Container) -> Sequence[Key]:
     known = [repr(key)[:40] for key in (node.keys or ())[:8]]
     raise ValueError(
         f"a {node.type} of {count} children, name {str(node.name)[:80]!r} and keys {', '.join(known)}"
-        f"{', …' if len(node.keys or ()) > 8 else ''} is no record of a container"
+        f"{', …' if len(node.keys or ()) > 8 else ''} is not a record of a container"
     )
 
 
@@ -368,7 +368,7 @@ def _ambiguity(keys: Sequence[Key]) -> str | None:
     if not are_texts(keys):
         hashes = collections.Counter(map(hash, keys))
         if max(hashes.values(), default=0) > _MOST_COLLISIONS:
-            return f"more than {_MOST_COLLISIONS} keys of one hash"
+            return f"more than {_MOST_COLLISIONS} keys with the same hash"
     if len(set(keys)) == len(keys):
         return None
     ((key, count),) = collections.Counter(keys).most_common(1)
@@ -478,7 +478,7 @@ def nested(values: Mapping[str, Any]) -> Tree:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise TreeError(f"after rename, the leaf {show(path)} lies below another leaf")
+                raise TreeError(f"after rename, the leaf {show(path)} is below another leaf")
         if last in node:
             raise TreeError(f"after rename, the leaf {show(path)} is also a container of others")
         node[last] = value

@@ -29,7 +29,7 @@ def decode_float(text: str) -> float:
     if not text.startswith("0x"):
         return float(text)
     if len(text) != 18:
-        raise ValueError(f"{text[:40]!r} is no float of 64 bits")
+        raise ValueError(f"{text[:40]!r} is not a 64-bit float")
     return struct.unpack(">d", bytes.fromhex(text[2:]))[0]
 
 
@@ -41,7 +41,7 @@ def decode_int(text: str) -> int:
     """An int of any size. Raises ValueError."""
     # Hexadecimal beyond 64 bits: decimal takes quadratic time.
     if len(text) > 20 and not text.startswith(("0x", "-0x")):
-        raise ValueError(f"{text[:40]!r}… is no integer: those beyond 64 bits are hexadecimal")
+        raise ValueError(f"{text[:40]!r}… is not an integer: those beyond 64 bits are hexadecimal")
     return int(text, 0)
 
 
@@ -142,5 +142,5 @@ def decode_value(kind: str, text: str) -> Any:
     """The leaf back from its text. Raises ValueError if the text is malformed."""
     decode = KINDS[kind].decode if kind in KINDS else None
     if decode is None:
-        raise ValueError(f"{text[:40]!r} is no value of kind {kind!r}")
+        raise ValueError(f"{text[:40]!r} is not a value of kind {kind!r}")
     return decode(text)

@@ -247,7 +247,7 @@ def problems(
                 yield chunk_box(stack, index, number), reason
     # Of a damaged object the digest says nothing more.
     if whole and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
-        yield None, "holds other data than was saved there"
+        yield None, "does not hold the data that was saved there"
 
 
 _Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and its number

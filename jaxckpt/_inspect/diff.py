@@ -35,25 +35,25 @@ class LeafDelta:
     path: str
 
     a: str
-    """Kind, dtype and shape in a, such as "jax float32[8, 4]"; for a PRNG key "threefry2x32 uint32[2]", its raw data;
-    for a value of Python's its kind, such as "int"; empty if a lacks it."""
+    """Kind, dtype and shape in a, such as "jax float32[8, 4]". For a PRNG key, its raw data: "threefry2x32 uint32[2]".
+    For a Python value, its kind, such as "int". Empty if a does not have the leaf."""
 
     b: str
     """The same in b."""
 
     size: int = 0
-    """Elements that were compared; 0 if the shapes differ, one is a value of Python's and the other an array, or one
-    is missing."""
+    """Elements that were compared. 0 if the shapes differ, if one side is a Python value and the other an array, or if
+    one is missing."""
 
     differing: int = 0
-    """Elements that differ: in any bit if the dtypes are equal, else in value."""
+    """Elements that differ: in any bit if the dtypes are equal, otherwise in value."""
 
     max_abs: float = 0.0
-    """The greatest |a − b|, in float64; inf if only one of two is NaN, or they are infinities of two signs, or it is
-    beyond float64. 0 for texts."""
+    """The largest |a − b|, in float64. Infinite if only one of the two is NaN, if they are infinities of opposite sign,
+    or if the difference exceeds float64. 0 for text."""
 
     max_rel: float = 0.0
-    """The greatest |a − b| / max(|a|, |b|), between 0 and 2; inf as above. 0 for texts."""
+    """The largest |a − b| / max(|a|, |b|), between 0 and 2; infinite as above. 0 for text."""
 
     @property
     def identical(self) -> bool:
@@ -77,16 +77,16 @@ class Delta:
     """What `diff` found."""
 
     path_a: str
-    """Where a is."""
+    """The path of a."""
 
     path_b: str
-    """Where b is."""
+    """The path of b."""
 
     leaves: tuple[LeafDelta, ...]
-    """Every leaf of either, in order of path."""
+    """All leaves of a and b, sorted by path."""
 
     same_structure: bool
-    """Whether the containers of these leaves are the same: their types, keys and order."""
+    """Whether the containers of these leaves have the same types, keys and order."""
 
     @property
     def differing(self) -> tuple[LeafDelta, ...]:
@@ -99,7 +99,7 @@ class Delta:
         return self.same_structure and not self.differing
 
     def __bool__(self) -> bool:
-        raise TypeError("a Delta is neither true nor false: ask .identical or .differing")
+        raise TypeError("the truth value of a Delta is ambiguous: use .identical or .differing")
 
     def __repr__(self) -> str:
         differ = f"{len(self.differing)} of {counted(len(self.leaves), 'leaf')} differ"
@@ -127,21 +127,23 @@ def diff(
 
     Meshes, specs, weak types, chunks and objects are not compared.
 
-    Any process may call it alone; no JAX backend is started. Both are read in boxes, within `options.host_bytes`.
+    Any single process may call it; no JAX backend is started. Both checkpoints are read in boxes, within
+    `options.host_bytes`.
 
     Args:
-        path_a: Where `save` wrote one, or another checkpoint that `restore` takes.
-        path_b: The other.
-        select: Only these leaves, as for `restore`, of either, by their paths after `rename`.
-        rename: Of the leaves of a, as for `restore`.
+        path_a: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.
+        path_b: The other checkpoint.
+        select: Compare only these leaves, as for `restore`, by their paths after `rename`.
+        rename: Renames the leaves of a, as for `restore`.
         options: See `Options`; `manifest_sha256` is not used.
 
     Returns:
-        Structure, and for each leaf kinds, dtypes and shapes, how many elements differ and how far.
+        Whether the structures agree, and for each leaf the kinds, dtypes and shapes, how many elements differ, and by
+        how much.
 
     Raises:
-        NotACheckpointError, CorruptError, StorageError: As `restore`, of either.
-        TreeError: A pattern of `select` matches nothing in either.
+        NotACheckpointError, CorruptError, StorageError: As `restore`, for either checkpoint.
+        TreeError: A pattern of `select` matches nothing in either checkpoint.
 
     Examples:
         >>> import numpy as np, jaxckpt

@@ -6,6 +6,7 @@ Names of leaves, axes and processes can be any text: `element` escapes all that 
 from __future__ import annotations
 
 import collections
+import functools
 import html
 import itertools
 import math
@@ -30,6 +31,33 @@ COLOURS: tuple[str, ...] = (
 )
 """Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can distinguish them,
 and black text on them is legible. A page may restyle them by the classes k0 to k7."""
+
+MEANINGS = {
+    "bytes": "Array data, each replica counted once",
+    "leaves": "Values of the saved tree: arrays and Python values",
+    "arrays": "Leaves with array data",
+    "objects": "Stored files that hold array data",
+    "dtypes": "The dtypes with the most bytes first",
+    "saved from": "The mesh at the time of the save",
+    "needed": "Bytes that the processes need; a box is counted once per process",
+    "read": "Bytes of the chunks and indexes that would be read",
+    "over-read": "Bytes that are read but not needed, because chunks are read whole",
+    "read / needed": "1.000 is the minimum",
+    "received from other processes": "Bytes that one process reads and sends to the others",
+    "requests": "Storage reads, before neighboring reads are merged",
+    "per device": "Bytes of arrays on each device, from the smallest to the largest",
+    "additional host memory": "Peak host memory of a process in addition to the arrays",
+    "plan": "Describing the tree and planning the writes",
+    "device to host": "Copying arrays from the devices to host memory",
+    "write": "Writing objects, including fsync of the files",
+    "sync": "fsync of folders",
+    "barrier": "Waiting for the other processes",
+    "save id": "Unique id of this save",
+    "kind": "What was saved: jax (a jax.Array), key (PRNG keys), numpy, or a Python type",
+    "stored": "The Zarr array, its objects (files) and its chunks (the unit of reading)",
+    "std": "Standard deviation of the finite values",
+}
+"""What a label means, shown when the pointer is over it."""
 
 _GREY = "#cccccc"
 _INK = "#111111"
@@ -110,9 +138,15 @@ def _text(x: float | str, y: float, text: str, **more: str | float) -> Markup:
     return element("text", text, x=x if isinstance(x, str) else _number(x), y=_number(y), **more)
 
 
-def definitions(figures: Mapping[str, str]) -> Markup:
-    """Figures with their names."""
-    pairs = [element("div", element("dt", name), element("dd", figure)) for name, figure in figures.items()]
+def term(name: str) -> Markup:
+    """The name of a figure; what it means appears when the pointer is over it."""
+    return element("dt", name, **({"title": MEANINGS[name]} if name in MEANINGS else {}))
+
+
+def definitions(figures: Mapping[str, str], *, ours: bool = True) -> Markup:
+    """Figures with their names, which are explained if they are ours."""
+    named = term if ours else functools.partial(element, "dt")
+    pairs = [element("div", named(name), element("dd", figure)) for name, figure in figures.items()]
     return element("dl", *pairs, class_="figures")
 
 
@@ -311,7 +345,8 @@ def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup
     for colour, name in enumerate(legend):  # three in a line
         x, y = f"{colour % 3 / 3:.3%}", 18.0 * (colour // 3)
         drawn.append(element("rect", x=x, y=_number(y + 1), width=11, height=11, rx=2, **_filled(colour)))
-        drawn.append(element("svg", _text(17, y + 11, name), x=x, overflow="visible"))
+        meaning = [element("title", MEANINGS[name])] if name in MEANINGS else []
+        drawn.append(element("svg", *meaning, _text(17, y + 11, name), x=x, overflow="visible"))
     top = 18.0 * -(-len(legend) // 3) + (6 if legend else 0)
     for number, bar in enumerate(lines):
         y = top + 36 * number

@@ -22,7 +22,7 @@ from jaxckpt._runtime.progress import show_bytes
 
 
 class LazyLeaf:
-    """A leaf of a checkpoint. Indexing it as a NumPy array reads the chunks that are touched, and no others."""
+    """A leaf of a checkpoint. Indexing it like a NumPy array reads only the chunks that the index touches."""
 
     __slots__ = ("_leaf", "_number", "_options", "_source")
 
@@ -34,43 +34,43 @@ class LazyLeaf:
 
     @property
     def path(self) -> str:
-        """Its path in the tree, for example "params/layers/3/kernel"."""
+        """The path in the tree, for example "params/layers/3/kernel"."""
         return self._leaf.path
 
     @property
     def kind(self) -> str:
-        """What it was: "jax", "numpy", "numpy_scalar", "key", "str", "bytes", "int", "float", "bool", "complex"."""
+        """What was saved: "jax", "numpy", "numpy_scalar", "key", "str", "bytes", "int", "float", "bool", "complex"."""
         return self._leaf.kind
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; () for a Python value; of the raw data for a PRNG key."""
+        """The shape; () for a Python value. For a PRNG key, the shape of its raw data."""
         return self._leaf.stored_shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its NumPy dtype (of ml_dtypes for bfloat16, float8 and int4)."""
+        """The NumPy dtype (from ml_dtypes for bfloat16, float8 and int4)."""
         return self._leaf.stored_dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data; 0 for a value that lies in the manifest."""
+        """Bytes of data; 0 for a value that is stored in the manifest."""
         return self._leaf.nbytes
 
     @property
     def spec(self) -> Any:
-        """The jax.sharding.PartitionSpec it was saved with; an empty one if it had none."""
+        """The jax.sharding.PartitionSpec at the time of the save; empty if there was none."""
         return partition_spec(self._leaf.spec)
 
     @property
     def mesh(self) -> Mapping[str, int]:
-        """Axis sizes of the mesh it was saved on; empty if it was on none."""
+        """Axis sizes of the mesh at the time of the save; empty if there was none."""
         mesh = self._leaf.mesh
         return types.MappingProxyType(mesh.axes if mesh else {})
 
     @property
     def layout(self) -> str:
-        """Mesh and spec it was saved with, in words."""
+        """The saved mesh and spec, in words."""
         return self._leaf.layout
 
     @property
@@ -81,7 +81,7 @@ class LazyLeaf:
         return on_host(self[...], self.kind, self.path) if self.kind in ("str", "bytes") else self[...]
 
     def __getitem__(self, index: Any) -> Any:
-        """NumPy indexing: integers, slices, Ellipsis and None read their own chunks; index arrays read their hull."""
+        """NumPy indexing. Integers, slices, Ellipsis and None read their own chunks; index arrays read their hull."""
         if not self._leaf.is_array:
             return np.asarray(self._leaf.value)[index]
         box, rest = _hull(index, self.shape)

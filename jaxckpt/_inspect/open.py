@@ -30,19 +30,21 @@ from jaxckpt._storage.steps import run_and_step
 
 
 def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
-    """Open a checkpoint to look into it; only its manifest is read.
+    """Open a checkpoint to inspect it. Only its manifest is read.
+
+    Any single process may call this; no JAX backend is started.
 
     Args:
-        path: Where `save` wrote, or another checkpoint that `restore` takes.
+        path: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.
         rename: As for `restore`: the checkpoint is shown with these names, or through these rules.
         options: See `Options`.
 
     Returns:
-        A `Checkpoint`. Any process may call this alone; no JAX backend is started.
+        A `Checkpoint`: a mapping from leaf paths to leaves, which are read when they are indexed.
 
     Raises:
-        NotACheckpointError: No manifest at `path`.
-        ManifestError: The manifest is damaged or of a newer format.
+        NotACheckpointError: `path` has no manifest.
+        ManifestError: The manifest is damaged or has a newer format.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -56,7 +58,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
 
 
 class Checkpoint(Mapping[str, LazyLeaf]):
-    """An opened checkpoint: a mapping of leaf paths to lazy leaves. Two are equal only if they are the same object."""
+    """An open checkpoint: a mapping from leaf paths to lazy leaves. Compared by identity."""
 
     def __init__(self, source: Source, options: Options) -> None:
         self._source = source
@@ -66,22 +68,22 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path or URL of the checkpoint."""
         return self._source.url
 
     @property
     def format(self) -> str:
-        """ "jaxckpt", or what other format it is in."""
+        """ "jaxckpt", or the name of the other format."""
         return self._manifest.format
 
     @property
     def save_id(self) -> str:
-        """Unique id of the save that made it; empty in other formats, as are date and libraries."""
+        """Unique id of the save. Empty for other formats, as are the date and the libraries."""
         return self._manifest.save_id
 
     @property
     def created(self) -> str:
-        """When it was saved, UTC, ISO 8601."""
+        """When the checkpoint was saved: UTC, ISO 8601."""
         return self._manifest.created
 
     @property
@@ -91,24 +93,24 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def step(self) -> int | None:
-        """The training step that a Checkpointer saved in it; None where none did."""
+        """The training step, if a Checkpointer saved it, otherwise None."""
         return None if self._manifest.step is None else self._manifest.step.number
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
-        """The metrics given to `Checkpointer.save`; None for those that were not finite."""
+        """The metrics given to `Checkpointer.save`; None for values that were not finite."""
         return types.MappingProxyType({} if self._manifest.step is None else self._manifest.step.metrics)
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Subtrees that a Checkpointer's `components=` has dropped since it was saved."""
+        """Subtrees that the `components=` of a Checkpointer has deleted since the save."""
         return () if self._manifest.step is None else tuple(self._manifest.step.dropped)
 
     @property
     def process_states(self) -> list[dict[str, Any]]:
-        """What each process gave to `save` as its own state, in order of the processes; empty where none did.
+        """The `process_state` that each process gave to `save`, in order of the processes; empty if there was none.
 
-        Read and checked when request for. Raises DataError.
+        Read and checked on each access. Raises DataError.
         """
         if not isinstance(self._source, Native):
             return []
@@ -116,39 +118,39 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def libraries(self) -> Mapping[str, str]:
-        """Versions of the libraries that saved it."""
+        """Versions of the libraries that saved the checkpoint."""
         return types.MappingProxyType(self._manifest.libraries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of array data, replicas once."""
+        """Bytes of array data, each replica counted once."""
         return sum(math.prod(stack.array_shape) * stack.itemsize for stack in self._manifest.arrays)
 
     @property
     def leaves(self) -> dict[str, LazyLeaf]:
-        """Every leaf by path, in the tree's order."""
+        """All leaves by path, in the order of the tree."""
         return {path: self._leaf(number) for path, number in self._numbers.items()}
 
     @contextlib.contextmanager
     def hold(self, *, term_seconds: float = TERM_SECONDS) -> Generator[Checkpoint]:
-        """Keep this step of a run from being deleted while a `with` block reads it; nothing is copied.
+        """Protect this step of a run from deletion while a `with` block reads it. Nothing is copied.
 
-        A lease, which is a small file in `_run` of the run's directory, is written and renewed by a thread. The `keep_`
-        rules of a `Checkpointer` leave the step alone until the block ends, or if this process dies, until the lease
-        expires. `Checkpointer.delete` and a save that replaces the step do not look at leases.
+        A thread writes and renews a lease, a small file in `_run` of the run's directory. The `keep_` rules of a
+        `Checkpointer` do not delete the step until the block ends or, if this process dies, until the lease expires.
+        `Checkpointer.delete`, and a save that replaces the step, ignore leases.
 
         Args:
-            term_seconds: How long a lease may last without its holder, 60 by default: it is renewed every eighth of
-                the term, and the process that deletes steps takes it for expired when it has seen no renewal for half
-                of the term. A process that is stopped for longer loses the lease.
+            term_seconds: How long a lease lasts without its holder; 60 by default. The lease is renewed every eighth of
+                the term, and counts as expired after half of the term without renewal. A process that is suspended for
+                longer loses the lease.
 
         Returns:
             A context manager, whose value is this checkpoint.
 
         Raises:
-            InputError: It is not a step in a run's directory; only those are deleted by rules.
+            InputError: The checkpoint is not a step in a run's directory; rules delete only those.
             NotACheckpointError: The step was deleted or replaced since it was opened.
-            StorageError: No lease can be written, without the right to write to the run's directory for example.
+            StorageError: The lease cannot be written, for example without write permission in the run's directory.
 
         Examples:
             >>> import jaxckpt
@@ -189,7 +191,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         return id(self)
 
     def get(self, path: str, default: Any = None, /) -> Any:
-        """The leaf at a path, or `default` if there is none."""
+        """The leaf at a path, or `default` if the checkpoint has none there."""
         number = self._numbers.get(path)
         return default if number is None else self._leaf(number)
 
@@ -229,7 +231,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         devices_per_process: int = 8,
         options: Options | None = None,
     ) -> RestorePlan:
-        """What `restore` with these arguments would read, for every process, without reading it.
+        """Plan a restore without reading any data: what each process would read with these arguments.
 
         Args:
             target: As for `restore`.
@@ -239,12 +241,12 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             select: As for `restore`.
             rename: As for `restore`.
             strict: As for `restore`.
-            devices_per_process: For a mesh that is not here, how many of its devices, in row-major order, each
-                process would have.
+            devices_per_process: For a mesh that this machine does not have: the number of devices per process, in
+                row-major order.
             options: See `Options`.
 
         Returns:
-            A `RestorePlan`; `print` shows it as a table.
+            A `RestorePlan`; print it to see a table.
 
         Raises:
             MismatchError, SpecError, LayoutError: As `restore` would.

@@ -31,6 +31,7 @@ from jaxckpt._format.grid import pieces_along, show_axes
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.specs import Specs
 from jaxckpt._inspect.drawing import (
+    MEANINGS,
     Bar,
     Markup,
     bars,
@@ -42,6 +43,7 @@ from jaxckpt._inspect.drawing import (
     show_cuts,
     show_ids,
     table,
+    term,
 )
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.restore_plan import RestorePlan, Where, draw_plan, saved_where
@@ -56,6 +58,7 @@ MOST_DRAWINGS = 400
 MOST_BARS = 64
 """Processes that have a bar of their own."""
 
+_MOST_METRICS = 12  # at the top of the page
 _CLIPPED = 20_000  # characters of the user's metadata that are shown
 _BINS = 64  # of a histogram; while values are counted there are more, so that coarser ones can be made of them
 _FINE_BINS = 1024
@@ -71,22 +74,22 @@ def report(
     histograms: bool = False,
     options: Options | None = None,
 ) -> str:
-    """Draw a checkpoint as one HTML document, which needs no network and no other file.
+    """Show a checkpoint as one self-contained HTML document.
 
     The page has a treemap of bytes by subtree, a table of leaves to search and sort, the layout of each leaf on its
-    mesh, and the seconds that each process took for each phase of the save.
+    mesh, and the seconds that each process took for each phase of the save. Any single process may call this.
 
     Args:
-        path: Where `save` wrote, or another checkpoint that `restore` takes.
+        path: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.
         mesh: Also show what a restore onto this mesh would read. As in `Checkpoint.plan`, this machine need not have
             the mesh: {"data": 64, "model": 8}.
         specs: With `mesh`, as for `restore`.
-        histograms: Also read every leaf of floating-point numbers, in memory bounded by `options.host_bytes`, and show
-            the distribution of its values. Otherwise only the manifest is read.
+        histograms: Also read every floating-point leaf, in memory bounded by `options.host_bytes`, and show the
+            distribution of its values. By default only the manifest is read.
         options: See `Options`.
 
     Returns:
-        The document; write it to a file as UTF-8, and open that in a browser. Any process may call this alone.
+        The document as text. Write it to a file as UTF-8 and open the file in a browser.
 
     Raises:
         NotACheckpointError, ManifestError: As `open`.
@@ -108,6 +111,7 @@ def report(
     data = _data(source.manifest, plan, drawings)
     data["total"] = checkpoint.nbytes
     data["histograms"] = _histograms(source, options) if histograms else {}
+    data["meanings"] = MEANINGS
     sections = [_save_section(source.manifest), _restore_section(plan), _about_section(checkpoint, source.manifest)]
     return _page(
         title=f"{checkpoint.path} · jaxckpt",
@@ -327,13 +331,21 @@ def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
     }
     if manifest.step is not None:
         figures = {"step": f"{manifest.step.number:,}"} | figures
+    metrics = _metrics(manifest)
     return joined(
         [
             element("h1", clipped(checkpoint.path, 400)),
             element("p", ", ".join(filter(None, [f"{manifest.format} checkpoint", manifest.created])), class_="soft"),
             definitions({name: figure for name, figure in figures.items() if figure}),
+            *([definitions(dict(list(metrics.items())[:_MOST_METRICS]), ours=False)] if metrics else []),
         ]
     )
+
+
+def _metrics(manifest: Manifest) -> dict[str, str]:
+    """The metrics of a training step, as text."""
+    metrics = {} if manifest.step is None else manifest.step.metrics
+    return {clipped(name, 60): "not finite" if value is None else f"{value:.6g}" for name, value in metrics.items()}
 
 
 def _save_section(manifest: Manifest) -> Markup:
@@ -396,14 +408,9 @@ def _about_section(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
             f"{show_axes(mesh.axes)} on devices {show_ids(mesh.devices)}" for mesh in manifest.meshes[:8]
         ),
     }
-    if manifest.step is not None and manifest.step.metrics:
-        facts["metrics"] = ", ".join(
-            f"{name} {value:.6g}" if value is not None else f"{name} not finite"
-            for name, value in manifest.step.metrics.items()
-        )
-    pairs = [
-        element("dt", name) + element("dd", clipped(text, 2000), class_="mono") for name, text in facts.items() if text
-    ]
+    if len(metrics := _metrics(manifest)) > _MOST_METRICS:
+        facts["metrics"] = ", ".join(f"{name} {value}" for name, value in metrics.items())
+    pairs = [term(name) + element("dd", clipped(text, 2000), class_="mono") for name, text in facts.items() if text]
     about = [element("dl", Markup("".join(pairs)), class_="facts")]
     if manifest.metadata is not None:
         text = json.dumps(manifest.metadata, ensure_ascii=False, indent=2)

@@ -36,12 +36,12 @@ class ProcessPlan:
     cost: ReadCost
 
     device_bytes: Mapping[Any, int]
-    """Bytes of arrays on each of its devices."""
+    """Bytes of arrays on each device of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafPlan:
-    """One leaf before and after."""
+    """The saved and the restored layout of a leaf."""
 
     path: str
     dtype: str
@@ -56,13 +56,13 @@ class Where:
     """A layout in words."""
 
     spec: str
-    """The PartitionSpec, such as "P('data')"; empty where there is none."""
+    """The PartitionSpec, such as "P('data')"; empty if there is none."""
 
     on: str
-    """The mesh, such as "data=2×model=4"; else "device 3", "default device", "host"."""
+    """The mesh, such as "data=2×model=4"; otherwise "device 3", "default device" or "host"."""
 
     mesh: MeshRecord | None = field(default=None, repr=False)
-    """The mesh itself, where there is one."""
+    """The mesh itself, if there is one."""
 
     split: Spec = field(default=(), repr=False)
     """The spec itself: the mesh axes that split each leading dimension."""
@@ -77,33 +77,33 @@ class RestorePlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes wanted, summed over processes; each box once in a process."""
+        """Bytes that the processes need, summed over processes; each box is counted once in a process."""
         return sum(part.cost.needed_bytes for part in self.processes)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the chunks and indexes that would be read for them (uncompressed), summed over processes."""
+        """Bytes of the chunks and indexes that would be read (uncompressed), summed over processes."""
         return sum(part.cost.read_bytes for part in self.processes)
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that processes would get from others that read them (`Options.read`), summed over processes."""
+        """Bytes that processes would receive from other processes (`Options.read`), summed over processes."""
         return sum(part.cost.received_bytes for part in self.processes)
 
     @property
     def requests(self) -> int:
-        """Reads of storage, summed over processes, before tensorstore merges neighbours."""
+        """Storage reads, summed over processes, before tensorstore merges neighboring ones."""
         return sum(part.cost.requests for part in self.processes)
 
     @property
     def over_read(self) -> float:
-        """read_bytes / needed_bytes; 1.0 where nothing is needed."""
+        """read_bytes / needed_bytes; 1.0 if nothing is needed."""
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most host memory that any process needs in addition to the arrays. For a mesh that is not here, whose
-        devices may have memory of their own, it includes what is on its way to them."""
+        """The most host memory that any process needs in addition to the arrays. For a mesh that this machine does not
+        have, it includes data on its way to the devices, which may have their own memory."""
         return max((part.cost.peak_host_bytes for part in self.processes), default=0)
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
                 (
                     1,
                     max(0, part.cost.read_bytes - part.cost.needed_bytes) / widest,
-                    f"read besides: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
+                    f"over-read: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
                 ),
             ),
         )
@@ -191,7 +191,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
     return joined(
         [
             definitions(figures),
-            bars("Bytes read by each process", lines, ["needed", "read besides"]),
+            bars("Bytes read by each process", lines, ["needed", "over-read"]),
             *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
             table(["saved as", "restored as", "leaves"], rows, words=2),
         ]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,23 +49,23 @@ class VerifyReport:
     path: str
 
     quick: bool
-    """Whether objects were not read, only looked for and measured. Small files are read all the same."""
+    """Whether only the existence and size of objects were checked. Small files are always read."""
 
     problems: tuple[Problem, ...]
-    """One for each leaf and box that is hit, in order of the leaves."""
+    """One for each damaged leaf and box, in order of the leaves."""
 
     leaves: int
     """Leaves of the checkpoint."""
 
     objects: int
-    """Objects that it should have."""
+    """Objects that the checkpoint should have."""
 
     checked_bytes: int
     """Bytes of the objects that were read and checked; 0 if quick."""
 
     @property
     def ok(self) -> bool:
-        """Whether all is as it was saved."""
+        """Whether everything is as it was saved."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -98,24 +99,25 @@ def _hit(problems: list[Problem]) -> str:
 def verify(path: Location, *, quick: bool = False, options: Options | None = None) -> VerifyReport:
     """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
 
-    Any process may call it alone; no JAX backend is started. Objects are read in parallel, some MiB of each at a time.
+    Any single process may call it; no JAX backend is started. Objects are read in parallel, a few MiB of each at a
+    time.
 
     Args:
-        path: Where `save` wrote. Of another checkpoint that `restore` takes, every byte is read and decoded:
-            coverage and lengths are checked, and checksums if its format has them. Of a run's directory, all steps are
-            checked: one report, in which each object's name begins with its step's.
-        quick: Check only that every object exists and has its length, and that the small files are as they were: one
-            look at each file, or on an object store one request for each object's last byte.
-        options: `progress`, `manifest_sha256` and those of the storage; see `Options`.
+        path: A path or URL that `save` wrote. If it is a run's directory, all its steps are checked in one report, in
+            which each object's name begins with its step. Other checkpoints that `restore` accepts are read and decoded
+            completely: coverage and lengths are checked, and checksums if the format has them.
+        quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
+            `stat` for each file, or on an object store one request for each object's last byte.
+        options: `progress`, `max_bytes_per_second`, `manifest_sha256` and the storage options; see `Options`.
 
     Returns:
-        A report, which is true if all is well: `report.ok`, and `report.problems`, each with leaf, box, object and
-        reason. What cannot be read is a problem. So is a damaged manifest, and then the only one: nothing else can be
-        trusted. `quick` sees neither flipped bits nor swapped objects of one length.
+        A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
+        object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
+        because nothing else can be trusted then. `quick` detects neither flipped bits nor swapped objects of one size.
 
     Raises:
-        NotACheckpointError: No manifest at `path`, or it was deleted or replaced meanwhile.
-        StorageError: The manifest cannot be read, or the object store does not answer.
+        NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.
+        StorageError: The manifest cannot be read, or the object store does not respond.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -170,7 +172,7 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
     with reporting("verify", total, options.progress) as advance:
-        for file, more in _checked(functools.partial(_check, store), rest):
+        for file, more in _checked(functools.partial(_check, store), _paced(rest, options)):
             problems.extend(more)
             advance(file.length)
     became = source.fate() if problems else None
@@ -201,6 +203,7 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                 except (DataError, StorageError) as error:
                     problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
                 advance(volume(box) * stack.itemsize)
+                _pause(volume(box) * stack.itemsize, options)
             try:
                 source.blocks[place][row].check()
             except (DataError, StorageError) as error:
@@ -245,6 +248,18 @@ def _files(manifest: Manifest) -> Iterator[_File]:
             yield _File(key, stack, index, box, length, digest, rows.get(number, {}))
 
 
+def _paced(files: Iterable[_File], options: Options) -> Iterator[_File]:
+    """The files, at the rate that the options allow; also after the last one, because another step may follow."""
+    for file in files:
+        yield file
+        _pause(file.length, options)
+
+
+def _pause(n_bytes: int, options: Options) -> None:
+    if options.max_bytes_per_second is not None:
+        time.sleep(n_bytes / options.max_bytes_per_second)
+
+
 def _check(store: Objects, file: _File) -> list[Problem]:
     problems: list[Problem] = []
     try:
@@ -273,7 +288,7 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     if content is None:
         return [Problem(None, "is missing", object=key)]
     same = hashlib.sha256(content).hexdigest() == sha256
-    return [] if same else [Problem(None, "is not the one that was saved", object=key)]
+    return [] if same else [Problem(None, "differs from the file that was saved", object=key)]
 
 
 def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:

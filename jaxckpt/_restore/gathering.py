@@ -252,7 +252,9 @@ class Interconnect:
                 ]
                 gathered = jax.block_until_ready(gatherer(self._mesh, givers if few else None)(*arguments))
         except (RuntimeError, ValueError) as error:  # XLA's: of a peer that died, for example
-            raise PeerFailedError(f"processes {self.members} could not pass on what they read: {error}") from error
+            raise PeerFailedError(
+                f"processes {self.members} could not send the data that they read: {error}"
+            ) from error
         by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
         found = [by_device[device].reshape(-1, words) for device in self._devices]
         rows = ([one[slot] for one in found] for slot in range(len(slots)))

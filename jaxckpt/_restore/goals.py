@@ -121,7 +121,8 @@ def _raise_problems(
     """Raise one error, if there are problems; for what keeps leaves from any place first."""
     if unavailable:
         raise LayoutError.of(
-            f"{len(unavailable)} leaves were saved on devices that are not here",
+            f"cannot restore {counted(len(unavailable), 'leaf')}: this job does not have the devices of the saved"
+            " layout",
             unavailable,
             "Pass mesh= to carry their specs over to another mesh by axis name, or target= with the shardings wanted,"
             " or use jaxckpt.load_numpy for host arrays",
@@ -372,8 +373,8 @@ def _odd_order(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
     if order is None or (tuple(order) == tuple(range(len(leaf.shape))) and not tiling):
         return None
     return _Reason(
-        f"asks for {layout} in the target; restore makes arrays in the default layout: give the sharding alone, and"
-        " pass what is restored to jax.device_put with the Format",
+        f"asks for {layout} in the target; restore makes arrays in the default layout: give only the sharding, and"
+        " pass the restored array to jax.device_put with the Format",
     )
 
 

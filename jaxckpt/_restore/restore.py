@@ -39,62 +39,61 @@ def restore(
     tied: bool = False,
     options: Options | None = None,
 ) -> Tree:
-    """Read a checkpoint back onto devices; every process of the job calls it, with the same arguments.
+    """Restore a checkpoint onto devices. Every process of the job calls this function, with the same arguments.
 
-    Each process reads the chunks that its own devices need, none of them twice; with `Options(read="shared")` the
-    processes read for each other, no chunk twice in the whole job. Process 0 logs how many leaves came
-    from the checkpoint (logger "jaxckpt", level INFO).
+    Each process reads the chunks that its own devices need, each chunk once. With `Options(read="shared")` the
+    processes share their reads, so the job reads each chunk once. Process 0 logs how many leaves came from the
+    checkpoint (logger "jaxckpt", level INFO).
 
     Args:
-        path: Where `save` wrote; or a checkpoint of Orbax, PyTorch DCP or safetensors, or what `rank_files` and its
-            kind have made of others.
-        target: What is wanted: a pytree, or a prefix of one, of jax.ShapeDtypeStruct (with or without sharding), of
-            jax.sharding.Sharding, or of arrays whose shape, dtype and sharding are wanted (their values are not
-            looked at; a weak type is wanted too). As for jax.device_put, a jax.Device stands for a sharding, and a
-            PartitionSpec for one on `mesh` or on the mesh of jax.set_mesh. NumPy arrays and Python scalars in it ask
-            for such; functions that no checkpoint holds stay. None in it is an empty subtree, as everywhere in JAX:
-            nothing is restored there, and leaves that the checkpoint has there are extra leaves. Without it, the tree
-            as it was saved.
-        mesh: Where leaves go for which `target` gives no sharding: saved specs are carried over by axis name; axes
-            that this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
-            kind. A sharding on an AbstractMesh, as jax.eval_shape gives under jax.set_mesh, is meant on this mesh, or
-            on that of jax.set_mesh.
+        path: A path or URL that `save` wrote; a checkpoint of Orbax, PyTorch DCP or safetensors; or the result of
+            `rank_files`, `mindspore_ranks` or `oneflow_ranks`.
+        target: The tree to restore: a pytree, or a pytree prefix, of jax.ShapeDtypeStruct (with or without sharding),
+            of jax.sharding.Sharding, or of arrays, whose shape, dtype, weak type and sharding are used, but not their
+            values. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on `mesh` or on
+            the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type; functions, which no
+            checkpoint contains, are kept. None is an empty subtree, as everywhere in JAX: nothing is restored there,
+            and leaves that the checkpoint has there are extra leaves. By default the tree is restored as it was saved.
+        mesh: The mesh for leaves whose sharding `target` does not give. Saved specs are mapped by axis name; axes that
+            this mesh does not have are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
+            kind. A sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or
+            on the mesh of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
-            saved ones.
+            saved specs.
         select: Restore only these leaves: a glob over saved paths ("params/**"; "params/**/w" matches "params/w" too;
-            a container's path selects all below it), a compiled regular expression, several of them, or a function of
-            the path that returns a bool. Each pattern must match a leaf. Other leaves keep the target's value; without
-            a target, dicts come back without them and sequences with None in their place. A leaf of the target that the
-            checkpoint lacks is selected if the path that `rename` would take it from is, or if `rename` is a function,
-            which cannot say.
+            a container's path selects everything below it), a compiled regular expression, a list of these, or a
+            function of the path that returns a bool. Each pattern must match a leaf. Other leaves keep the target's
+            value; without a target, dicts omit them and sequences have None in their place. A leaf of the target that
+            is missing from the checkpoint counts as selected if its saved path (by `rename`) is selected, or if
+            `rename` is a function.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
-            must exist, or a function. Without a target, a renamed tree comes back as nested dicts. A component of a
+            must exist, or a function. Without a target, a renamed tree is restored as nested dicts. A component of a
             wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
-            cast: then the checkpoint has the leaves that the rules make, and `select` chooses among these.
-        strict: Missing leaves and leaves of the checkpoint that the target lacks are errors. With False, a missing
-            leaf keeps the target's value (an abstract one, which has none, is still an error), and extra leaves are
-            left out. A target of which no leaf is in the checkpoint is always an error, and so are another shape, a
-            class, and an object that JAX takes for a leaf in the place of a container; another dtype follows
-            `options.cast`.
-        dtype: Restore leaves in another dtype than the target's or the saved one: as for `save`, by wanted paths.
-        tied: Leaves that were saved as one array come back as one array, if they are wanted in the same way. By default
-            each leaf is an array of its own, so that both can be donated.
+            cast: the checkpoint then has the leaves that the rules make, and `select` chooses among those.
+        strict: Leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are errors. With
+            False, a missing leaf keeps the target's value (a leaf without a value, such as a ShapeDtypeStruct, is still
+            an error), and extra leaves are ignored. Always errors: a target with no leaf in the checkpoint, a different
+            shape, a class, and an object that JAX treats as a leaf in place of a container. For a different dtype,
+            `options.cast` decides.
+        dtype: Restore leaves in a dtype other than the target's or the saved one: as for `save`, by wanted paths.
+        tied: Restore leaves that were saved as one array as one array, if the target asks for the same thing in each
+            place. By default each leaf is a separate array, so that all of them can be donated.
         options: See `Options`.
 
     Returns:
-        A pytree: the target's structure, or the saved one. jax.Arrays where arrays were saved from devices, otherwise
-        what was saved: NumPy arrays and scalars, int, str, and so on.
+        A pytree with the structure of the target, or with the saved one. Leaves that were saved from devices are
+        jax.Arrays. All others are what was saved: NumPy arrays and scalars, int, str, and so on.
 
     Raises:
-        NotACheckpointError: No manifest at `path`, or it was deleted or replaced while it was being read.
-        MismatchError: Missing, extra, misshaped or lossily cast leaves; one error lists them all. Also leaves of 64
-            bits while jax_enable_x64 is off, unless `options.cast` is "unsafe", which restores 32 bits.
+        NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced while it was being read.
+        MismatchError: Missing, extra, misshaped or lossily cast leaves; one error lists them all. Also 64-bit leaves
+            while jax_enable_x64 is off, unless `options.cast` is "unsafe", which restores them with 32 bits.
         TreeError: A pattern of `select` or a path of `rename` matches nothing.
         SpecError: A spec does not fit its leaf or the mesh.
-        LayoutError: Neither target nor mesh, and the saved devices are not here.
-        CorruptError: What is stored is not what was saved; the message names the leaf.
-        StorageError: An I/O error, or no byte has moved for `options.timeout_seconds`.
-        PeerError: Another process failed, or sees another checkpoint.
+        LayoutError: Without target and mesh: this job does not have the devices of the saved layout.
+        CorruptError: The stored data is not what was saved. The message names the leaf.
+        StorageError: An I/O error, or no data has moved for `options.timeout_seconds`.
+        PeerError: Another process failed, or sees a different checkpoint.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jaxckpt
@@ -161,7 +160,8 @@ def _require_one(found: Sequence[str], url: str) -> None:
     """Raise PeersDisagreeError if processes found different checkpoints, each a digest and a path, at one path."""
     if len(set(found)) > len({one.partition(" ")[2] for one in found}):
         raise PeersDisagreeError(
-            f"the processes see different checkpoints at {url}: it was replaced meanwhile, or is not shared"
+            f"the processes see different checkpoints at {url}: it was replaced in the meantime, or the path is not"
+            " shared"
         )
 
 

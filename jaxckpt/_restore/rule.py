@@ -36,52 +36,51 @@ class Rule:
     """
 
     source: Names
-    """The path of the source leaf; `{i}` stands for a whole number. Several paths are joined along `axis`."""
+    """The path of the source leaf; `{i}` matches a whole number. Several paths are joined along `axis`."""
 
     target: Names
-    """The path of the target leaf. A number that only the source has becomes an axis of the layout, along which the
-    leaves are stacked; one that only the target has is an axis of the source. Several paths are parts along `axis`."""
+    """The path of the target leaf. If only the source has a number, it becomes an axis of the layout, along which the
+    leaves are stacked. If only the target has it, it is an axis of the source. Several paths are parts along `axis`."""
 
     layout: str = ""
-    """The axes of source and target as einops writes them, such as "(h d) m -> m h d". Empty: as they are."""
+    """The axes of source and target in einops notation, such as "(h d) m -> m h d". Empty: no change."""
 
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Sizes of axes that do not follow from the shapes. A number of the paths can be given too, such as {"i": 32}: then
-    it is an error if one of 0 to 31 is missing."""
+    """Sizes of axes that the shapes do not determine. It may also give the count of a number in the paths: with
+    {"i": 32}, a missing number from 0 to 31 is an error."""
 
     axis: int = 0
-    """The dimension of the target along which several sources are joined, or of the source that several targets cut."""
+    """The dimension of the target along which sources are joined, or of the source along which targets are split."""
 
     parts: tuple[int, ...] | None = None
-    """Sizes along `axis` of several sources or targets. By default those of targets are equal. Sources that are not of
-    equal size need it for the inverse."""
+    """Sizes along `axis` of several sources or targets. By default targets have equal sizes. The inverse needs it if
+    the sizes of the sources differ."""
 
     dtype: str | None = None
-    """The target's dtype, as NumPy casts; None keeps the source's."""
+    """The dtype of the target, cast as by NumPy. None: the dtype of the source."""
 
     scales: Names = ()
-    """If sources are quantised, the paths of their scales, one for each of `source`: each value is multiplied by the
-    scale of its block, in float32, before all else. The target is float32 unless `dtype` is given. The inverse gives
-    floats: it does not quantise."""
+    """For quantized sources, the paths of the scales, one for each path of `source`. Each value is first multiplied by
+    the scale of its block, in float32. The target is float32 unless `dtype` is given. The inverse does not quantize."""
 
     block: tuple[int, ...] | None = None
-    """The sides of a block of values that has one scale, such as (128, 128). None: scales have the shape of the values,
-    with 1 for each dimension that they do not depend on."""
+    """The shape of a block of values with one scale, such as (128, 128). None: the scales have the shape of the values,
+    with size 1 in each dimension that they do not depend on."""
 
     resized: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Sizes in the target of axes whose size in the source, in `sizes`, is another, such as {"vocab": 256128}: zeros
-    follow what the source has, and what is beyond is left out."""
+    """Target sizes of axes whose source size, in `sizes`, differs, such as {"vocab": 256128}. Larger targets are padded
+    with zeros; smaller targets are truncated."""
 
     scale: float = 1.0
     offset: float = 0.0
-    """The target's values are source × scale + offset, computed in float32, or in float64 for float64 and int64. If the
+    """Target values are source × scale + offset, computed in float32, or in float64 for float64 and int64. If the
     source has integers, this needs `dtype`."""
 
     tied: bool = False
     """Whether another rule has the same source. The inverse takes the source from the other rule's target."""
 
     def inverse(self, dtype: str | None = None) -> Rule:
-        """From target to source. Where this rule casts, the inverse casts to `dtype`; None keeps the target's."""
+        """The rule from target to source. If this rule casts, the inverse casts to `dtype`; None keeps the dtype."""
         return Rule(
             source=self.target,
             target=self.source,
@@ -149,7 +148,7 @@ class Rule:
                     " itself, and its size in the source in sizes="
                 )
         if unknown := sorted(self.sizes.keys() - known):
-            raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is no axis{closest(unknown[0], known)}")
+            raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest(unknown[0], known)}")
 
     def computed(self, values: Array) -> Array:
         """Values of the target, before they are cast to its dtype."""

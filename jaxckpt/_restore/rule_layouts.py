@@ -57,10 +57,10 @@ def _dims(side: str, text: str) -> Dims:
     while at < len(side):
         match = _DIMENSION.match(side, at)
         if match is None:
-            raise InputError(f"layout {text!r} cannot be read at {side[at:].strip()!r}")
+            raise InputError(f"layout {text!r} cannot be parsed at {side[at:].strip()!r}")
         names = match[1].split() if match[1] is not None else [match[2]]
         if not all(re.fullmatch(r"[A-Za-z_]\w*|1", name) for name in names):
-            raise InputError(f"layout {text!r} cannot be read at {match[0].strip()!r}")
+            raise InputError(f"layout {text!r} cannot be parsed at {match[0].strip()!r}")
         found.append(tuple(name for name in names if name != "1"))
         at = match.end()
     names = axes_of(tuple(found))

@@ -36,7 +36,7 @@ class Leaves:
         manifest = self._source.manifest
         record = manifest.leaves[self._numbers[path]]
         if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
-            return f"{show(path)} is a {record.kind}, no array of numbers"
+            return f"{show(path)} is a {record.kind}, not a numeric array"
         stack = manifest.stacks[record.stack]
         if isinstance(self._source, Foreign):
             block = self._source.blocks[record.stack][record.row]
@@ -224,7 +224,7 @@ def _unit(piece: Piece, chunk: Sequence[int]) -> tuple[int, ...]:
 def _carried_over(mesh: MeshRecord, spec: Spec, piece: Piece, shape: Sequence[int]) -> Spec:
     """The spec of a target of this shape: a mesh axis stays with the outermost axis of the dimension that it splits.
 
-    Where the target lacks that axis, or it does not divide by the mesh axis, the target is not split.
+    Where the target lacks that axis, or it is not divisible by the mesh axis, the target is not split.
     """
     of_axis = {dim[0]: entry for dim, entry in zip(piece.layout.source, spec, strict=False) if dim}
     entries: list[tuple[str, ...]] = []
@@ -265,9 +265,9 @@ def _cuts(rule: Rule, count: int, stack: _Stack) -> list[Interval] | list[None] 
         return f"{stack.name} has no dimension {rule.axis}"
     side, parts = shape[rule.axis], rule.parts
     if parts is None and side % count:
-        return f"{stack.name} has a dimension of {side}, which {count} equal parts do not make up: give Rule.parts"
+        return f"{stack.name} has a dimension of {side}, which is not {count} equal parts: give Rule.parts"
     parts = parts or (side // count,) * count
     if len(parts) != count or sum(parts) != side:
-        return f"parts {list(parts)} do not make up the dimension of {side} of {stack.name} for {count} leaves"
+        return f"parts {list(parts)} do not add up to the dimension of {side} of {stack.name} for {count} leaves"
     ends = list(itertools.accumulate(parts))
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -22,9 +22,9 @@ from jaxckpt._runtime.errors import InputError, MismatchError, Problem, counted
 class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
 
-    A checkpoint that is read through rules has the leaves that the rules make and no others, each in nested dicts by
-    its path. Every array of the source must be named by a rule or by `drop`. Nothing is read until a value is wanted,
-    and then only what it is made of.
+    A checkpoint that is read through rules has only the leaves that the rules make, in nested dicts by path. A rule or
+    `drop` must name every array of the source. Data is read only when a value is needed, and only the data that the
+    value is made of.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -39,7 +39,7 @@ class Rules:
     rules: Sequence[Rule]
 
     drop: Sequence[str] = ()
-    """Paths of source leaves that the target lacks; `{i}` stands for a whole number."""
+    """Paths of source leaves that the target does not have; `{i}` matches a whole number."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -48,10 +48,10 @@ class Rules:
             raise InputError(f"Rules.drop must be a list of paths, found {self.drop!r}")
 
     def inverse(self, dtype: str | None = None) -> Rules:
-        """From target to source; leaves that are dropped do not come back.
+        """The rules from target to source, without the dropped leaves.
 
         Args:
-            dtype: The source's dtype where a rule casts; None keeps the target's.
+            dtype: The dtype of the source if a rule casts; None keeps the dtype of the target.
         """
         tied = [name for rule in self.rules if rule.tied for name in names_in(rule.target)]
         return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
@@ -72,7 +72,7 @@ class Rules:
             scales = [fitting(name, leaves.paths) for name in names_in(rule.scales)]
             paths = [] if rule.tied else [path for found in [*matches, *scales] for path in found.values()]
             problems += [
-                Problem(path, f"is claimed by {claimed[path]} and by {rule}")
+                Problem(path, f"matches both {claimed[path]} and {rule}")
                 for path in paths
                 if claimed.setdefault(path, rule) is not rule
             ]
@@ -98,7 +98,7 @@ class Rules:
             raise MismatchError.of(
                 f"the rules do not fit {source.url} in {counted(len(problems), 'place')}",
                 problems,
-                "Rules.drop names leaves that are not wanted",
+                "list unwanted leaves in Rules.drop",
             )
         made = compose(source.url, nested(targets), source.manifest.format, metadata=source.manifest.metadata)
         return replace(made, origin=source)

@@ -27,7 +27,7 @@ from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
 from jaxckpt._format.values import PYTHON, encode_value
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, Problem, TreeError, show
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, Problem, TreeError, counted, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
@@ -80,12 +80,12 @@ class Native:
         problems: list[Problem] = []
         for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
             if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
-                reason = "is missing" if text is None else "is not the one that was saved"
+                reason = "is missing" if text is None else "differs from the file that was saved"
                 if len(problems) < 20:  # naming the leaves of each of thousands would take time of stacks × leaves
                     reason += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
                 problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
-            raise DataError.of(f"{len(problems)} files of the checkpoint are not as they were saved", problems)
+            raise DataError.of(f"{counted(len(problems), 'metadata file')} changed after the save", problems)
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         manifest = self.manifest
@@ -100,7 +100,7 @@ class Native:
         if now.save_id != self.manifest.save_id:
             return "replaced by another"
         stacks = {stack.name for stack in now.stacks}
-        return "relieved of some of its leaves" if any(s.name not in stacks for s in self.manifest.stacks) else None
+        return "stripped of some of its leaves" if any(s.name not in stacks for s in self.manifest.stacks) else None
 
 
 def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
@@ -277,7 +277,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         )
         rows.append(array.data)
     if problems:
-        raise TreeError.of(f"{len(problems)} of {len(leaves)} leaves of {url} cannot be read", problems)
+        raise TreeError.of(f"{len(problems)} of the {counted(len(leaves), 'leaf')} of {url} cannot be read", problems)
     manifest = Manifest(
         format=format,
         version=0,
@@ -310,7 +310,7 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
     if not isinstance(value, ForeignArray):
         return f"is of type {type(value).__module__}.{type(value).__qualname__}", None
     if value.dtype not in DTYPES:
-        return f"has dtype {value.dtype}, which NumPy and JAX lack", None
+        return f"has dtype {value.dtype}, which NumPy and JAX do not support", None
     if len(value.shape) > MAX_RANK:
         return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
     if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:

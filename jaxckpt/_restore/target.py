@@ -82,7 +82,7 @@ def require_request(request: Request) -> None:
     if isinstance(request.target, Options):
         raise InputError("target is an Options: pass it as options=, restore(path, options=…)")
     if request.specs is not None and request.mesh is None:
-        raise InputError("specs= needs mesh=: the mesh that the specs are of")
+        raise InputError("specs= needs mesh=: the mesh whose axes the specs name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,11 +390,11 @@ def not_a_leaf(value: object, *, is_container: bool) -> str:
     """Why something in a target cannot be restored."""
     kind = type(value).__qualname__
     if is_class(value):
-        return f"is a {kind} in the target, which is no leaf to restore; give a jax.ShapeDtypeStruct(shape, dtype)"
+        return f"is a {kind} in the target, which cannot be restored; give a jax.ShapeDtypeStruct(shape, dtype)"
     if not is_container:
-        return f"is a {kind} in the target, which is no leaf to restore"
+        return f"is a {kind} in the target, which cannot be restored"
     return (
-        f"is a {kind} in the target, and a container in the checkpoint: JAX takes {kind} for a leaf. Register it as a"
+        f"is a {kind} in the target, and a container in the checkpoint: JAX treats {kind} as a leaf. Register it as a"
         " pytree, or give a dict"
     )
 

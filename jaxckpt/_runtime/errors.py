@@ -1,24 +1,24 @@
-"""Every error this library raises on purpose.
+"""The errors that this library raises on purpose.
 
 JaxckptError
 ├── InputError (ValueError)            the caller's arguments
 │   ├── TreeError                      a leaf or key that cannot be stored; a path or pattern that matches nothing
 │   ├── SpecError                      a PartitionSpec that does not fit its leaf or its mesh
-│   ├── MismatchError                  target against checkpoint: missing, extra, misshaped, lossily cast leaves
-│   └── LayoutError                    the saved layout needs devices that are not here
+│   ├── MismatchError                  target and checkpoint differ: missing, extra, misshaped, lossily cast leaves
+│   └── LayoutError                    the saved layout needs devices that this job does not have
 ├── CheckpointExistsError (FileExistsError)
 ├── NotACheckpointError (FileNotFoundError)
-├── CorruptError                       what is stored is not what was saved
-│   ├── ManifestError                  manifest.json is damaged, hostile, or of a newer format
-│   └── DataError                      an object or a zarr.json is missing, cut, or altered
-├── StorageError (OSError)             the file system or object store refused
-└── PeerError                          another process of the job
-    ├── PeerFailedError                it raised; its own error is quoted
-    ├── PeerTimeoutError (TimeoutError)  it did not answer in time
-    ├── PeersDisagreeError             it saw another tree or another checkpoint
+├── CorruptError                       the stored data is not what was saved
+│   ├── ManifestError                  manifest.json is damaged, hostile, or in a newer format
+│   └── DataError                      an object or a zarr.json is missing, truncated, or altered
+├── StorageError (OSError)             the file system or object store refused an operation
+└── PeerError                          another process of the job failed
+    ├── PeerFailedError                it raised an error, which is quoted
+    ├── PeerTimeoutError (TimeoutError)  it did not respond in time
+    ├── PeersDisagreeError             it has a different tree or sees a different checkpoint
     └── PathNotSharedError             it does not see the path that process 0 sees
 
-Preempted (SystemExit)                 no error: the job received a request to stop, and its last step is saved
+Preempted (SystemExit)                 not an error: the job was preempted, and its last step is saved
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Problem:
     """What is wrong, in words that follow the name of the file, or that of the leaf if no file is concerned."""
 
     remedy: str = ""
-    """What the caller can do about it, if anything."""
+    """What the caller can do about the problem, if anything."""
 
     object: str = ""
     """The file, below the checkpoint's path; empty if no file is concerned."""
 
     box: tuple[tuple[int, int], ...] | None = None
-    """(start, stop) along each dimension of the leaf, if the file is damaged there; of a PRNG key's raw data; () of a
-    0-d leaf. None for a file without a leaf, and if no file is concerned."""
+    """The damaged box: (start, stop) along each dimension of the leaf, or of a PRNG key's raw data; () for a 0-d leaf.
+    None for a file without a leaf, and if no file is concerned."""
 
     @property
     def sides(self) -> str:
@@ -61,9 +61,9 @@ class Problem:
 
 
 class JaxckptError(Exception):
-    """Base of every error that jaxckpt raises on purpose.
+    """Base class of the errors that jaxckpt raises on purpose.
 
-    `problems` has a `Problem` for each leaf or file that is at fault, if the error is about some.
+    `problems` has a `Problem` for each leaf or file at fault, if the error concerns any.
     """
 
     def __init__(self, *args: object, problems: Iterable[Problem] = ()) -> None:
@@ -84,7 +84,7 @@ class JaxckptError(Exception):
 
 
 class InputError(JaxckptError, ValueError):
-    """The caller's arguments do not make sense; nothing was read or written."""
+    """The arguments are invalid. Nothing was read or written."""
 
 
 class TreeError(InputError):
@@ -92,63 +92,64 @@ class TreeError(InputError):
 
 
 class SpecError(InputError):
-    """A PartitionSpec does not fit: an axis the mesh lacks, a dimension that does not divide, too many entries."""
+    """A PartitionSpec does not fit: an unknown mesh axis, a dimension that is not divisible, or too many entries."""
 
 
 class MismatchError(InputError):
-    """The target and the checkpoint differ. `problems` has one entry for each leaf that does."""
+    """The target and the checkpoint differ. `problems` has one entry for each leaf that differs."""
 
 
 class LayoutError(InputError):
-    """The saved layout needs devices that this process does not see."""
+    """The saved layout needs devices that this job does not have."""
 
 
 class CheckpointExistsError(JaxckptError, FileExistsError):
-    """A checkpoint, or something else, is already at the path."""
+    """The path already holds a checkpoint or other files."""
 
 
 class NotACheckpointError(JaxckptError, FileNotFoundError):
-    """There is no checkpoint at the path: no manifest.json was ever published there."""
+    """The path is not a checkpoint: it has no manifest.json."""
 
 
 class CorruptError(JaxckptError):
-    """What is stored is not what was saved."""
+    """The stored data is not what was saved."""
 
 
 class ManifestError(CorruptError):
-    """manifest.json is damaged, contradicts itself, or is of a format this version does not read."""
+    """manifest.json is damaged, contradicts itself, or has a format version that this jaxckpt cannot read."""
 
 
 class DataError(CorruptError):
-    """An object or a zarr.json is missing, of another length, or altered."""
+    """An object or a zarr.json is missing, has the wrong length, or was altered."""
 
 
 class StorageError(JaxckptError, OSError):
-    """The file system or the object store refused: no space, no permission, an I/O error."""
+    """The file system or the object store refused an operation: no space, no permission, or an I/O error."""
 
 
 class PeerError(JaxckptError):
-    """Another process of the job stopped this one."""
+    """This process had to stop because of another process of the job."""
 
 
 class PeerFailedError(PeerError):
-    """Another process raised; its own error is quoted in the message."""
+    """Another process raised an error, which the message quotes."""
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
-    """Another process did not answer within `Options.timeout_seconds`."""
+    """Another process did not respond within `Options.timeout_seconds`."""
 
 
 class PeersDisagreeError(PeerError):
-    """The processes were given different trees, or saw different checkpoints."""
+    """The processes passed different trees or arguments, or see different checkpoints."""
 
 
 class PathNotSharedError(PeerError):
-    """A process does not see the folder that process 0 made."""
+    """A process does not see the folder that process 0 created."""
 
 
 class Preempted(SystemExit):
-    """The job received a request to stop. Uncaught, it ends the program with status 143, as SIGTERM does."""
+    """The job was preempted, and its last step is saved. If not caught, the program exits with status 143, as after
+    SIGTERM."""
 
     def __init__(self, message: str) -> None:
         super().__init__(128 + signal.SIGTERM)

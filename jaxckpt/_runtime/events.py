@@ -18,11 +18,11 @@ def finished(event: str, seconds: float, line: Callable[[], str], *, log: bool, 
     try:
         monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
     except Exception as error:
-        _log.warning("a listener of jax.monitoring failed after %s: %r", event, error)
+        _log.warning("a jax.monitoring listener failed after %s: %r", event, error)
     if log and _log.isEnabledFor(logging.INFO):
         _log.info("%s", line())
 
 
 def swept(url: str, name: str) -> None:
     """Log that the remains of a save were deleted."""
-    _log.info("deleted %s/%s, which a save that failed or was replaced left", url, name)
+    _log.info("deleted %s/%s, left by a save that failed or was replaced", url, name)

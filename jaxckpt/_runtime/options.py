@@ -1,4 +1,4 @@
-"""The one home of every setting."""
+"""The settings of saves and restores."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Options:
     """Settings of saves and restores. Every default suits a training job.
 
     Attributes:
-        object_bytes: Largest size of a stored object (a file), about. Larger pieces are split. Small leaves are packed
-            together up to this size or 16 MiB, whichever is less.
+        object_bytes: Approximate largest size of a stored object (a file). Larger pieces are split. Small leaves are
+            packed together up to this size or 16 MiB, whichever is less.
         chunk_bytes: Approximate size of a chunk, the unit that is read and checksummed.
         compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
-            bits of a chunk's elements by their place and then compresses them with zstd: for bfloat16 and float32 this
-            gives fewer bytes than "zstd" in no more time (docs/performance.md).
+            bits of a chunk's elements by their position and then compresses them with zstd: for bfloat16 and float32
+            this gives fewer bytes than "zstd" in no more time (docs/performance.md).
         io: What moves the bytes of arrays. "auto": jaxckpt's own reader and writer for uncompressed chunks on a file
             system, which need half the CPU time, and tensorstore for everything else. "tensorstore": tensorstore for
             everything. Each reads what the other wrote, and both check as strictly.
@@ -43,42 +43,43 @@ class Options:
             process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
             read once in the whole job; all processes then need the same `host_bytes`. This pays if storage limits the
             restore (docs/many-processes.md).
-        host_bytes: Host memory in bytes that a save or a restore may use in addition to the arrays, about. Larger
+        host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays. Larger
             leaves are moved in boxes. `save_async` may also use `staging_bytes`.
-        staging_bytes: Host memory in bytes that `save_async` may use for copies: of arrays on accelerators, and of
-            NumPy arrays. If this does not suffice, `save_async` returns only when the rest fits. None: as much as this
-            process writes.
-        max_bytes_per_second: Limit of the rate at which each process writes in `save_async`, averaged over a few
-            objects, for example to leave bandwidth to data loading. None: no limit. `save` is not limited.
-        when_busy: What `save_async` does while an earlier one is still writing: wait for it, or skip this save.
-        sync: Whether a save is on the disk (fsync of files and folders) before it returns.
+        staging_bytes: Host memory in bytes that `save_async` may use for copies of arrays on accelerators and of NumPy
+            arrays. If this is not enough, `save_async` returns only when the rest fits. None: as much as this process
+            writes.
+        max_bytes_per_second: Limit of the rate at which each process writes in `save_async` and reads in `verify`,
+            averaged over a few objects, for example to leave bandwidth for data loading. None: no limit. `save` is not
+            limited.
+        when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
+        sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
         reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again.
-            "identity": objects whose leaves are all the same jax.Arrays as in the last save of the same Checkpointer,
-            which needs no read of the devices. "content": also objects with the same bytes as one in that save, in the
-            newest step, or in the checkpoint that is overwritten. Their data is read from the devices and compared by
-            a 128-bit digest, which this setting also records in the manifest. None: every object is written, as always
-            on object stores.
-        cast: Restoring to another dtype. "safe" allows only casts that lose no value, "unsafe" all casts of NumPy.
+            "identity": objects whose leaves are all the same jax.Array objects as in the last save of the same
+            Checkpointer; nothing is read from the devices for this. "content": also objects with the same bytes as one
+            in that save, in the newest step, or in the checkpoint that is overwritten. Their data is read from the
+            devices and compared by a 128-bit digest, which this setting also records in the manifest. None: every
+            object is written, as always on object stores.
+        cast: Restoring to another dtype. "safe" allows only casts that lose no value, "unsafe" allows all NumPy casts.
         indivisible: What happens if the mesh axes do not divide a dimension. "error", or "replicate": the dimension is
             stored and restored whole on every device.
         timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names it. A
             process that is still working sends heartbeats and does not time out; one that stops during a save or a
             restore times out after 60 s at most. JAX itself aborts all processes 100 s after one has stopped
             (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the error even if
-            the process stopped before its call. Also how long a save or a restore waits for storage while no byte
+            the process stopped before its call. Also how long a save or a restore waits for storage while no data
             moves, before it raises `StorageError`, and `PeerFailedError` in the other processes: a system call on a
             network file system that has lost its server may never return.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
             environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
             "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
-        retry_seconds: How long each request to an object store is retried before a `StorageError`, about.
+        retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`.
         manifest_sha256: For reading: the expected SHA-256 of manifest.json, in hexadecimal digits (see
-            `SaveInfo.manifest_sha256`). It vouches for structure, shapes, Python values and metadata, and for arrays
-            through their crc32c digests: enough against any damage, but not against someone who forges arrays to match
+            `SaveInfo.manifest_sha256`). It guarantees the structure, shapes, Python values and metadata, and arrays
+            through their crc32c digests: enough against damage, but not against someone who forges matching arrays
             (docs/security.md).
-        progress: True draws a bar on a terminal, and elsewhere logs a line every 10 s (logger "jaxckpt", level INFO;
-            stderr if that is off). A function receives a `Progress` as bytes move, in the thread that moves them. None
-            shows nothing.
+        progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;
+            stderr if that is off). A function is called with a `Progress` as bytes move, in the thread that moves them.
+            None shows nothing.
 
     Examples:
         >>> import jaxckpt

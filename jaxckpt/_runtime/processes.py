@@ -6,9 +6,9 @@
             decision = decide(heard)
         decision = meeting.share(decision)  # every process gets process 0's
 
-Whatever one process raises inside the block, all raise, and the message names that process. One that is silent for
-`timeout_seconds` is named too. One that works on is not silent: while in a meeting each process beats, and only a beat
-that stops counts; one that has come and stops is given up after a minute, before JAX itself ends the job.
+Whatever one process raises inside the block, all raise, and the message names that process. A process that does not
+respond for `timeout_seconds` is named too. During a meeting each process sends a heartbeat, so a slow one does respond.
+A process that joined and then stops is given up after a minute, before JAX itself ends the job.
 
 JAX's service lives in process 0. While that process is stopped, only calls that have a timeout of their own return:
 such are all that a waiting process makes. What it posts, and its beats, are left to a thread.
@@ -138,7 +138,7 @@ class Group:
         if within is not None:
             raise InputError(
                 f"{call.verb} of {call.where!r} was called from inside {within.call.verb} of {within.call.where!r}, by"
-                " a signal handler or a callback: set a flag there, and make the call once the other has returned"
+                " a signal handler or a callback: set a flag there, and make the call after the other has returned"
             )
         timeout_seconds = (options if isinstance(options, Options) else Options()).timeout_seconds
         watch = Watch(timeout_seconds)
@@ -404,9 +404,9 @@ class Meeting:
             by_seconds.setdefault(seconds, []).append(process)
         return [
             {
-                "error": f"{process_names(processes)} of {self.group.count} silent for {seconds:g} s while {self.what}:"
-                " dead, suspended, or without the same call, which every process must make. Options.timeout_seconds"
-                " sets how long to wait.",
+                "error": f"{process_names(processes)} of {self.group.count} did not respond for {seconds:g} s while"
+                f" {self.what}: dead, suspended, or not making the same call, which every process must make."
+                " Options.timeout_seconds sets how long to wait.",
                 "kind": PeerTimeoutError.__name__,
             }
             for seconds, processes in by_seconds.items()
@@ -428,8 +428,8 @@ class Meeting:
         )
         return [
             {
-                "error": f"the processes made different calls of jaxckpt. {made}. Every process must make the same"
-                " calls in the same order, with the same paths: one has missed a call, or has made one more",
+                "error": f"the processes made different jaxckpt calls. {made}. Every process must make the same"
+                " calls in the same order, with the same paths: one process skipped a call or made an extra one",
                 "kind": PeersDisagreeError.__name__,
             }
         ]

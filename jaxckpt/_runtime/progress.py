@@ -1,4 +1,4 @@
-"""Bytes done and to do, told to a callback or drawn as a bar."""
+"""Progress in bytes, passed to a callback or drawn as a bar."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _log = logging.getLogger("jaxckpt")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a save, a restore, a conversion or another reading of arrays stands in this process."""
+    """The progress of a save, a restore, a conversion or another read of arrays in this process."""
 
     verb: str
     """"save", "restore", "verify", "diff", "convert" or "report" (its histograms)."""
 
     done_bytes: int
-    """Bytes this process has moved."""
+    """Bytes that this process has moved."""
 
     total_bytes: int
-    """Bytes this process will move in all."""
+    """Bytes that this process will move in total."""
 
     seconds: float
-    """Seconds since it began."""
+    """Seconds since the start."""
 
     @property
     def bytes_per_second(self) -> float:
-        """The rate until now; 0 before anything has moved."""
+        """The average rate so far; 0 before any bytes have moved."""
         return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def remaining_seconds(self) -> float | None:
-        """Seconds that the rest takes at this rate; None before anything has moved."""
+        """Estimated seconds until the end, at the average rate; None before any bytes have moved."""
         rest = self.total_bytes - self.done_bytes
         return rest / self.bytes_per_second if self.bytes_per_second else None
 
@@ -56,11 +56,11 @@ def show_bytes(size: float) -> str:
 
 
 Report = Callable[[int], None]
-"""Called with a number of bytes that have just been moved."""
+"""A function to call with the number of bytes that have just moved."""
 
 
 def unseen(moved: int) -> None:
-    """The report that nobody looks at."""
+    """Report nothing."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ LINE_SECONDS = 10.0
 
 
 class _Lines:
-    """A line now and then, and one at the end, to the log "jaxckpt"; to stderr where nobody listens to that."""
+    """Logs a line every `LINE_SECONDS` and one at the end (logger "jaxckpt"), or prints it to stderr if INFO is off."""
 
     def __init__(self) -> None:
         self._next = LINE_SECONDS

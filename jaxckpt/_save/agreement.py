@@ -29,12 +29,12 @@ _BUCKETS = 64
 """Checksums that a process sends for the values that the same processes hold."""
 
 _REASONS = {
-    "leaves": "a tree of other leaves, shapes or dtypes",
-    "ties": "a tree in which other leaves are one array",
-    "shardings": "leaves of other shardings",
-    "options": "other Options, or other components of a Checkpointer,",
-    "metadata": "other metadata",
-    "process_state": "a process_state of other names",
+    "leaves": "a tree with different leaves, shapes or dtypes",
+    "ties": "a tree in which different leaves share one array",
+    "shardings": "leaves with different shardings",
+    "options": "different Options, or different Checkpointer components,",
+    "metadata": "different metadata",
+    "process_state": "a process_state with different names",
 }
 _ADVICE: dict[str, str] = dict.fromkeys(
     ["leaves", "shardings"],
@@ -123,9 +123,9 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
             problems.append(f"{shown}: {process_names(others)} and process {first} differ")
     if problems:
         raise PeersDisagreeError(
-            "the processes hold different values of leaves that must be the same in all of them. One may have missed a"
-            " call, and be at another training step. What each process alone knows goes into process_state=. Leaves:\n"
-            + listing(problems)
+            "the processes hold different values for leaves that must be equal in all of them. One process may have"
+            " skipped a call and be at a different training step. Pass state that differs by process as"
+            " process_state=. Leaves:\n" + listing(problems)
         )
 
 

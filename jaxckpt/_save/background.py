@@ -37,7 +37,7 @@ class SaveInfo:
     leaves: int
 
     total_bytes: int
-    """Bytes of array data in the checkpoint, replicas once."""
+    """Bytes of array data in the checkpoint, each replica counted once."""
 
     process_bytes: tuple[int, ...]
     """Bytes of array data in the objects of each process."""
@@ -49,19 +49,19 @@ class SaveInfo:
     """Files of the checkpoint: objects, one zarr.json a stack, one for each process's state, and the manifest."""
 
     stored_bytes: int
-    """Bytes of the objects, checksums and indexes included."""
+    """Bytes of the objects, including checksums and indexes."""
 
     reused_bytes: int
-    """Bytes of these that were not written but linked to objects of an earlier checkpoint; see `Options.reuse`."""
+    """Bytes of the objects that are hard links to an earlier checkpoint and were not written; see `Options.reuse`."""
 
     manifest_sha256: str
     """SHA-256 of manifest.json, in hexadecimal digits, for `Options.manifest_sha256`."""
 
     seconds: float
-    """Seconds from the call until the checkpoint was published and this process knew."""
+    """Seconds from the call until this process was notified that the checkpoint is published."""
 
     blocked_seconds: float
-    """Seconds of these that the caller waited: all of them for `save`."""
+    """How many of these seconds the caller waited; all of them for `save`."""
 
     phase_seconds: Mapping[str, float]
     """Seconds of each phase in this process: "plan", "device_to_host", "write" (files reach the disk in it), "sync"
@@ -69,14 +69,14 @@ class SaveInfo:
 
 
 class PendingSave:
-    """A save that a thread of its own is writing."""
+    """A save that runs in a background thread."""
 
     def __init__(self, path: str, total_bytes: int, begun: float, watch: Watch) -> None:
         self.path = path
-        """Where it is being saved."""
+        """The path or URL of the checkpoint."""
 
         self.skipped = False
-        """Whether nothing is saved, because another save was under way and `Options.when_busy` is "skip"."""
+        """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
 
         self._begun = begun
         self._watch = watch
@@ -90,12 +90,12 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._ended.is_set
 
     @property
     def progress(self) -> Progress:
-        """Bytes that this process has written, and will have to."""
+        """Bytes that this process has written, and its total."""
         seconds = time.perf_counter() - self._begun if self._seconds is None else self._seconds
         return Progress("save", self._done_bytes, self._total_bytes, seconds)
 
@@ -103,19 +103,22 @@ class PendingSave:
         """Wait until the checkpoint is published.
 
         Args:
-            timeout: Seconds to wait at most; None waits as long as it takes.
+            timeout: Seconds to wait at most; None: no limit.
 
         Returns:
-            What was written. For a skipped save, an InputError is raised: there is nothing to wait for.
+            What was written.
 
         Raises:
-            TimeoutError: It is not done yet; it continues.
-            Exception: Whatever the save raised; see `save`.
+            TimeoutError: The save is not done yet. It continues.
+            InputError: The save was skipped.
+            Exception: What the save raised; see `save`.
         """
         if self.skipped:
-            raise InputError(f"the save to {self.path} was skipped: another was under way; ask `.skipped` before")
+            raise InputError(
+                f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
+            )
         if not self.done and threading.get_ident() == _writer:
-            raise InputError(f"wait() for the save to {self.path} was called by its own callback")
+            raise InputError(f"wait() for the save to {self.path} was called from its own callback")
         wake()
         if not self._await_end(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
@@ -179,11 +182,11 @@ class PendingSave:
 
     @property
     def error(self) -> BaseException | None:
-        """What it raised, once it has ended."""
+        """What the save raised, once it has ended."""
         return self._error
 
     def __repr__(self) -> str:
-        state = "skipped" if self.skipped else "under way" if not self.done else "failed" if self._error else "done"
+        state = "skipped" if self.skipped else "in progress" if not self.done else "failed" if self._error else "done"
         return f"<PendingSave to {self.path}: {state}>"
 
 
@@ -367,11 +370,11 @@ def _wait_at_exit() -> None:
         try:
             pending.wait()
         except KeyboardInterrupt:
-            print(f"jaxckpt: interrupted; the save_async to {pending.path} is given up", file=sys.stderr)
+            print(f"jaxckpt: interrupted; the save_async to {pending.path} was abandoned", file=sys.stderr)
             _abandoned, _exit_status = True, 128 + signal.SIGINT
             break
         except BaseException:
-            print(f"jaxckpt: the save_async to {pending.path} failed, and nobody called wait():", file=sys.stderr)
+            print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
             traceback.print_exc()
             _exit_status = 1
     if not _abandoned and _ran_out is not None:

@@ -75,7 +75,7 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
     names = store.names()
     if MANIFEST in names:
         if not overwrite:
-            raise CheckpointExistsError(f"a checkpoint is at {store.url}; pass overwrite=True to replace it")
+            raise CheckpointExistsError(f"{store.url} already holds a checkpoint; pass overwrite=True to replace it")
         return store.read(MANIFEST)
     steps = [name for name in names if is_step(name)]
     if steps:
@@ -85,7 +85,7 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
             " or give another folder"
         )
     if not names and "@" in store.url and step_meant(store) is not None:
-        raise CheckpointExistsError(f"{store.url} names a step of a run, and is no folder to save to: give a folder")
+        raise CheckpointExistsError(f"{store.url} names a step of a run, so nothing can be saved there: give a folder")
     foreign = [name for name in names if not is_data(name) and name != _ORBAX_NOTE]
     if foreign:
         raise CheckpointExistsError(
@@ -99,6 +99,6 @@ def require_shared(store: Objects, data: str, process: int) -> None:
     """Raise PathNotSharedError unless this process sees the data folder that process 0 has made."""
     if store.read(f"{data}/{WRITER}") is None:
         raise PathNotSharedError(
-            f"process {process} does not see {store.url}/{data}, which process 0 has just made."
-            " All processes must be given one shared folder or object store."
+            f"process {process} does not see {store.url}/{data}, which process 0 has just created."
+            " All processes must use one shared folder or object store."
         )

@@ -87,7 +87,7 @@ def describe(
     Leaves of each of `components` (paths of subtrees) are stored apart from all others, so that they can be dropped.
     """
     if specs is not None and mesh is None:
-        raise InputError("save(specs=…) needs mesh=: the mesh that the specs are of")
+        raise InputError("save(specs=…) needs mesh=: the mesh whose axes the specs name")
     require_mesh(mesh)
     plain = _likeness(tree, components) if recent is not None and mesh is None and dtype is None else None
     if recent is None or plain is None:
@@ -237,7 +237,9 @@ def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool
             continue
         paths = list(places(draft.structure))  # it may hold no arrays
         if not any(map(test, paths)):
-            raise TreeError(f"components has {component!r}, but the tree has nothing there{closest(component, paths)}")
+            raise TreeError(
+                f"components has {component!r}, but the tree has nothing at that path{closest(component, paths)}"
+            )
 
 
 def _first_true(tests: Sequence[Callable[[str], bool]], path: str) -> int:
@@ -299,7 +301,7 @@ def _impl(keys: jax.Array) -> str:
 
 def _stored(value: Any) -> Any:
     if dtype_name(value.dtype) not in DTYPES:
-        raise TreeError(f"has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
+        raise TreeError(f"has dtype {value.dtype}; supported dtypes are {', '.join(DTYPES)}")
     if value.ndim > MAX_RANK:
         raise TreeError(f"has {value.ndim} dimensions; at most {MAX_RANK} can be stored")
     if isinstance(value, np.ndarray) and not value.dtype.isnative:
@@ -420,8 +422,8 @@ def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ..
         return able, False
     if not isinstance(own, NamedSharding) or held.processes != frozenset(range(jax.process_count())):
         raise LayoutError(
-            f"leaf {show(path)} lies on the devices of processes {sorted(held.processes)} alone, and specs= would have"
-            f" processes {sorted(layout.processes)} write it; leave it out of the storage mesh, or lay it on all"
+            f"leaf {show(path)} is only on devices of processes {sorted(held.processes)}, but specs= would have"
+            f" processes {sorted(layout.processes)} write it; give it no spec, or replicate it over all"
             " processes first"
         )
     return layout, True

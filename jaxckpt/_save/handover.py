@@ -72,7 +72,7 @@ class Handover:
         while not self._fits(one) and not self._closed and not self._watch.stalled():
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
-                self._given.put(_End(TimeoutError("what was copied by the deadline was not written by then")))
+                self._given.put(_End(TimeoutError("the data was copied but not written before the deadline")))
                 return False
             try:
                 self._held_bytes -= self._freed.get(timeout=left)

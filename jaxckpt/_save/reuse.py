@@ -154,8 +154,8 @@ class Reuse:
         except RuntimeError as error:  # JAX's, of a deleted array
             raise StorageError(
                 errno.ENOENT,
-                f"{original and original.key} was to be used again and can no longer be linked, and its arrays, which"
-                " would be written instead, were donated or deleted meanwhile: save again",
+                f"{original and original.key} was to be reused but can no longer be linked, and the arrays that"
+                " would be written instead were donated or deleted in the meantime: save again",
             ) from error
         return Then(writer.write(index, source), functools.partial(_written, content=content))
 

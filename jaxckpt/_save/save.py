@@ -52,42 +52,42 @@ def save(
     process_state: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> SaveInfo:
-    """Write a pytree as a checkpoint; every process of the job calls it, with the same arguments.
+    """Write a pytree as a checkpoint. Every process of the job calls this function, with the same arguments.
 
-    Each process writes boxes that its own devices hold, each byte of the tree once in the whole job. The checkpoint
-    appears at `path` whole, when all is on disk, or not at all.
+    Each process writes shards that its own devices hold, and the job writes each byte of the tree once. The checkpoint
+    appears at `path` only when it is complete on disk, or not at all.
 
     Args:
-        path: A local path, or a URL that tensorstore takes ("gs://…", "s3://…", "memory://…", "file://…").
+        path: A local path, or a URL that tensorstore accepts ("gs://…", "s3://…", "memory://…", "file://…").
         tree: A pytree. Leaves: jax.Array of any sharding and dtype, typed PRNG keys, NumPy arrays and scalars, int,
-            float, complex, bool, str, bytes; None. Leaves on one host (all but jax.Array) are taken from process 0.
-        mesh: Store each jax.Array as if it lay on this mesh. Without it each is stored in the layout it has.
+            float, complex, bool, str, bytes; None. Host leaves (all but jax.Array) are written by process 0.
+        mesh: Store each jax.Array in its layout on this mesh. By default each array is stored in its current layout.
         specs: With `mesh`, the PartitionSpec of each leaf: one for all, a pytree prefix of them, or a function of
-            (path, leaf). Without it each leaf keeps its own, by axis name.
+            (path, leaf). By default each leaf keeps its own spec, mapped by axis name.
         dtype: Store leaves in another dtype: one for all, a pytree prefix of them, or a function of (path, leaf) that
-            returns a dtype or None. A dtype for the tree or a container is for the leaves below of the same kind of
-            number, so bfloat16 is for floats alone; a function, and a dtype at a leaf's own path, are obeyed. It asks
-            for fewer digits and a smaller range of floats; other casts that lose values need `Options(cast="unsafe")`.
-            Leaves are cast on their devices, an object at a time.
-        metadata: Any JSON value; it comes back as `open(path).metadata`.
+            returns a dtype or None. A dtype for the tree or for a container applies to the leaves below it of the same
+            kind of number, so bfloat16 applies to floats only. A dtype at a leaf's own path, or from a function, always
+            applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`. Leaves are
+            cast on their devices, one object at a time.
+        metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
-        process_state: What this process alone knows, such as its data iterator's position: a mapping of names to
-            bytes or any JSON value, of the same names in every process. It comes back as `open(path).process_states`.
+        process_state: State that differs by process, such as the position of its data iterator: a mapping of names to
+            bytes or JSON values, with the same names in every process. Read it with `open(path).process_states`.
         options: Sizes, compression, timeouts, progress; see `Options`.
 
     Returns:
-        What was written, how much by whom, and how long each phase took.
+        What was written, how many bytes by each process, and how long each phase took.
 
     Raises:
         TreeError: A leaf or key that cannot be stored.
         SpecError: A spec that does not fit its leaf or the mesh.
-        CheckpointExistsError: Something is at `path`, and `overwrite` is false or it is no checkpoint.
-        StorageError: No space, no permission, an I/O error.
-        PeerError: Another process failed, is silent, made another call, was given another tree or other values of it,
-            or does not see `path`.
-        InputError: It is called by a signal handler or a callback from inside another call of jaxckpt.
-        KeyboardInterrupt: Ctrl-C. Nothing is published, and a checkpoint that was at `path` stays, unless a note on the
-            error says that the new one was published just before.
+        CheckpointExistsError: `path` exists, and `overwrite` is false or the path is not a checkpoint.
+        StorageError: No space, no permission, or an I/O error.
+        PeerError: Another process failed, did not respond, made a different call, passed a different tree or different
+            values, or does not see `path`.
+        InputError: A signal handler or a callback made the call from inside another jaxckpt call.
+        KeyboardInterrupt: Ctrl-C. Nothing is published, and an existing checkpoint at `path` stays, unless a note on
+            the error says that the new one had just been published.
 
     Examples:
         >>> import jax.numpy as jnp, jaxckpt
@@ -113,25 +113,25 @@ def save_async(
     on_done: Callable[[SaveInfo], object] | None = None,
     options: Options | None = None,
 ) -> PendingSave:
-    """Begin to save a pytree, and return once the caller may donate, delete or overwrite every array of it.
+    """Start saving a pytree, and return as soon as the caller may donate, delete or overwrite its arrays.
 
-    A thread writes the rest; see `save` for the arguments, and for what every process must do. On CPU devices the
-    arrays' own memory is held and not copied: a step that would donate it gets new memory instead. From other devices
-    the arrays are copied to host memory, at most `options.staging_bytes` of them ahead of the writing.
+    A background thread writes the data. See `save` for the other arguments; every process makes this call too. On CPU
+    devices the arrays' memory is kept alive and not copied: a step that would donate it gets new memory instead. From
+    other devices the arrays are copied to host memory, at most `options.staging_bytes` ahead of the writing.
 
     Args:
-        on_done: Called once the checkpoint is published, with what `wait()` returns, its times as far as they are
-            known; in every process, by the thread that writes, before `done` is true. It is not called if the save
-            fails or is skipped. It may call `open` and `load_numpy`, but neither `wait()` nor a function that every
-            process must call. What it raises is raised by `wait()`, with a note that the checkpoint was published.
+        on_done: Called once the checkpoint is published, with the result of `wait()` (its times so far). It runs in
+            every process, in the background thread, before `done` is true. It is not called if the save fails or is
+            skipped. It may call `open` and `load_numpy`, but neither `wait()` nor a function that every process must
+            call. `wait()` raises what it raises, with a note that the checkpoint was published.
 
     Returns:
-        The save under way. While it is, a second `save_async` waits for it or is skipped, as `options.when_busy` says.
+        The running save. A second `save_async` waits for it or is skipped, depending on `options.when_busy`.
 
     Raises:
-        TreeError, SpecError, InputError: As `save`, at once. Whatever else `save` raises is raised by `wait()` of what
-            is returned; if that is not called, by the next save; and if there is none, the traceback is printed when
-            the interpreter exits, and its exit status is 1.
+        TreeError, SpecError, InputError: As for `save`, immediately. `wait()` raises everything else that `save` would
+            raise. If `wait()` is not called, the next save raises it; without a next save, the traceback is printed
+            when the interpreter exits, with exit status 1.
 
     Examples:
         >>> import jax.numpy as jnp, jaxckpt

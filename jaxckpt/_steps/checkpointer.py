@@ -1,4 +1,4 @@
-"""A run's Checkpointer: saves the steps that are due, restores them, and stops in time when the job is told to."""
+"""A run's Checkpointer: saves the steps that are due, and the last step when the job is preempted; restores them."""
 
 from __future__ import annotations
 
@@ -42,50 +42,49 @@ _log = logging.getLogger("jaxckpt")
 
 
 class Checkpointer:
-    """Saves steps into a directory, keeps those that its rules say, and finds them again.
+    """Saves the steps of a run into a directory, restores them, and deletes old steps by rules.
 
-    Every process makes one, with the same arguments, and calls the same methods in the same order; `save` at every
-    step. Each step is an ordinary checkpoint at `<directory>/<step in 8 digits>`. What a killed run left half written
-    or half deleted is swept when a Checkpointer is made; on an object store, where it could be what another job is
-    writing, once a newer step is published.
+    Every process creates a Checkpointer with the same arguments and calls the same methods in the same order, with
+    `save` at every step. Each step is an ordinary checkpoint at `<directory>/<step in 8 digits>`. A new Checkpointer
+    deletes half-written and half-deleted steps of a killed run. On an object store they could belong to another running
+    job, so they are deleted once a newer step is published.
 
-    A step is saved if any of `every`, `every_minutes` and `save_if` says so. A step is kept if any of the keep_ rules
-    says so, or if it is the newest; without rules all are kept. Pinned steps (`jaxckpt.pin`), and steps that a reader
-    holds (`Checkpoint.hold`, `follow`), are kept whatever the rules say.
+    A step is saved if `every`, `every_minutes` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
+    or if it is the newest; without rules all steps are kept. Pinned steps (`jaxckpt.pin`) and steps that a reader holds
+    (`Checkpoint.hold`, `follow`) are always kept.
 
-    Once a step is published, a thread deletes older steps that no rule keeps; no `save` waits for that. What ends the
-    deletion, such as missing permission, is raised by the next `save` that is due, by `wait` or by `close`. Deleting
-    takes the manifest away first: a reader finds a step whole, or finds that it does not exist.
+    After a step is published, a background thread deletes older steps that no rule keeps; `save` does not wait for it.
+    If the deletion fails, for example without permission, the next `save` that is due, `wait` or `close` raises the
+    error. The manifest is deleted first, so a reader finds either the whole step or none.
 
     Args:
         directory: A local path or a URL, as for `save`.
-        every: Save the steps that it divides; `save` returns False for others. None: 1, unless `every_minutes` or
-            `save_if` is given.
-        every_minutes: Save a step when the last save, or the start, is so many minutes ago. Process 0's clock counts;
-            among several processes the save may be late by a sixtieth of that time.
-        save_if: Save a step for which this function of (step, metrics) returns True. Process 0's decides, and several
-            processes wait for each other at each step to hear of it.
+        every: Save the steps that are multiples of this number; `save` returns False for others. None: every step,
+            unless `every_minutes` or `save_if` is given.
+        every_minutes: Save a step when this many minutes have passed since the last save or the start, by the clock of
+            process 0. In a job of several processes the save may be late by a sixtieth of that time.
+        save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
+            processes, all wait for its decision at each step.
         keep_last: How many of the newest steps to keep.
-        keep_every: Keep steps that it divides.
-        keep_best: (name of a metric, "min" or "max"): keep the step with the best value of it, the newest of equals.
-            (name, mode, 3) keeps the best three, and a list of such rules what each of them keeps. A save whose
-            `metrics` lack that name is an error, and so is a save without `metrics` while no step has it: pass
-            float("nan") for a step that was not measured.
+        keep_every: Keep steps that are multiples of this number.
+        keep_best: (name of a metric, "min" or "max"): keep the step with the best value, the newest of equal ones.
+            (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` do not
+            have that name is an error, and so is a save without `metrics` while no step has it: pass float("nan") for a
+            step that was not measured.
         keep_for: Keep steps that are younger than this.
         keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
-            each step, in process 0 and in another thread.
-        components: For paths of subtrees (globs too), in how many of the newest steps they are kept: with
-            {"opt_state": 1}, older steps that are kept lose "opt_state" and stay loadable for all else. A path that
-            matches nothing in the tree is an error when a step is saved.
-        trash: Move steps that would be deleted to `<directory>/_trash`, for you to delete. Needs a file system.
-        background: Save with `save_async`, otherwise with `save`; then `save` waits for the deletion too.
-        fail_fast: After a save in the background has failed, raise its error from the next `save`, whatever its step;
-            otherwise from the next that has something to save.
-        on_preemption: What `save` does once the job has been told to stop, by SIGTERM or by JAX's preemption service,
-            and the step is saved, whether it was due or not: "exit" raises `Preempted`, a SystemExit; "continue"
-            returns, and `preempted` is true. "ignore" does not listen: for a second Checkpointer of a job, with other
-            step numbers than the first.
-        preemption_seconds: How long that last save may take, counted from when this process heard of it.
+            each step, in a background thread of process 0.
+        components: How many of the newest steps keep a subtree, by path or glob. With {"opt_state": 1}, older steps
+            that are kept lose "opt_state"; the rest of them can still be restored. A path that matches nothing in the
+            tree is an error when a step is saved.
+        trash: Move steps to `<directory>/_trash` instead of deleting them. Needs a file system.
+        background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too.
+        fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
+            By default the next `save` that is due raises it.
+        on_preemption: What `save` does when the job is preempted, by SIGTERM or by JAX's preemption service. It saves
+            the step, due or not; then "exit" raises `Preempted`, a SystemExit, and "continue" returns with `preempted`
+            true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
+        preemption_seconds: How long that last save may take, counted from when this process was notified.
         options: See `Options`.
 
     Examples:
@@ -197,27 +196,27 @@ class Checkpointer:
         force: bool = False,
         overwrite: bool = False,
     ) -> bool:
-        """Save a step if it is due. Every process, at every step: it is also where a preemption is heard of.
+        """Save a step if it is due. Every process calls this at every step; it also detects preemption.
 
         Args:
-            step: Its number, from 0 to 2**62.
+            step: The number of the step, from 0 to 2**62.
             tree: As for `jaxckpt.save`. It may be donated as soon as this returns.
-            metrics: Numbers by name, to choose the best step by, and for `metrics(step)`; process 0's are recorded. One
-                that is not finite is recorded as None.
-            process_state: As for `jaxckpt.save`: what this process alone knows.
+            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded; values that
+                are not finite are recorded as None.
+            process_state: As for `jaxckpt.save`: state that differs by process.
             metadata: Any JSON value.
-            on_done: Called once the step is published, with what was written; as for `jaxckpt.save_async`. If this
-                 returns False, it is not called.
-            force: Save although the step is not due.
-            overwrite: Replace this step if it is there.
+            on_done: Called with the result once the step is published, as for `jaxckpt.save_async`; not called if this
+                returns False.
+            force: Save even if the step is not due.
+            overwrite: Replace this step if it exists.
 
         Returns:
-            Whether it is being saved: False for a step that is not due, or is skipped by `Options.when_busy`.
+            Whether the step is being saved: False if it is not due, or is skipped by `Options.when_busy`.
 
         Raises:
-            Preempted: The job was told to stop, and this step is saved; see `on_preemption`.
-            Exception: As `jaxckpt.save_async`; and what ended an earlier save, or a deletion, in the background.
-            InputError: The step is older than the newest, and the rules would delete it at once.
+            Preempted: The job was preempted, and this step is saved; see `on_preemption`.
+            Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
+            InputError: The step is older than the newest, and the rules would delete it immediately.
         """
         self._trains = True
         step = self._numbered(step, "Checkpointer.save")
@@ -279,10 +278,10 @@ class Checkpointer:
         self._directory.admit(record, overwrite=overwrite, last_one=last_one)
 
     def delete(self, step: int) -> None:
-        """Delete a step. Every process; a step that does not exist is no error, but the only one is not deleted.
+        """Delete a step. Every process calls this. A step that does not exist is not an error.
 
         Raises:
-            InputError: No other step would be left.
+            InputError: It is the only step.
         """
         with self._calling("Checkpointer.delete", step) as group:
             uninterrupted(functools.partial(self._delete_together, step, group))
@@ -298,34 +297,34 @@ class Checkpointer:
 
     def _leave(self, step: int, saved: bool) -> None:
         in_time = self._last.wait(self._notice.seconds_left())
-        told = f"step {step} is saved" if saved and in_time else f"step {step} was not saved within the deadline"
-        _log.warning("the job was told to stop: %s", told)
+        outcome = f"step {step} is saved" if saved and in_time else f"step {step} was not saved within the deadline"
+        _log.warning("the job was preempted: %s", outcome)
         if self._on_preemption == "exit":
-            raise Preempted(f"the job was told to stop: {told} in {self._directory.url}")
+            raise Preempted(f"the job was preempted: {outcome} in {self._directory.url}")
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was told to stop, and the last step has been saved."""
+        """Whether the job was preempted, and the last step has been saved."""
         return self._preempted
 
     @property
     def pending(self) -> PendingSave | None:
-        """The last save in the background, if nobody has waited for it."""
+        """The last background save, unless it has been waited for."""
         return self._last.pending
 
     def wait(self) -> None:
-        """Wait until the last save is published and what no rule keeps is deleted. Raises what either raised."""
+        """Wait until the last save is published and old steps are deleted. Raises the error of either."""
         self._last.wait()
         self._deletion.wait()
         self._deletion.raise_failure()
 
     def close(self) -> None:
-        """Wait for the last save and for deletions, let go of the signal handler, and note that the run has ended.
-        Raises what either raised.
+        """Wait for the last save and for deletions, restore the signal handler, and record the end of the run.
+        Raises the error of either.
 
-        `follow` ends at that note, and the next Checkpointer of the directory removes it. A Checkpointer that was told
-        to stop leaves none, nor does a `with` block that an error ends. One that neither saved nor called
-        `restore_or_init` leaves the note as it found it.
+        `follow` ends at that record, and the next Checkpointer of the directory removes it. A preempted Checkpointer
+        does not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save`
+        nor `restore_or_init` does not change it.
         """
         self._notice.close()
         self._last.wait()
@@ -350,14 +349,14 @@ class Checkpointer:
         rename: Renaming | None = None,
         strict: bool = True,
     ) -> Tree:
-        """Restore a step, the newest if `step` is None. Every process; the arguments are those of `jaxckpt.restore`.
+        """Restore a step, by default the newest. Every process calls this, with the arguments of `jaxckpt.restore`.
 
-        It waits for the save under way, which may be that of this step.
+        It waits for a running save first, which may be the save of this step.
 
         Raises:
-            NotACheckpointError: No such step, or no step at all.
-            Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
-                passed over for an older one.
+            NotACheckpointError: The step does not exist, or the run has no steps.
+            Exception: As `jaxckpt.restore`; also the error of a background save. A damaged step is an error: no older
+                step is restored in its place.
         """
         return self._restore(self._chosen(step), Request(target, mesh, specs, select, *split_rename(rename), strict))
 
@@ -377,7 +376,7 @@ class Checkpointer:
             yield f"other steps in {self._directory.url}: {others}; restore(step=…) takes one of them"
         found = self._directory.look(step)
         if found is not None and found.record.dropped and not isinstance(error, CorruptError):
-            yield f"step {step} is kept without {', '.join(found.record.dropped)}; select= takes what it has"
+            yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def restore_or_init(
         self,
@@ -389,24 +388,24 @@ class Checkpointer:
         rename: Renaming | None = None,
         strict: bool = True,
     ) -> tuple[int | None, Tree]:
-        """The newest step, or a fresh start if there is none. Every process.
+        """Restore the newest step, or start with the result of `init` if there are no steps. Every process calls this.
 
-        With strict=False, a run continues with a new optimizer, or with an average of the weights that the checkpoint
-        does not have: `init` makes the leaves that the checkpoint lacks.
+        With strict=False, `init` makes the leaves that the checkpoint does not have: a run can continue with a new
+        optimizer, or with an average of the weights that the checkpoint does not contain.
 
         Args:
-            init: Makes the initial tree; what is restored has its structure, dtypes and shardings. A function jitted
-                with out_shardings shows them without being run, and is run only for the leaves that do not come from
-                the checkpoint: XLA leaves out the rest. Any other is called, and what it made is let go of before
-                anything is read, except for these leaves.
-            mesh: As for `jaxckpt.restore`; needed only where `init` leaves arrays uncommitted that were saved from
+            init: Makes the initial tree. The restored tree has the same structure, dtypes and shardings. A function
+                jitted with out_shardings is not run to find these; it is run only for leaves that do not come from the
+                checkpoint, and XLA removes the rest. Any other function is called, and its result is freed before the
+                checkpoint is read, except for these leaves.
+            mesh: As for `jaxckpt.restore`; needed only if `init` returns uncommitted arrays that were saved from
                 several devices.
             specs, rename: As for `jaxckpt.restore`.
-            select: As for `jaxckpt.restore`; other leaves are what `init` makes.
-            strict: As for `jaxckpt.restore`. With False, leaves that the checkpoint lacks are what `init` makes.
+            select: As for `jaxckpt.restore`; `init` makes the other leaves.
+            strict: As for `jaxckpt.restore`. With False, `init` makes the leaves that the checkpoint does not have.
 
         Returns:
-            (step, tree): the number of the step that was restored and its tree, or None and what `init` made.
+            (step, tree): the number and the tree of the restored step, or None and the result of `init`.
         """
         self._trains = True
         step = self._agreed_step()
@@ -418,20 +417,20 @@ class Checkpointer:
         )
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
-        """What this process, or one in its place, gave as `process_state[name]`. Every process.
+        """The value that this process saved as `process_state[name]`. Every process calls this.
 
         Args:
             name: One of the names given to `save`.
-            step: The step; None is the one that was restored last, else the newest.
-            resplit: Called where another number of processes saved: with the list of what each of them gave, and
-                with the number of processes now; returns a sequence with one item for each of these.
+            step: The step. None: the step that was restored last, otherwise the newest.
+            resplit: A function for a job with a different number of processes than the one that saved. It receives the
+                list of saved values and the number of processes now, and returns one value for each process.
 
         Returns:
-            JSON value or bytes, as it was given.
+            The JSON value or bytes that were saved.
 
         Raises:
-            InputError: Another number of processes saved, and there is no `resplit`; nothing was saved by that name.
-            DataError: It is not as it was saved.
+            InputError: A different number of processes saved, and `resplit` is not given; or no state has that name.
+            DataError: The stored state is not what was saved.
         """
         chosen = self._chosen(self._restored if step is None else step)
         with (
@@ -449,7 +448,7 @@ class Checkpointer:
             self._last.wait()
         chosen = self._agreed_step() if step is None else step
         if chosen is None:
-            raise NotACheckpointError(f"no step is in {self._directory.url}")
+            raise NotACheckpointError(f"{self._directory.url} has no steps")
         return chosen
 
     def _agreed_step(self) -> int | None:
@@ -467,19 +466,19 @@ class Checkpointer:
     # Looking ---------------------------------------------------------------------------------------------
 
     def path(self, step: int) -> str:
-        """Where a step is: a checkpoint that `jaxckpt.restore`, `open` and all others take."""
+        """The path or URL of a step, for `jaxckpt.restore`, `open` and every function that takes a checkpoint."""
         return self._directory.child(step).url
 
     def steps(self) -> list[int]:
-        """The steps that are there, oldest first: one listing, and nothing but published manifests is believed."""
+        """The published steps, oldest first. One listing of the directory; only steps with a manifest count."""
         return self._directory.steps()
 
     def latest_step(self) -> int | None:
-        """The newest step that is there."""
+        """The newest published step, or None."""
         return max(self.steps(), default=None)
 
     def best_step(self, metric: str | None = None) -> int | None:
-        """The best step by `keep_best`, by its first rule or by that of a metric; None if no step has the metric."""
+        """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric."""
         bests = self._directory.rules.bests
         best = next((best for best in bests if metric in (None, best.metric)), None)
         if best is None:
@@ -487,8 +486,8 @@ class Checkpointer:
         return next(iter(best.steps(self._directory.look_at(self.steps()))), None)
 
     def metrics(self, step: int) -> dict[str, float | None]:
-        """The metrics that were given when a step was saved; None for those that were not finite."""
+        """The metrics given to `save` for a step; None for values that were not finite."""
         found = self._directory.look(require_step(step))
         if found is None:
-            raise NotACheckpointError(f"no step {step} is in {self._directory.url}")
+            raise NotACheckpointError(f"{self._directory.url} has no step {step}")
         return dict(found.record.metrics)

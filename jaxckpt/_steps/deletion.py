@@ -36,7 +36,7 @@ class Deletion:
         if trash and not isinstance(directory.store, Folder):
             raise InputError(
                 f"trash=True needs a file system, where one rename moves a step; {directory.url} is on an object store."
-                " Leave it out, and turn on the bucket's own versions of objects to keep what is deleted"
+                " Omit it, and turn on object versioning in the bucket to keep deleted objects"
             )
         self._directory = directory
         self._store = directory.store
@@ -207,7 +207,7 @@ class Deletion:
                 self._drop(step, verdict.drops)
             else:
                 self._delete(step)
-                _log.info("step %d of %s is deleted: %s", step, self._store.url, verdict.why)
+                _log.info("deleted step %d of %s: %s", step, self._store.url, verdict.why)
         finally:
             self._deleting = None
 
@@ -252,7 +252,7 @@ class Deletion:
             except NotACheckpointError:
                 child.clear(evict=False)
             except CorruptError as error:
-                _log.warning("%s is left alone: %s", child.url, error)
+                _log.warning("ignoring %s: %s", child.url, error)
             else:
                 self._directory.remember(SavedStep.of(int(name), manifest))
                 if name not in marked:  # it was copied here

@@ -59,7 +59,7 @@ class Directory:
             except NotACheckpointError:
                 return None
             except CorruptError as error:
-                _log.warning("step %d is left alone: %s", step, error)
+                _log.warning("ignoring step %d: %s", step, error)
                 return None
             # A save that was published meanwhile has said what is there now.
             found = self._known.setdefault(step, SavedStep.of(step, manifest))
@@ -96,7 +96,7 @@ class Directory:
             for best in self.rules.bests:
                 self._require_metric(best, record, steps)
         if step in steps and not overwrite:
-            raise CheckpointExistsError(f"step {step} is in {self.url}; pass overwrite=True to replace it")
+            raise CheckpointExistsError(f"step {step} already exists in {self.url}; pass overwrite=True to replace it")
         if steps and step < steps[-1] and step not in steps:
             self._require_kept(record, steps)
         self.store.mark(step_name(step))
@@ -108,13 +108,13 @@ class Directory:
             self._measured.add(best)
         elif given_names:
             raise InputError(
-                f"keep_best compares steps by the metric {name!r}, and metrics has {', '.join(map(repr, given_names))}"
+                f"keep_best compares steps by the metric {name!r}, but metrics has {', '.join(map(repr, given_names))}"
                 f"{closest(name, given_names)}"
             )
         elif best not in self._measured:
             if not best.measured(self.look_at(steps)):
                 raise InputError(
-                    f"keep_best compares steps by the metric {name!r}, and no step in {self.url} has it: pass"
+                    f"keep_best compares steps by the metric {name!r}, but no step in {self.url} has it: pass"
                     f' save(…, metrics={{{name!r}: …}}), with float("nan") where it was not measured'
                 )
             self._measured.add(best)
@@ -128,7 +128,8 @@ class Directory:
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
         if not verdict.kept:
             raise InputError(
-                f"{older}, and would be deleted at once: {verdict.why}. To go back to an older step, delete(step) the"
+                f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step, delete(step)"
+                " the"
                 " newer ones first, or save into another directory"
             )
         _log.warning("%s: the next start continues from the newest, and `follow` does not yield older steps", older)

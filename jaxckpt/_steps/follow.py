@@ -1,4 +1,4 @@
-"""Readers of a run: the steps that are published, and each new one as it comes."""
+"""Readers of a run: the published steps, and each new step as it is published."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Step:
     number: int
 
     path: str
-    """Where it is: every function that takes a checkpoint's path takes it."""
+    """The path or URL of the step, for every function that takes a checkpoint."""
 
     metrics: Mapping[str, float | None]
-    """The metrics that were given when it was saved; None for those that were not finite."""
+    """The metrics given to `Checkpointer.save`; None for values that were not finite."""
 
     held: bool
-    """Whether a lease keeps the step from being deleted while the loop has it; False if no lease could be written."""
+    """Whether a lease protects the step from deletion during the loop body; False if no lease could be written."""
 
     _options: Options = field(repr=False)
 
@@ -66,21 +66,21 @@ class Step:
         return carry_out(self.path, Request(target, mesh, specs, select, *split_rename(rename), strict), self._options)
 
     def open(self) -> Checkpoint:
-        """Open the step to look into it, as `jaxckpt.open` does."""
+        """Open the step to inspect it, as `jaxckpt.open` does."""
         return open_checkpoint(self.path, options=self._options)
 
 
 def steps(directory: Path, *, options: Options | None = None) -> list[int]:
-    """The published steps of a run, oldest first.
+    """List the published steps of a run, oldest first.
 
-    Only looks: unlike a `Checkpointer`, it sweeps and deletes nothing. Any process may call it alone.
+    Read-only: unlike a `Checkpointer`, it deletes nothing. Any single process may call it.
 
     Args:
         directory: The directory of a `Checkpointer`: a local path or a URL.
         options: `storage` and `retry_seconds`; see `Options`.
 
     Returns:
-        The numbers of the steps; an empty list if there is none, as before the first save.
+        The numbers of the steps; an empty list before the first save.
 
     Raises:
         InputError: `directory` is itself a checkpoint.
@@ -101,7 +101,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
 
 
 def latest_step(directory: Path, *, options: Options | None = None) -> int | None:
-    """The newest published step of a run, or None if there is none. Arguments and errors are those of `steps`."""
+    """The newest published step of a run, or None if there are no steps. Arguments and errors are those of `steps`."""
     return max(steps(directory, options=options), default=None)
 
 
@@ -114,30 +114,30 @@ def follow(
     term_seconds: float = TERM_SECONDS,
     options: Options | None = None,
 ) -> Generator[Step]:
-    """Iterate over the steps of a run as they are published, oldest first: an evaluation beside a training.
+    """Iterate over the steps of a run as they are published, oldest first, for example to evaluate during training.
 
-    Each step is held by a lease until the loop takes the next one, so that no `keep_` rule deletes it meanwhile; steps
-    that were deleted before the loop came to them are passed over. Without the right to write to the directory, there
-    is no lease, which a warning says once: a step may then be deleted while it is read, which is an error there, never
-    other data.
+    A lease holds each step until the loop asks for the next one, so that no `keep_` rule deletes it in the meantime.
+    Steps that were deleted before the loop reached them are skipped. Without permission to write to the directory,
+    steps are read without leases, with one warning: if a step is deleted while it is being read, the read raises an
+    error; it never returns wrong data.
 
-    The loop ends when `Checkpointer.close` has noted the end of the run, after the last step. The directory need not
-    exist yet. One process follows; among several of one job, let one follow and pass `step.path` on to the others.
+    The loop ends after the last step, once `Checkpointer.close` has recorded the end of the run. The directory need not
+    exist yet. One process calls this; in a job of several processes, one follows and sends `step.path` to the others.
 
     Args:
         directory: The directory of a `Checkpointer`: a local path or a URL.
-        after: Begin with the first step above this number; None begins with the oldest step.
-        timeout: End quietly when no new step was published for so many seconds; None waits without limit. The time
-            that the body of the loop takes does not count.
-        poll_seconds: Seconds between two looks at the directory. Each is one listing and one small read.
-        term_seconds: How long at most a lease keeps a step after this process has died; see `Checkpoint.hold`.
+        after: Start with the first step above this number; None starts with the oldest step.
+        timeout: End without an error if no new step is published for this many seconds; None: no limit. Time spent in
+            the loop body does not count.
+        poll_seconds: Seconds between two checks of the directory. Each check is one listing and one small read.
+        term_seconds: How long a lease protects a step, at most, after this process has died; see `Checkpoint.hold`.
         options: See `Options`.
 
     Yields:
         A `Step`: `number`, `path`, `metrics`, `held`, `restore(...)`, `open()`.
 
     Raises:
-        InputError: An argument does not make sense.
+        InputError: An argument is invalid.
         ManifestError: The manifest of a step is damaged.
         StorageError: The directory cannot be read.
 
@@ -178,7 +178,7 @@ def _follow(
                 if step is None:
                     continue
                 if refused is not None and not warned:
-                    _log.warning("steps are read without leases, and may be deleted meanwhile: %s", refused)
+                    _log.warning("steps are read without leases and may be deleted while they are read: %s", refused)
                     warned = True
                 yield step
                 waiting_since = time.monotonic()

@@ -26,26 +26,26 @@ def fork(
     step: int | None = None,
     options: Options | None = None,
 ) -> int:
-    """Begin a new run with a step of another one, without copying its data: the files get second names (hard links).
+    """Start a new run from a step of another run without copying data: the files are hard-linked.
 
-    Either run may delete its step at any time, and the other one keeps the data. One process calls it; it takes
-    milliseconds. The metrics, metadata and process states of the step come with it; the names of pinned steps do not.
+    Each run may delete its step at any time; the other run keeps the data. One process calls it; it takes milliseconds.
+    The metrics, metadata and process states of the step are included; the names of pinned steps are not.
 
     Args:
         run: The directory of the run, or one of its steps, as in "run@best".
-        new_run: The directory of the new run, on the same file system, in which there is no step yet.
-        step: The number of the step; by default the newest, or the one that `run` names.
+        new_run: The directory of the new run, on the same file system, without any steps.
+        step: The number of the step; by default the newest step, or the step that `run` names.
         options: `sync`; see `Options`.
 
     Returns:
         The number of the step.
 
     Raises:
-        CheckpointExistsError: `new_run` has steps, or something else stands in its place.
-        InputError: One of the paths is an object store or on another file system, or a link is refused; `run` is no
-            run. `convert(run, f"{new_run}/{step:08d}")` makes a copy.
-        NotACheckpointError: There is no such step, or it was deleted meanwhile.
-        DataError: A file of the step is missing or of another length.
+        CheckpointExistsError: `new_run` has steps, or is not a folder.
+        InputError: One of the paths is on an object store or on another file system, the file system refused a link, or
+            `run` is not a run. `convert(run, f"{new_run}/{step:08d}")` makes a copy instead.
+        NotACheckpointError: The step does not exist, or was deleted in the meantime.
+        DataError: A file of the step is missing or has the wrong length.
 
     Examples:
         >>> import shutil, jax.numpy as jnp, jaxckpt

@@ -1,4 +1,4 @@
-"""Pins: names that people give to steps of a run, which no rule deletes then."""
+"""Pins: names for steps of a run, which protect the steps from deletion."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, run_and_step, s
 
 
 def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = None) -> int:
-    """Give a step of a run a name, and keep the step until `unpin`, whatever the rules of a Checkpointer are.
+    """Name a step of a run. No rule of a Checkpointer deletes a named step until `unpin`.
 
-    The step is `run@name` from then on. Any process may call it alone; nothing is copied.
+    The step can then be opened as `run@name`. Any single process may call it; nothing is copied.
 
     Args:
         path: A step: "run@40", "run/00000040", or "run" for the newest.
-        name: Letters, digits, "_", "-" and ".", beginning with a letter; not "latest" or "best". A step may have
+        name: Letters, digits, "_", "-" and ".", starting with a letter; not "latest" or "best". A step may have
             several names.
         options: `storage` and `retry_seconds`; see `Options`.
 
@@ -28,7 +28,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
         The number of the step.
 
     Raises:
-        InputError: `path` is no step of a run; `name` is not a name, or that of another step.
+        InputError: `path` is not a step of a run, `name` is invalid, or another step has that name.
         NotACheckpointError: The step does not exist, or is being deleted.
         StorageError: The run's directory cannot be written to.
 
@@ -44,8 +44,8 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", name) or name in ("latest", "best"):
         raise InputError(
-            f"name must be of letters, digits, '_', '-' and '.', begin with a letter, and be neither 'latest' nor"
-            f" 'best', found {name!r}"
+            f"name must consist of letters, digits, '_', '-' and '.', start with a letter, and not be 'latest' or"
+            f" 'best'; found {name!r}"
         )
     source, _ = source_at(path, given(options))
     found = run_and_step(source.store) if isinstance(source, Native) else None
@@ -60,7 +60,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
 
 
 def unpin(path: str | os.PathLike[str], *, options: Options | None = None) -> None:
-    """Take the name of a pinned step back: rules may delete the step again.
+    """Remove the name of a pinned step. Rules may delete the step again, unless it has other names.
 
     Args:
         path: The run's directory and the name, as in "run@paper".
@@ -73,5 +73,5 @@ def unpin(path: str | os.PathLike[str], *, options: Options | None = None) -> No
     store = store_at(path, given(options))
     run, name = run_and_name(store) or (store, "")
     if name not in (known := pins(run)):
-        raise NotACheckpointError(f"no step is pinned as {store.url}; pinned are {', '.join(known) or 'none'}")
+        raise NotACheckpointError(f"no step is pinned as {store.url}; pinned names: {', '.join(known) or 'none'}")
     run.child(RUN).remove(f"{PIN}{step_name(known[name])}-{name}")

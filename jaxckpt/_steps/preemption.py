@@ -1,4 +1,4 @@
-"""Whether the job has been told to stop: SIGTERM in one process, JAX's preemption service among several."""
+"""Whether the job has been preempted: SIGTERM in one process, JAX's preemption service among several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("jaxckpt")
 
 
 class Notice:
-    """Whether the job has been told to stop.
+    """Whether the job has been preempted.
 
     One process listens for SIGTERM. Among several, JAX's preemption service passes on what any of them receives, and
     makes all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
@@ -34,14 +34,14 @@ class Notice:
     def _listen(self) -> None:
         self._listening = True
         if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
-            _log.warning("jax_enable_preemption_service is off: no process hears that another is told to stop")
+            _log.warning("jax_enable_preemption_service is off: a process is not notified when another is preempted")
         if self._processes == 1:
             if threading.current_thread() is threading.main_thread():
                 self._previous = signal.signal(signal.SIGTERM, self._on_signal)
             else:
                 _log.warning(
-                    "the first save of a Checkpointer is not in the main thread, and so cannot listen for SIGTERM: no"
-                    " last step is saved when this job is told to stop"
+                    "the first save of a Checkpointer runs outside the main thread, so it cannot listen for SIGTERM: no"
+                    " last step is saved if this job is preempted"
                 )
 
     def _on_signal(self, number: int, frame: Any) -> None:

@@ -25,8 +25,8 @@ def own_state(store: Store, name: str, resplit: Resplit | None, process: int, pr
     if not same:
         if resplit is None:
             raise InputError(
-                f"{len(items)} processes saved {name!r} in {store.url}, and here are {processes}: pass resplit=, a"
-                " function that makes one state for each process here out of those saved"
+                f"{len(items)} processes saved {name!r} in {store.url}, but this job has {processes}: pass resplit=, a"
+                " function that makes one state for each of its processes from the saved ones"
             )
         items = list(resplit(items, processes))
         if len(items) != processes:

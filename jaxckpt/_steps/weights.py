@@ -37,16 +37,17 @@ As a metric it is process 0's, and the processes need not agree on it first."""
 
 
 class Publisher:
-    """Publishes weights for followers after every step, as bfloat16, by what changed since the last publication.
+    """Publishes weights as bfloat16 for followers, as differences from the last publication.
 
-    Every process makes one, with the same arguments, and calls `publish` with the same steps. `jaxckpt.subscribe` gives
-    each follower the same bits. Publications are steps of a directory of their own; all but those of the last two
-    anchors are deleted. The last published weights stay on the devices: 2 bytes for each parameter.
+    Every process creates a Publisher with the same arguments, and calls `publish` with the same steps.
+    `jaxckpt.subscribe` yields the same bits to each follower. Publications are steps in a separate directory: full
+    weights (an anchor) and then differences. Only the publications of the last two anchors are kept. The last published
+    weights stay on the devices: 2 bytes for each parameter.
 
     Args:
-        directory: A local path or a URL of its own, not that of a `Checkpointer`.
-        anchor_every: How many publications have one anchor: a new follower reads at most so many.
-        options: See `Options`; `compression` is "zstd" whatever it says.
+        directory: A local path or a URL that no `Checkpointer` uses.
+        anchor_every: How many publications share an anchor. A new follower reads at most this many.
+        options: See `Options`; `compression` is always "zstd".
 
     Examples:
         >>> import shutil, jax.numpy as jnp, jaxckpt
@@ -87,18 +88,18 @@ class Publisher:
         return (metrics.get(_ANCHOR) or 0.0) >= self._oldest
 
     def publish(self, step: int, weights: Tree) -> bool:
-        """Publish weights. Every process.
+        """Publish weights. Every process calls this.
 
         Args:
             step: The number of the training step, for followers.
-            weights: A pytree of arrays of floating-point numbers; they may be donated as soon as this returns.
+            weights: A pytree of floating-point arrays. They may be donated as soon as this returns.
 
         Returns:
-            Whether they are being published: False if they are skipped by `Options.when_busy`.
+            Whether the weights are being published: False if they are skipped by `Options.when_busy`.
 
         Raises:
-            InputError: A leaf is no array of floating-point numbers.
-            Exception: As `Checkpointer.save`; the next publication is an anchor then.
+            InputError: A leaf is not a floating-point array.
+            Exception: As `Checkpointer.save`. The next publication is then an anchor.
         """
         step = whole_number(step, "step", least=0)
         before, self._before = self._before, None
@@ -123,7 +124,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Wait for the last publication, and note the end for followers. Raises what the publication raised."""
+        """Wait for the last publication, and record the end for followers. Raises what the publication raised."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -145,22 +146,22 @@ def subscribe(
     poll_seconds: float = 0.1,
     options: Options | None = None,
 ) -> Generator[tuple[int, Tree]]:
-    """Iterate over the weights that a `Publisher` publishes: the newest each time the loop asks. One process.
+    """Iterate over the weights that a `Publisher` publishes: each iteration yields the newest. One process calls this.
 
     Args:
         directory: The directory of the `Publisher`.
         target: As for `jaxckpt.restore`; its dtypes must be bfloat16.
         mesh: As for `jaxckpt.restore`.
         specs: As for `jaxckpt.restore`.
-        timeout: End quietly when nothing was published for so many seconds; None waits without limit.
-        poll_seconds: Seconds between two looks at the directory.
+        timeout: End without an error if nothing is published for this many seconds; None: no limit.
+        poll_seconds: Seconds between two checks of the directory.
         options: See `Options`.
 
     Yields:
-        (step, weights): the training step, and the weights of that step with the bits that were published.
+        (step, weights): the training step and its weights, bit for bit as published.
 
     Raises:
-        DataError: The anchor of the newest publication is gone.
+        DataError: The anchor of the newest publication was deleted.
         Exception: As `jaxckpt.follow` and `jaxckpt.restore`.
     """
     tried: tuple[int, float | None] | None = None
@@ -260,7 +261,7 @@ def _require_floats(weights: Tree) -> None:
     for leaf in flatten(weights)[0]:
         dtype = getattr(leaf.value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            raise InputError(f"weights must be arrays of floating-point numbers, and {leaf.path!r} is not")
+            raise InputError(f"weights must be floating-point arrays, but {leaf.path!r} is not")
 
 
 def _require_bfloat16(weights: Tree) -> None:
@@ -272,6 +273,6 @@ def _require_bfloat16(weights: Tree) -> None:
             )
         if leaf.value.dtype != jnp.bfloat16:
             raise InputError(
-                f"target must ask for bfloat16, as weights are published, and asks for {leaf.value.dtype} at"
-                f" {leaf.path!r}: cast what subscribe yields"
+                f"weights are published as bfloat16, but target asks for {leaf.value.dtype} at {leaf.path!r}: cast the"
+                " weights that subscribe yields"
             )

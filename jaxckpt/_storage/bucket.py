@@ -106,7 +106,7 @@ class Bucket:
         try:
             return cls(url, json.dumps(spec), path, options.retry_seconds, options.host_bytes // 4)
         except TypeError as error:
-            raise InputError(f"Options.storage must be of JSON values: {error}") from None
+            raise InputError(f"Options.storage must hold JSON values: {error}") from None
 
     # Small files -----------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Bucket:
         with self._refused("read", key):
             found = pending.result()
         if len(found.value) > MOST_BYTES:
-            raise DataError(f"{self.url}/{key} is over {MOST_BYTES} bytes: no such file of ours is")
+            raise DataError(f"{self.url}/{key} is over {MOST_BYTES} bytes: jaxckpt writes no file this large")
         return found.value if found.state == "value" else None, found.stamp.generation
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
@@ -198,7 +198,7 @@ class Bucket:
             with self._refused("read", key, reading=True):
                 found = self._keys.read(key, byte_range=slice(start, stop)).result()
             if len(found.value) != stop - start:
-                raise DataError(f"{self.url}/{key} was cut while it was read")
+                raise DataError(f"{self.url}/{key} was truncated while it was being read")
             return np.frombuffer(found.value, np.uint8)
 
         yield read
@@ -211,7 +211,7 @@ class Bucket:
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
         content = json.dumps({**note, "replaces": _identity(previous)}).encode()
         if not self._exchange(key, self._get(key)[1], content):
-            raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it exists already")
+            raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it already exists")
         try:
             self._require_conditions(data)
         except BaseException:
@@ -238,7 +238,7 @@ class Bucket:
         content, generation = self._get(key)
         note = _note(content)
         if content is not None and not note:
-            raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is no writer's note")
+            raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is not a valid writer's note")
         if note.get("state") not in before:
             return note.get("state") == after
         return self._exchange(key, generation, json.dumps({**note, "state": after}).encode())
@@ -352,8 +352,8 @@ class Bucket:
                     raise overtaken(self.url)
                 raise StorageError(
                     errno.EOPNOTSUPP,
-                    f"cannot save to {self.url}: the server ignores the condition {condition} of writes, without which"
-                    " two saves could publish at once, and mix. Use a server that honours it, as Amazon S3 and Google"
+                    f"cannot save to {self.url}: the server ignores the write condition {condition}. Without it,"
+                    " two saves could publish at once and mix. Use a server that honors it, as Amazon S3 and Google"
                     " Cloud Storage do",
                 )
         self.remove(key)
@@ -463,16 +463,18 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     scheme, _, rest = url.partition("://")
     if "@" in rest.partition("/")[0]:
         raise InputError(
-            f"path {scheme}://…@{rest.rpartition('@')[2]} has a user's name or password: credentials belong into the"
-            " environment, or into Options.storage"
+            f"path {scheme}://…@{rest.rpartition('@')[2]} has a user name or password: put credentials into the"
+            " environment or into Options.storage"
         )
     plain = url.partition("?")[0].partition("#")[0]
     if plain != url:
-        raise InputError(f"path {plain!r} has a query or a fragment: what they say belongs into Options.storage")
+        raise InputError(f"path {plain!r} has a query or a fragment: pass its settings in Options.storage")
     try:
         spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
     except ValueError as error:
-        raise InputError(f"path {url!r} is no URL that tensorstore takes: {str(error).partition(' [')[0]}") from None
+        raise InputError(
+            f"path {url!r} is not a URL that tensorstore accepts: {str(error).partition(' [')[0]}"
+        ) from None
     if spec["driver"] == "s3":
         environment = os.environ.get
         endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
@@ -488,7 +490,7 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         spec["use_conditional_write"] = True
     for name in ("driver", "bucket", "path"):
         if name in storage:
-            raise InputError(f"Options.storage must not have {name!r}: the path {url!r} says that")
+            raise InputError(f"Options.storage must not have {name!r}: the path {url!r} determines it")
     try:
         ts.KvStore.Spec({**spec, **storage})
     except (ValueError, TypeError) as error:

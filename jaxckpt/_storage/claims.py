@@ -54,5 +54,5 @@ class Claims(Protocol):
 
 def overtaken(url: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"another save published a checkpoint at {url} while this one was writing; this one was given up"
+        f"another save published a checkpoint at {url} while this one was writing; this save was abandoned"
     )

@@ -99,7 +99,7 @@ class FileReader(ArrayReader):
     """Length and digest of each object, by its place in the grid."""
 
     oddity: Callable[[str], str | None]
-    """What is wrong with a path that is no plain file in plain folders; a link could lead anywhere. Raises OSError."""
+    """What is wrong with a path, if it is no regular file in plain folders: a link could lead anywhere."""
 
     indices: dict[tuple[int, ...], _Index] = field(default_factory=dict[tuple[int, ...], "_Index"])
     """Of the objects that were opened."""
@@ -202,7 +202,7 @@ class FileReader(ArrayReader):
             box = zarr.chunk_box(self.stack, index, numbers[int(damaged[0])])
             raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
         if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
-            raise DataError(f"{path} has values that are neither true nor false")
+            raise DataError(f"{path} has Boolean values other than 0 and 1")
         found.note(path, numbers, sums)
 
     def _index(self, path: str, handle: int, index: tuple[int, ...]) -> _Index:
@@ -214,7 +214,7 @@ class FileReader(ArrayReader):
         length, digest = self.expected["/".join(map(str, index))]
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{path} is no plain file")
+            raise DataError(f"{path} is not a regular file")
         if status.st_size != length:
             raise DataError(f"{path} is {status.st_size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
@@ -235,7 +235,7 @@ class _Index:
     def __init__(self, path: str, entries: np.ndarray[Any, np.dtype[np.uint64]], size: int, digest: str) -> None:
         self._present = entries[:, 0] != zarr.ABSENT
         if (entries[self._present, 1] != size).any():
-            raise DataError(f"{path} has a chunk of another size than {size} bytes")
+            raise DataError(f"{path} has a chunk whose size is not {size} bytes")
         self._size = size
         self._starts = entries[:, 0].astype(np.int64)  # those that point into the file
         self._digest = digest
@@ -265,7 +265,7 @@ class _Index:
             self._unread[numbers] = False
             complete = not self._unread.any()
         if complete and zarr.digest_of(self._sums[self._present]) != self._digest:
-            raise DataError(f"{path} holds other data than was saved there")
+            raise DataError(f"{path} does not hold the data that was saved there")
 
 
 _Wanted = tuple[Box, Array]
@@ -372,7 +372,7 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
         while rest:
             count = os.preadv(handle, rest, start)
             if not count:
-                raise DataError(f"{path} was cut while it was read")
+                raise DataError(f"{path} was truncated while it was being read")
             start += count
             rest = _after(rest, count)
 

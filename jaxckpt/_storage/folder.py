@@ -69,7 +69,9 @@ class Folder:
             try:
                 with self._opened(key) as (handle, size), open(handle, "rb", closefd=False) as file:
                     if size > MOST_BYTES:
-                        raise DataError(f"{self.url}/{key} is over {MOST_BYTES} bytes: no such file of ours is")
+                        raise DataError(
+                            f"{self.url}/{key} is over {MOST_BYTES} bytes: jaxckpt writes no file this large"
+                        )
                     return file.read(size)
             except (FileNotFoundError, NotADirectoryError):
                 return None
@@ -99,11 +101,11 @@ class Folder:
         while above and above not in plain:
             mode = os.lstat(self._path(above)).st_mode
             if not stat.S_ISDIR(mode):
-                return 0, f"lies in {above}, which is {_kind(mode)}, expected a plain folder"
+                return 0, f"is in {above}, which is {_kind(mode)}, expected a plain folder"
             plain.add(above)
             above = above.rpartition("/")[0]
         info = os.lstat(self._path(key))
-        return info.st_size, None if stat.S_ISREG(info.st_mode) else f"is {_kind(info.st_mode)}, expected a plain file"
+        return info.st_size, None if stat.S_ISREG(info.st_mode) else f"is {_kind(info.st_mode)}, not a regular file"
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         with self._refused("write", key), open(self._path(key), "wb") as file:
@@ -244,8 +246,8 @@ class Folder:
                 if time.monotonic() > deadline:
                     raise StorageError(
                         errno.ETIMEDOUT,
-                        f"another process has held the lock of {self.folder} for {_LOCK_SECONDS:g} s: is one stopped"
-                        " there, amid a save or a deletion?",
+                        f"another process has held the lock of {self.folder} for {_LOCK_SECONDS:g} s: look for"
+                        " a process that was suspended during a save or a deletion",
                     ) from None
                 time.sleep(0.005)
             except OSError:  # as above
@@ -438,7 +440,7 @@ class _TensorFileReader(ArrayReader):
         length, digest = self.stored["/".join(map(str, index))]
         problem = self.files.misfits({key: length}).get(key)
         if not problem and self.files.digest(key, self.stack)[1] != digest:
-            problem = "holds other data than was saved there"
+            problem = "does not hold the data that was saved there"
         if problem:
             raise DataError(f"{self.files.url}/{key} {problem}")
 

@@ -53,7 +53,7 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         raise StorageError(
             error.errno,
             f"cannot hold step {step} of {run.url}: a lease is a file in {run.url}/{RUN}, and writing it failed"
-            f" ({error.strerror}). Ask for the right to write there, or read without holding the step",
+            f" ({error.strerror}). Get permission to write there, or read without holding the step",
         ) from error
     stop = Latch()
     renewal = Task(functools.partial(_renew, folder, name, term_seconds, stop))
@@ -72,7 +72,7 @@ def _renew(folder: Store, name: str, term_seconds: float, stop: Latch) -> None:
         try:
             folder.put(name, _note(term_seconds, beats))
         except StorageError as error:
-            _log.warning("a lease could not be renewed, and expires unless a later try succeeds: %s", error)
+            _log.warning("a lease could not be renewed and will expire unless a later attempt succeeds: %s", error)
 
 
 def _release(folder: Store, name: str, stop: Latch, renewal: Task[None]) -> None:
@@ -106,13 +106,13 @@ def _require_spared(run: Store, folder: Store, step: int) -> None:
     while True:
         marked = folder.read(f"{_DELETING}{step_name(step)}") is not None
         if step not in step_folders(run, above=step - 1)[0]:
-            raise NotACheckpointError(f"no step {step} is in {run.url}; it was deleted")
+            raise NotACheckpointError(f"{run.url} has no step {step}: it was deleted")
         if not marked:
             return
         if time.monotonic() > deadline:
             raise NotACheckpointError(
-                f"step {step} of {run.url} is being deleted, or the process that was deleting it was killed; then the"
-                " next Checkpointer made on that directory deletes or keeps it"
+                f"step {step} of {run.url} is being deleted, or the process that was deleting it was killed; if so, the"
+                " next Checkpointer of that directory deletes or keeps it"
             )
         time.sleep(0.02)
 

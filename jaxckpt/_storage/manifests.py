@@ -23,7 +23,7 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
     for process, key, content in zip(numbers, keys, store.read_all(keys), strict=True):
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
-            what = "is missing" if content is None else "is not as it was saved"
+            what = "is missing" if content is None else "differs from what was saved"
             raise DataError(f"{store.url}/{key} {what}: it holds process {process}'s own state")
         try:
             states.append(decode_state(content))
@@ -43,7 +43,7 @@ def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, by
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
             f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by Options.manifest_sha256:"
-            " it is another checkpoint, or somebody changed it"
+            " it is a different checkpoint, or the file was changed"
         )
     return decode(content, store.url), content
 
@@ -56,10 +56,10 @@ def _why_not(store: Store) -> str:
     except StorageError as error:
         if error.errno not in (errno.ENOTSUP, errno.EACCES):
             raise
-        return f"it holds no manifest.json ({error})"  # it may be read all the same: over HTTP, or without that right
+        return f"it has no manifest.json ({error})"  # it may be read all the same: over HTTP, or without that right
     if any(map(is_data, names)):
-        return "a save to it is under way, or never finished: it has data but no manifest.json"
+        return "a save to it is in progress or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published]
     if inside:
         return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
-    return "it holds no manifest.json" if names else "there is nothing there"
+    return "it has no manifest.json" if names else "the path does not exist, or the folder is empty"

@@ -37,15 +37,15 @@ def local_path(path: Path, what: str = "path, the first argument,") -> str | Non
     scheme, separator, rest = text.partition("://")
     if not separator:
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
-            raise InputError(f"path {text!r} looks like a URL that lost a slash, as in a pathlib.Path: give a str")
+            raise InputError(f"path {text!r} looks like a URL that lost a slash, as in a pathlib.Path: pass a str")
         return os.path.abspath(os.path.expanduser(text))
     if scheme != "file":
         return None
     host, slash, below = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise InputError(
-            f"path {text!r} has no absolute path: what stands between file:// and the next slash is a host. Give"
-            f" file:///{rest.lstrip('/')} for an absolute path, or leave file:// out"
+            f"path {text!r} is not absolute: the text between file:// and the next slash is a host name. Give"
+            f" file:///{rest.lstrip('/')} for an absolute path, or omit file://"
         )
     return os.path.abspath("/" + urllib.parse.unquote(below))
 

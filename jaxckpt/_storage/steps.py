@@ -119,7 +119,7 @@ def _named(run: Store, name: str, published: list[int]) -> int:
     if name.isdecimal() and name.isascii():
         if (step := int(name)) not in published:
             shown = ", ".join(map(str, published[-5:]))
-            raise NotACheckpointError(f"no step {step} is in {run.url}; the newest steps are {shown}")
+            raise NotACheckpointError(f"{run.url} has no step {step}; the newest steps are {shown}")
         return step
     if name == "latest":
         return published[-1]
@@ -138,8 +138,9 @@ def _best(run: Store, published: list[int]) -> int:
     note = run.read(f"{RUN}/{BEST}")
     if note is None:
         raise InputError(
-            f"{run.url} does not say which step is the best: no Checkpointer with keep_best=(metric, mode) has opened"
-            " it. Give the number of a step"
+            f"{run.url} does not record which step is the best: no Checkpointer with keep_best=(metric, mode) has"
+            " opened"
+            " it. Give a step number"
         )
     metric, mode = json.loads(note)
     children = [run.child(step_name(step)) for step in published]

@@ -80,7 +80,7 @@ def test_plan_by_rules(here: Path) -> None:
         (["--mesh", "data=2", "--specs", "wtf=P()"], "--specs wtf: matches no array"),
         (["--mesh", "data=2", "--specs", "params/wtf=P()"], "did you mean 'params/wte'?"),
         (["--mesh", "data=2", "--specs", "params/wte=P('x')"], "'x'"),
-        (["--mesh", "data=3"], "does not divide by 3"),
+        (["--mesh", "data=3"], "is not divisible by 3"),
         ([], "Missing option '--mesh'"),
     ],
 )

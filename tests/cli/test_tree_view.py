@@ -27,7 +27,7 @@ def test_show_at_other_widths(here: Path) -> None:
 def test_show_narrows_down(here: Path) -> None:
     lines = run("show", "run1/00000300", "--select", "params/**/kernel", "--select", "params/wte").stdout.splitlines()
     assert lines[1].startswith("  jaxckpt: 13 of 31 leaves, 7.0 KiB of 11.3 KiB, saved ")
-    assert [line.split()[0] for line in lines[6:]] == ["params/", "layers/", "0", "kernel", "wte"]
+    assert [line.split()[0] for line in lines[6:]] == ["params/", "layers/", "0", "wte"]
     lines = run("show", "run1/00000300", "--depth", "1").stdout.splitlines()
     assert [line.split()[0] for line in lines[6:]] == ["data", "opt_state/", "params/", "rng", "step", "text"]
 
@@ -51,8 +51,35 @@ def test_alike_containers_are_one_row_from_three_on(tmp_path: Path, n: int) -> N
     assert shown.count("float64[4]") == (n if n < 3 else 1) + 3
 
 
+def test_a_chain_of_single_children_is_one_row(tmp_path: Path) -> None:
+    layer = {"attn": {"proj": {"kernel": np.zeros(4)}}, "count": {"value": {"n": 1}}}
+    layers = [layer, layer, {**layer, "count": {"value": {"n": 2}}}]
+    jaxckpt.save(tmp_path / "c", {"params": {"embed": {"kernel": np.zeros(8)}}, "layers": layers, "opt": {"nu": layer}})
+
+    def rows(*options: str) -> list[str]:
+        shown = run("show", str(tmp_path / "c"), *options).stdout
+        return [" ".join(line.split()) for line in shown.partition("leaf ")[2].splitlines()[1:]]
+
+    assert rows() == [
+        "layers/ 6 leaves 96 B",
+        "0 … 2/ 3 × 2 leaves 96 B",
+        "attn/proj/kernel float64[4] host 32 B",
+        "count/value/n int",  # not the value of one of them
+        "opt/nu/ 2 leaves 32 B",
+        "attn/proj/kernel float64[4] host 32 B",
+        "count/value/n int 1",
+        "params/embed/kernel float64[8] host 64 B",
+    ]
+    assert rows("--depth", "2")[-2:] == ["opt/nu/ 2 leaves 32 B", "params/embed/ 1 leaf 64 B"]
+    assert rows("--depth", "1") == ["layers/ 6 leaves 96 B", "opt/ 2 leaves 32 B", "params/ 1 leaf 64 B"]
+    assert rows("--all")[-3:] == ["params/ 1 leaf 64 B", "embed/ 1 leaf 64 B", "kernel float64[8] host 64 B"]
+    single = run("show", str(tmp_path / "c"), "--select", "layers/**/kernel").stdout
+    assert "0 … 2/attn/proj/kernel  3 × float64[4]" in single
+
+
 def test_unlike_containers_are_not(tmp_path: Path) -> None:
-    blocks = [{"w": np.zeros(4)}, {"w": np.zeros(4)}, {"w": np.zeros(4, np.float32)}, {"v": np.zeros(4)}]
+    one = np.zeros(4)
+    blocks = [{"a": one, "w": one}] * 2 + [{"a": one, "w": np.zeros(4, np.float32)}, {"a": one, "v": one}]
     jaxckpt.save(tmp_path / "c", blocks)
     assert run("show", str(tmp_path / "c")).stdout == run("show", str(tmp_path / "c"), "--all").stdout
 
@@ -153,4 +180,4 @@ def test_cat_saves_odd_shapes(tmp_path: Path) -> None:
     for leaf, shape in (("empty", (0, 3)), ("number", ()), ("python", ())):
         run("cat", str(tmp_path / "c"), leaf, "--save", str(tmp_path / "w.npy"))
         assert np.load(tmp_path / "w.npy").shape == shape
-    assert "which is no array" in run("cat", str(tmp_path / "c"), "text", "--save", "w.npy", code=2).stderr
+    assert "which is not an array" in run("cat", str(tmp_path / "c"), "text", "--save", "w.npy", code=2).stderr

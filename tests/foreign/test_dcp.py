@@ -149,11 +149,11 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("hole", r"'model.0.weight'.*\n.*\[12:24, 0:12\] is in no shard"),
+        ("hole", r"'model.0.weight'.*\n.*\[12:24, 0:12\] is not in any shard"),
         ("overlap", r"'model.0.weight'.*\n.*\[12:13, 0:12\] is in 2 shards"),
         ("beyond", r"'model.0.weight'.*\n.*\[12:24, 0:12\] lies outside"),
         ("huge", r"'model.0.weight', float32\[1099511627776, 12\], has \d+ bytes in all"),
-        ("nowhere", r"'model.0.weight' at \[0, 0\] lies in no file"),
+        ("nowhere", r"'model.0.weight' at \[0, 0\] is not in any file"),
         ("upwards", "outside of its folder"),
         ("absolute", "outside of its folder"),
         ("long", r"distcp is \d+ bytes long, expected at least 1099"),
@@ -208,7 +208,7 @@ def test_files_that_are_cut_or_gone_are_told(copied: Path) -> None:
     with pytest.raises(DataError, match=r"\.metadata: the pickle"):
         jaxckpt.open(copied)
     (copied / ".metadata").unlink()
-    with pytest.raises(NotACheckpointError, match=r"no \.metadata: the save never ended"):
+    with pytest.raises(NotACheckpointError, match=r"no \.metadata: the save never finished"):
         jaxckpt.open(copied)
 
 

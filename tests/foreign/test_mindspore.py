@@ -97,7 +97,7 @@ def test_a_large_tensor_lies_in_several_values(tmp_path: Path) -> None:
         (tmp_path / "a.ckpt").write_bytes(ckpt({"a": data[0], "w": data, "z": data[1]}, slice_bytes=slice_bytes))
         np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "a.ckpt")["w"], data, strict=True)
     (tmp_path / "a.ckpt").write_bytes(ckpt({"w": data}, slice_bytes=6))
-    with pytest.raises(DataError, match="'w' lies in several values, one of which ends within an element"):
+    with pytest.raises(DataError, match="one of which ends in the middle of an element"):
         jaxckpt.load_numpy(tmp_path / "a.ckpt")
 
 
@@ -250,7 +250,7 @@ def test_pipeline_stages(tmp_path: Path, form: Any) -> None:
         np.testing.assert_array_equal(found["first"], first, strict=True)
         np.testing.assert_array_equal(found["second"], second, strict=True)
         assert found["lr"] == 1
-    with pytest.raises(DataError, match="'second' is in no rank of stage 1"):
+    with pytest.raises(DataError, match="'second' is missing from every rank of stage 1"):
         jaxckpt.mindspore_ranks({0: files[0], 1: files[1]}, strategy=merged)
     files[3].write_bytes(ckpt(ranks[3] | {"embedding": halves[0][0]}))
     with pytest.raises(DataError, match=r"'embedding'.*not the same in stage 0 and stage 1"):
@@ -282,7 +282,7 @@ def test_folders_of_ranks_and_specs_by_hand(tmp_path: Path) -> None:
         jaxckpt.mindspore_ranks(tmp_path)
     with pytest.raises(NotACheckpointError, match="no folder rank_0"):
         jaxckpt.mindspore_ranks(tmp_path / "rank_1")
-    with pytest.raises(NotACheckpointError, match="there is no folder"):
+    with pytest.raises(NotACheckpointError, match="does not exist"):
         jaxckpt.mindspore_ranks(tmp_path / "nowhere")
     with pytest.raises(InputError, match="pass one or the other"):
         jaxckpt.mindspore_ranks(tmp_path, strategy="x", specs=P())
@@ -294,7 +294,7 @@ def test_folders_of_ranks_and_specs_by_hand(tmp_path: Path) -> None:
 def test_shards_that_are_missing_short_or_not_equal_are_named(tmp_path: Path) -> None:
     files, strategy = tutorial(tmp_path), tmp_path / "strategy.ckpt"
     with pytest.raises(
-        DataError, match=r"shards of 'weight' do not make up its \[8, 8\]:\n.*\[4:6, 0:8\] is in no shard"
+        DataError, match=r"shards of 'weight' do not make up its \[8, 8\]:\n.*\[4:6, 0:8\] is not in any shard"
     ):
         jaxckpt.mindspore_ranks({rank: path for rank, path in files.items() if rank != 2}, strategy=strategy)
     whole = {name: np.array(value, np.float32) for name, value in DATA["ranks"][1].items()}
@@ -303,7 +303,7 @@ def test_shards_that_are_missing_short_or_not_equal_are_named(tmp_path: Path) ->
         jaxckpt.mindspore_ranks(files, strategy=strategy)
     files[1].write_bytes(ckpt({"weight": whole["weight"]}))
     with pytest.raises(
-        DataError, match=r"'moments.weight' do not make up its \[8, 8\]:\n.*\[2:4, 0:8\] is in no shard"
+        DataError, match=r"'moments.weight' do not make up its \[8, 8\]:\n.*\[2:4, 0:8\] is not in any shard"
     ):
         jaxckpt.mindspore_ranks(files, strategy=strategy)
     files[1].unlink()

@@ -238,7 +238,7 @@ def test_an_unfinished_step_is_never_chosen(manager: Path) -> None:
     (manager / "99").touch()
     assert jaxckpt.open(manager).metadata["step"] == 6
     for unfinished in ("ckpt_000008.orbax-checkpoint-tmp", "ckpt_000010"):
-        with pytest.raises(NotACheckpointError, match="under way, or died"):
+        with pytest.raises(NotACheckpointError, match="in progress or was interrupted"):
             jaxckpt.open(manager / unfinished)
     for step in (2, 4, 6):
         shutil.rmtree(manager / f"ckpt_{step:06d}")
@@ -290,7 +290,7 @@ def test_an_item_of_another_kind_is_left_out_with_a_warning(tmp_path: Path) -> N
         jaxckpt.load_numpy(tmp_path / "x")
     record = (tmp_path / "x/_CHECKPOINT_METADATA").read_text()
     (tmp_path / "x/_CHECKPOINT_METADATA").write_text(record.replace("JsonCheckpointHandler", "ProtoCheckpointHandler"))
-    with pytest.warns(UserWarning, match="x/b is left out: its only file, metadata, is no JSON"):
+    with pytest.warns(UserWarning, match="x/b is left out: its only file, metadata, is not JSON"):
         assert_same(jaxckpt.load_numpy(tmp_path / "x"), {"a": {"w": np.ones(3)}})
 
 
@@ -389,7 +389,7 @@ def test_metadata_that_is_missing_cut_or_hostile_is_an_error(tmp_path: Path, zar
     trial(array, lambda file: rewrite(file, lambda of: [sides(of).__setitem__(0, 0), of][1]), "do not fit its shape")
     trial(array, lambda file: rewrite(file, lambda of: [sides(of).__setitem__(0, 1 << 40), of][1]), "do not fit")
     kind = "data_type" if zarr3 else "dtype"
-    trial(array, lambda file: rewrite(file, lambda of: of | {kind: "|O"}), "dtype|which NumPy and JAX lack")
+    trial(array, lambda file: rewrite(file, lambda of: of | {kind: "|O"}), "dtype|which NumPy and JAX do not support")
     trial(
         array,
         lambda file: rewrite(file, lambda of: of | {"codecs": [{"name": "?"}], "compressor": {"id": "?"}}),

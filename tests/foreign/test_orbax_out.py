@@ -193,7 +193,7 @@ def test_names_that_orbax_would_confuse_are_listed(tmp_path: Path) -> None:
         "8 of these leaves",
         "'a/b', 'a.b' would all be named 'a.b'",
         "'a/c' is a bytes",
-        "'x~1c~10' would lie in the folder of 'x'",
+        "'x~1c~10' would be in the folder of 'x'",
         "'_METADATA' has a name",
         "'..' has a name",
         "'big' is an int beyond 64 bits",

@@ -75,8 +75,8 @@ DATA = bytes(8)
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "no .safetensors file, or was cut"),
-        (b"1234567", "no .safetensors file, or was cut"),
+        (b"", "not a .safetensors file, or was truncated"),
+        (b"1234567", "not a .safetensors file, or was truncated"),
         (raw({"w": W}, DATA, 1 << 60), "its header would be 1152921504606846976 bytes"),
         (raw({"w": W}, DATA, 200), "its header would be 200 bytes"),
         (raw({"w": W}, DATA)[:-1], "bytes long, expected"),
@@ -93,7 +93,7 @@ DATA = bytes(8)
         (raw({"w": entry("F32", [2.0], 0, 8)}, DATA), "is damaged"),  # pyright: ignore[reportArgumentType]
         (raw({"w": entry("F32", [-2], 0, 8)}, DATA), "is damaged"),
         (raw({"w": entry("F32", [1 << 70], 0, 8)}, DATA), "is damaged"),
-        (raw({"w": entry("F33", [2], 0, 8)}, DATA), "'w' has dtype 'F33', which the format lacks"),
+        (raw({"w": entry("F33", [2], 0, 8)}, DATA), "'w' has dtype 'F33', which the format does not define"),
         (raw({"w": entry("F32", [3], 0, 8)}, DATA), r"'w' has 8 bytes, expected 12 of F32\[3\]"),
         (raw({"w": entry("F32", [2], 8, 0)}, DATA), "those of 'w', leave a hole"),
         (raw({"w": entry("F32", [0, 1 << 62, 1 << 62], 0, 0)}), "beyond what can be addressed"),

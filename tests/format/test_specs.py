@@ -23,7 +23,7 @@ def test_every_leaf_of_a_group_that_does_not_fit_is_a_problem_with_a_remedy() ->
     groups = [Alike(["a", "b"], (6, 8), own=(("data",),)), Alike(["c"], (8,), own=(("data",),))]
     _, problems = lay_out(AXES, groups, OPTIONS)
     assert [problem.leaf for problem in problems] == ["a", "b"]
-    assert all("dimension 0 of (6, 8) does not divide by 4" in problem.reason for problem in problems)
+    assert all("dimension 0 of (6, 8) is not divisible by 4" in problem.reason for problem in problems)
     assert all('indivisible="replicate"' in problem.remedy for problem in problems)
     specs, problems = lay_out(AXES, groups, jaxckpt.Options(indivisible="replicate"))
     assert (specs, problems) == ([((),), (("data",),)], [])

@@ -358,7 +358,7 @@ def nested_key(depth: int) -> Any:
         ([Generic(1, "x")], [(1, "x")]),
         ([nested_key(41)], None),
         ([nested_key(300)], None),
-        (list(itertools.product((-1, -2), repeat=7)), None),  # 128 keys of one hash
+        (list(itertools.product((-1, -2), repeat=7)), None),  # 128 keys with the same hash
         ([Text("a"), Text("a")], None),
         ([math.nan, float("nan")], None),
         (["\ud800"], None),
@@ -393,7 +393,7 @@ def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path: Path, monkey
         return leaves, msgspec.structs.replace(structure, keys=("x",) * len(leaves))
 
     monkeypatch.setattr("jaxckpt._save.describe.flatten", broken)
-    with pytest.raises(jaxckpt.InputError, match=r"(?s)no reader would take.*is no record of a container"):
+    with pytest.raises(jaxckpt.InputError, match=r"(?s)no reader would take.*is not a record of a container"):
         jaxckpt.save(tmp_path / "c", {"a": 1, "b": np.ones(3)}, overwrite=True)
     assert jaxckpt.load_numpy(tmp_path / "c") == {"old": 1}
     assert len(list(tmp_path.glob("c/*"))) == 2
@@ -476,7 +476,7 @@ HOSTILE = [
 @pytest.mark.parametrize("structure", HOSTILE, ids=str)
 def test_a_malformed_structure_is_a_value_error(structure: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"is no (record of a container|key)|float|base64|Invalid|decod|Expected|Object"
+        ValueError, match=r"is not a (record of a container|key)|float|base64|Invalid|decod|Expected|Object"
     ):
         _tree.paths_of(from_json(json.dumps({"type": "list", "children": [2, structure]})), 10, 1000)
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def test_objects_that_changed_places(path: Path) -> None:
     problems = jaxckpt.verify(path).problems
     assert [problem.leaf for problem in problems] == ["w", "w"]
     assert problems[0].box != problems[1].box
-    assert {problem.reason for problem in problems} == {"holds other data than was saved there"}
+    assert {problem.reason for problem in problems} == {"does not hold the data that was saved there"}
 
 
 def test_a_damaged_manifest_is_a_problem(path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_manifest_that_is_no_plain_file_is_a_problem(path: Path) -> None:
         make(path / "manifest.json")
         (problem,) = jaxckpt.verify(path).problems
         assert problem.object == "manifest.json"
-        assert "expected a plain file" in problem.reason
+        assert "not a regular file" in problem.reason
         with contextlib.suppress(IsADirectoryError):
             (path / "manifest.json").unlink()
         if (path / "manifest.json").exists():
@@ -307,3 +308,16 @@ def test_the_printed_report_has_a_line_for_a_file(path: Path) -> None:
     lines = str(report).splitlines()
     assert len(lines) == 2
     assert re.search(r"is missing: 'layers/0'\[0:64\], 'layers/1'\[0:64\], .* and \d more$", lines[1]), lines[1]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_rate_is_bounded_over_all_steps_of_a_run(tmp_path: Path, steps: int) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in range(steps):
+            run.save(step, {"w": np.full(40_000 // steps, step, np.float64)})
+    began = time.monotonic()
+    report = jaxckpt.verify(tmp_path / "run", options=jaxckpt.Options(max_bytes_per_second=800_000))
+    seconds = time.monotonic() - began
+    assert report.ok
+    assert report.checked_bytes > 320_000
+    assert report.checked_bytes / 800_000 <= seconds < 5

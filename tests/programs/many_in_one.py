@@ -61,5 +61,7 @@ assert set(failed) == {"PeerFailedError: process 70 failed with OSError: no spac
 silent = held("silent", two_do_not_come, 4)
 assert silent.pop(129) == silent.pop(1) == "absent"
 (message,) = set(silent)
-assert str(message).startswith("PeerTimeoutError: processes 1, 129 of 130 silent for 4 s while testing"), message
+assert str(message).startswith("PeerTimeoutError: processes 1, 129 of 130 did not respond for 4 s while testing"), (
+    message
+)
 print("held")

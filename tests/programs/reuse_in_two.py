@@ -56,7 +56,7 @@ np.testing.assert_array_equal(
 
 # One process holds one array where the other holds two.
 pair = {"a": base["rows"], "b": base["rows"] if process_id else copies["rows"]}
-with pytest.raises(jaxckpt.PeersDisagreeError, match="a tree in which other leaves are one array"):
+with pytest.raises(jaxckpt.PeersDisagreeError, match="a tree in which different leaves share one array"):
     jaxckpt.save(run_path.with_name("tied"), pair)
 jaxckpt.save(run_path.with_name("tied"), {"a": base["rows"], "b": base["rows"]})
 found = jaxckpt.restore(run_path.with_name("tied"), tied=True)

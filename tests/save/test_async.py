@@ -80,7 +80,7 @@ def test_it_returns_before_it_is_written_and_tells_how_far_it_is(tmp_path: Path,
     assert pending.progress.total_bytes == 8080
     with pytest.raises(TimeoutError, match=r"not done after 0\.01 s: save: 0 B of 7\.9 KiB"):
         pending.wait(0.01)
-    assert "under way" in repr(pending)
+    assert "in progress" in repr(pending)
     gate.opened.set()
     info = pending.wait(60)
     assert pending.done

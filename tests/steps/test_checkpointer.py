@@ -708,7 +708,9 @@ def test_a_metric_that_is_not_the_one_compared_is_refused_before_anything_is_del
 
 def test_a_component_that_is_nowhere_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_stat": 1}, options=FAST)
-    with pytest.raises(jaxckpt.TreeError, match=r"'opt_stat', but the tree has nothing there; did you mean 'opt_state"):
+    with pytest.raises(
+        jaxckpt.TreeError, match=r"'opt_stat', but the tree has nothing at that path; did you mean 'opt_state"
+    ):
         checkpoints.save(0, state(0))
     assert list(tmp_path.iterdir()) == []
     for components in (
@@ -782,7 +784,7 @@ with jaxckpt.Checkpointer(args) as checkpoints:
     assert states == [{"at": at, "raw": raw} for at, raw in zip(*found, strict=True)]
     (victim,) = (tmp_path / "s").glob("*/data-*/process-1.json")
     victim.write_bytes(victim.read_bytes().replace(b"null", b"1234"))
-    with pytest.raises(jaxckpt.DataError, match=r"process-1\.json is not as it was saved"):
+    with pytest.raises(jaxckpt.DataError, match=r"process-1\.json differs from what was saved"):
         jaxckpt.open(tmp_path / "s" / "00000001").process_states  # noqa: B018
 
 

@@ -67,7 +67,7 @@ def test_a_thread_that_cannot_listen_says_so(tmp_path: Path, caplog: pytest.LogC
 def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "s"
     said = run_python(PROGRAMS / "preempted_alone.py", args=[str(folder), how], check=False, devices=1)
-    saved = f"the job was told to stop: step 7 is saved in {folder}\n"
+    saved = f"the job was preempted: step 7 is saved in {folder}\n"
     assert said == {"exit": f"7 {saved}", "continue": "7 True goes on\n", "chained": f"7 told {saved}"}[how]
     with jaxckpt.Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == [7]

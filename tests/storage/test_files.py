@@ -291,7 +291,7 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "a chunk that is not there": (with_entry(2**64 - 1, 2**64 - 1), "lacks a chunk"),
     "a chunk outside of the file": (with_entry(1 << 40, CHUNK_BYTES + 4), "points outside"),
     "a chunk of another size": (with_entry(0, CHUNK_BYTES), "of another size"),
-    "other data": (forged, "holds other data than was saved there"),
+    "other data": (forged, "does not hold the data that was saved there"),
     "cut": (lambda content: content.pop(), "bytes long, expected"),
     "longer": (lambda content: content.append(0), "bytes long, expected"),
 }  # fmt: skip
@@ -387,7 +387,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(
         return count
 
     monkeypatch.setattr(os, "preadv", cut_after)
-    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'a/w': .*/c/0/.* was cut while it was read"):
+    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'a/w': .*/c/0/.* was truncated while"):
         jaxckpt.load_numpy(saved, select="a/w")
 
 

@@ -58,7 +58,7 @@ def values_of(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> di
     if without_data:
         raise DataError(f"{path} has no data for {len(without_data)} of its leaves:\n{listing(without_data)}")
     if unknown := {leaf.value_type for leaf in leaves.values()} - _EMPTY.keys() - _ARRAYS - {"string"}:
-        raise DataError(f"{path}/{TREE_FILE} has the value_type {min(unknown)[:80]!r}, which is none of Orbax's")
+        raise DataError(f"{path}/{TREE_FILE} has the value_type {min(unknown)[:80]!r}, which Orbax does not define")
     strings = read_optional(f"{path}/{STRINGS_FILE}", cast("type[Any]", Any))
     arrays = _arrays(path, record, {keys: leaf for keys, leaf in leaves.items() if leaf.value_type in _ARRAYS})
     return {
@@ -111,7 +111,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
     names = {keys: ".".join(keys) for keys in leaves}
     outside = [name for name in names.values() if name and not {"", ".", ".."}.isdisjoint(name.split("/"))]
     if outside and not ocdbt:
-        raise DataError(f"{path} has arrays whose names are no folders below it:\n{listing(map(repr, outside))}")
+        raise DataError(f"{path} has arrays whose names are not folders below it:\n{listing(map(repr, outside))}")
     driver, file, described = ("zarr3", "zarr.json", _of_zarr3) if record.use_zarr3 else ("zarr", ".zarray", _of_zarr2)
     texts = folder.read_all([f"{name}/{file}" if name else file for name in names.values()])
     of_jax = any(leaf.value_type == "jax.Array" for leaf in leaves.values())

@@ -27,7 +27,7 @@ MAX_INDEX_BYTES = 1 << 30
 """Of an index file, which has an entry for each leaf."""
 
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the name of a folder whose save is under way, or died."""
+"""In the name of a folder whose save is in progress or was interrupted."""
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 V1_MARK = "orbax.checkpoint"

@@ -31,7 +31,7 @@ from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import decode_value
 from jaxckpt._restore.source import Foreign, ForeignArray, Native, StackRow, compose
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, listing
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, counted, listing
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader
@@ -132,17 +132,17 @@ def _newest_step(path: str) -> tuple[str, int]:
     for number, name in sorted(steps, reverse=True):
         if _is_step(f"{path}/{name}") and not _unfinished(f"{path}/{name}"):
             return f"{path}/{name}", number
-    raise NotACheckpointError(f"{path} has no complete step, but {len(steps)} folders that are named like one")
+    raise NotACheckpointError(f"{path} has no complete step, only {counted(len(steps), 'folder')} named like one")
 
 
 def _unfinished(path: str) -> str | None:
     """Why a step is not complete: Orbax renames its folder at the end, or, on object stores, marks it."""
     if TEMPORARY in os.path.basename(path):
-        return "is the folder of a save that is under way, or died"
+        return "is the folder of a save that is in progress or was interrupted"
     record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
     begun = record.init_timestamp_nsecs is not None and record.commit_timestamp_nsecs is None
     if begun and not os.path.exists(f"{path}/{COMMITTED_MARK}"):
-        return "was never committed: its save is under way, or died"
+        return "was never committed: its save is in progress or was interrupted"
     return None
 
 
@@ -230,7 +230,7 @@ def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
         try:
             return read_optional(f"{path}/{names[0]}", cast("type[Any]", Any)), {}
         except DataError:
-            raise _Unread(f"its only file, {names[0]}, is no JSON") from None
+            raise _Unread(f"its only file, {names[0]}, is not JSON") from None
     if set(names) in ({"jax_random_key", "jax_random_key_metadata"}, {"np_random_key", "np_random_key_metadata"}):
         return _random_key(path), {}
     raise _Unread("it is neither a tree nor JSON")
@@ -258,7 +258,7 @@ def _random_key(path: str) -> Tree:
         case dict() as state, {"legacy": False}:
             return state
         case _:
-            raise DataError(f"{path} is no random key")
+            raise DataError(f"{path} is not a random key")
 
 
 # Items of ours --------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth
             below.setdefault(entry[0][depth], []).append(entry)
     where = f"{path}: the container at {show(path_of(entries[0][0][:depth]) if entries else '')}"
     if {kinds[depth] for inside in below.values() for _, kinds, _ in inside} not in ({1}, {2}):
-        raise DataError(f"{where} has neither keys alone nor indices alone")
+        raise DataError(f"{where} mixes keys and indices")
     if entries and next(iter(below.values()))[0][1][depth] == 2:
         return {key: _tree(path, inside, depth + 1) for key, inside in below.items()}
     if not all(str(number) in below for number in range(len(below))):
@@ -74,7 +74,7 @@ def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
             case list():
                 return [grown(child, (*keys, str(n))) for n, child in enumerate(cast("list[Any]", node))]
             case _:
-                raise ValueError(f"{str(node)[:80]!r} is no part of a tree")
+                raise ValueError(f"{str(node)[:80]!r} is not part of a tree")
 
     try:
         tree = grown(json.loads(text), ())

@@ -127,7 +127,7 @@ def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> 
 def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, LeafRecord]) -> None:
     """Raise TreeError unless Orbax can hold every leaf under a name of its own."""
     if not leaves:
-        raise TreeError("Orbax has no checkpoints without leaves")
+        raise TreeError("Orbax cannot save a tree without leaves")
     problems: list[str] = []
     paths: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
@@ -141,11 +141,11 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
         folders = name.split("/")
         above = next((head for head in ("/".join(folders[:n]) for n in range(1, len(folders))) if head in arrays), None)
         if above is not None:
-            problems.append(f"{shown} would lie in the folder of {above!r}")
+            problems.append(f"{shown} would be in the folder of {above!r}")
         if entry.keys and (
             not {"", ".", ".."}.isdisjoint(folders) or not {"\0", "\\"}.isdisjoint(name) or folders[0] in _RESERVED
         ):
-            problems.append(f"{shown} has a name that Orbax keeps for itself, or that is no folder's")
+            problems.append(f"{shown} has a name that Orbax reserves, or that cannot name a folder")
         elif any(len(folder.encode()) > 255 for folder in folders):
             problems.append(f"{shown} has a name of more than 255 bytes")
         if leaf.kind == "bytes" or (leaf.kind == "str" and "~" in name):
@@ -156,7 +156,8 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
             problems.append(f"{shown} has dtype {source.manifest.stacks[leaf.stack].dtype}")
     if problems:
         raise TreeError(
-            f"Orbax cannot hold {len(problems)} of these leaves; leave them out with select=, or give rename=:\n"
+            f"Orbax cannot store {len(problems)} of these leaves; leave them out with select=, or rename them with"
+            " rename=:\n"
             f"{listing(problems)}"
         )
 
