@@ -154,8 +154,9 @@ class _Community:
         begun: list[Coming] = []
         for portion in mine:
             stack = portion.step.stack
-            coming = Coming(portion.read.boxes, self._source, stack, self._aside)
-            coming.begin(readers[stack], self._regions(portion, own[portion.start :]))
+            coming = Coming(self._source, stack, self._aside)
+            regions = self._regions(portion, own[portion.start :])
+            coming.begin(readers[stack], list(zip(portion.read.boxes, regions, strict=True)))
             begun.append(coming)
         return _UnderWay(list(pieces(portions, self._interconnect.members, self._most_bytes)), own, begun)
 
