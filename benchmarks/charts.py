@@ -47,7 +47,7 @@ def _peers(run: Mapping[str, Any]) -> str:
             middles,
             [row + 0.1 * (place - (len(run["contenders"]) - 1) / 2) for row in ratios],
             xerr=[[m - low for low, m, _ in ratios.values()], [high - m for _, m, high in ratios.values()]],
-            fmt="os^Dv<>PX"[place],
+            fmt="os^Dv<>PX*"[place],
             markersize=5,
             linewidth=1,
             label=peer,

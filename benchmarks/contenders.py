@@ -64,33 +64,41 @@ class Contender:
 
 class Jaxckpt(Contender):
     name = "jaxckpt"
+    options = jaxckpt.Options()
 
     def save(self, tree: Tree) -> None:
-        jaxckpt.save(self.path, tree)
+        jaxckpt.save(self.path, tree, options=self.options)
 
     def save_async(self, tree: Tree) -> Wait:
-        return jaxckpt.save_async(self.path, tree).wait
+        return jaxckpt.save_async(self.path, tree, options=self.options).wait
 
     def restore(self, wanted: Tree) -> Tree:
-        return jaxckpt.restore(self.path, wanted)
+        return jaxckpt.restore(self.path, wanted, options=self.options)
 
     def load_numpy(self) -> Tree:
-        return jaxckpt.load_numpy(self.path)
+        return jaxckpt.load_numpy(self.path, options=self.options)
 
     def one_leaf(self) -> Array:
-        return jaxckpt.open(self.path)[self.workload.one][...]
+        return jaxckpt.open(self.path, options=self.options)[self.workload.one][...]
 
     one_leaf_by_read = one_leaf
 
     def layers(self, first: int, last: int) -> dict[str, Array]:
-        opened = jaxckpt.open(self.path)
+        opened = jaxckpt.open(self.path, options=self.options)
         return {path: opened[path][first:last] for path in self.workload.scanned}
 
     def parameters(self, wanted: Tree) -> Tree:
-        return jaxckpt.restore(self.path, wanted, select=self.workload.parameters)
+        return jaxckpt.restore(self.path, wanted, select=self.workload.parameters, options=self.options)
 
     def open(self) -> object:
-        return jaxckpt.open(self.path)
+        return jaxckpt.open(self.path, options=self.options)
+
+
+class JaxckptByTensorstore(Jaxckpt):
+    """The same, with tensorstore moving all bytes."""
+
+    name = "jaxckpt, io=tensorstore"
+    options = jaxckpt.Options(io="tensorstore")
 
 
 class Floor(Contender):
@@ -392,6 +400,7 @@ class OrbaxV1(Contender):
 
 CONTENDERS: tuple[type[Contender], ...] = (
     Jaxckpt,
+    JaxckptByTensorstore,
     Floor,
     Safetensors,
     Dcp,

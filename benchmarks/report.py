@@ -47,12 +47,17 @@ def surroundings(folder: Path) -> dict[str, Any]:
     }
 
 
+def place(benchmark: str, result: dict[str, Any], path: Path | None) -> Path:
+    """The file that a result goes to, by its surroundings if no path is given."""
+    return path or RESULTS / f"{benchmark}-{result['date']}{'-tmpfs' if result['filesystem'] == 'tmpfs' else ''}.json"
+
+
 def write(benchmark: str, result: dict[str, Any], path: Path | None) -> None:
     """Write a result, with its surroundings in it, and say where it is."""
     machine, where = result["machine"], result["filesystem"]
     known = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     console.print(f"{machine['cpu']}, {machine['cores']} cores, {where}; {known}")
-    out = path or RESULTS / f"{benchmark}-{result['date']}{'-tmpfs' if where == 'tmpfs' else ''}.json"
+    out = place(benchmark, result, path)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(compact({"benchmark": benchmark, **result}) + "\n")
     console.print(f"written to {out}", soft_wrap=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxckpt._format import zarr
-from jaxckpt._format.grid import Box, contains, within
-from jaxckpt._format.pieces import Array, Bytes, Pieces
+from jaxckpt._format.grid import Box, contains, intersection, within
+from jaxckpt._format.pieces import Array, Bytes, Pieces, as_bits
 from jaxckpt._format.stacks import Stack
+from jaxckpt._format.zarr import Chunks
 
 
 def chunks_of(
@@ -32,7 +34,7 @@ def chunks_of(
         for block in zarr.chunk_runs(stack, index, part.box):
             data = None if array is None else in_place(block.box, part.box, array)
             if data is None:
-                needed = block.chunks * size
+                needed = len(block.numbers) * size
                 if used + needed > len(scratch):
                     empty()
                     used = 0
@@ -50,6 +52,50 @@ def in_place(block: Box, box: Box, target: Array) -> Bytes | None:
         return None
     place = target[within(block, box)]
     return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
+
+
+def scatter(stack: Stack, chunks: Chunks, data: Bytes, part: Box, target: Array) -> None:
+    """Copy what chunks hold of `part` of the stack into `target`, which is that part. `data` has the chunks one after
+    the other, each with its checksum. However many they are, what is wanted whole of them is one copy."""
+    common = intersection(part, chunks.box)
+    if common is None:
+        return
+    sides, bits = stack.chunk, as_bits(target)
+    grid = [(stop - start) // side for (start, stop), side in zip(chunks.box, sides, strict=True)]
+    order = range(len(sides))
+    steps = list(
+        zip(_steps(grid, chunks.slowest, stack.chunk_stored_bytes), _steps(sides, order, bits.itemsize), strict=True)
+    )
+    spans = (_spans(a - o, b - o, side) for (a, b), (o, _), side in zip(common, chunks.box, sides, strict=True))
+    shift = [origin - first for (origin, _), (first, _) in zip(chunks.box, part, strict=True)]
+    for chosen in itertools.product(*spans):
+        place = bits[tuple(slice(a + s, b + s) for (a, b), s in zip(chosen, shift, strict=True))]
+        offset, lengths = 0, list[tuple[int, int]]()
+        for (start, stop), side, (next_chunk, next_element) in zip(chosen, sides, steps, strict=True):
+            offset += start // side * next_chunk + start % side * next_element
+            count = max(1, (stop - start) // side)
+            lengths += (count, next_chunk), ((stop - start) // count, next_element)
+        shape = [length for length, _ in lengths if length > 1]
+        strides = [step for length, step in lengths if length > 1]
+        np.copyto(place.reshape(shape), np.ndarray(shape, bits.dtype, data, offset, strides))
+
+
+def _steps(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]:
+    """The stride of each dimension, with the dimensions in this order."""
+    steps = [0] * len(sides)
+    for dim in reversed(slowest):
+        steps[dim] = step
+        step *= sides[dim]
+    return steps
+
+
+def _spans(start: int, stop: int, side: int) -> Iterator[tuple[int, int]]:
+    """A range cut into whole chunks of this side, together, and parts of one chunk."""
+    while start < stop:
+        whole = start % side == 0 and stop - start >= side
+        end = stop // side * side if whole else min(stop, (start // side + 1) * side)
+        yield start, end
+        start = end
 
 
 def content_digest(stack: Stack, index: tuple[int, ...], pieces: Pieces) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import crc32c
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES, stored_dtype
-from jaxckpt._format.grid import Box, touched
+from jaxckpt._format.grid import Box, Numbers, touched
 from jaxckpt._format.stacks import Stack
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -137,23 +137,22 @@ def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRun:
-    """Chunks that in C order, one after the other, make up one box."""
+class Chunks:
+    """Chunks of an object that together make up one box."""
 
-    numbers: range
-    """Their numbers in the object."""
+    numbers: Sequence[int]
+    """Their numbers in the object, in the order of their places in the box, `slowest` dimension first."""
 
     box: Box
     """What they hold of the stack, were it not to end before."""
 
-    @property
-    def chunks(self) -> int:
-        return len(self.numbers)
+    slowest: Sequence[int]
+    """The dimensions of the box."""
 
 
-def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[ChunkRun]:
-    """The chunks of an object that `part`, a box of the stack in it, touches; no block is much larger than
-    `RUN_BYTES` unless a chunk is."""
+def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chunks]:
+    """The chunks of an object that `part`, a box of the stack in it, touches. The chunks of each box, one after the
+    other, are the box in C order. None is larger than `RUN_BYTES` unless a chunk is."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
     # Along one dimension, so that all chunks of a block are 1 long in those before it.
     row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
@@ -174,7 +173,33 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
             first = 0
             for count, p in zip(counts, place, strict=True):
                 first = first * count + p
-            yield ChunkRun(range(first, first + (stop - at) * stride, stride), box)
+            yield Chunks(range(first, first + (stop - at) * stride, stride), box, range(len(box)))
+
+
+def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers) -> Iterator[Chunks]:
+    """The chunks of an object that `part`, a box of the stack in it, touches: in as few boxes as `RUN_BYTES` allow,
+    each of neighbours in the file, where chunks start as `starts` says by their numbers."""
+    counts, first_chunks, ranges = _chunks(stack, index, part)
+    numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
+    steps, cuts = list[int](), list[list[int]]()
+    for dim, length in enumerate(numbers.shape):
+        found = np.diff(starts[numbers[(0,) * dim + (slice(None),) + (0,) * (numbers.ndim - dim - 1)]])
+        steps.append(int(found[found > 0].min(initial=1 << 62)))
+        cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])  # a file is made piece by piece
+    slowest = sorted(range(numbers.ndim), key=lambda dim: steps[dim], reverse=True)
+    room = max(1, RUN_BYTES // stack.chunk_stored_bytes)
+    spans = list[list[tuple[int, int]]]([[]] * numbers.ndim)
+    for dim in reversed(slowest):
+        pieces = list(itertools.pairwise(cuts[dim]))
+        longest = max(b - a for a, b in pieces)
+        side = -(-longest // -(-longest // room))
+        spans[dim] = [(at, min(at + side, b)) for a, b in pieces for at in range(a, b, side)]
+        room = room // longest if side == longest else 1
+    origins = [first + start for first, (start, _) in zip(first_chunks, ranges, strict=True)]
+    for place in itertools.product(*spans):
+        some = numbers[tuple(slice(*span) for span in place)].transpose(slowest).ravel()
+        box = tuple(((o + a) * c, (o + b) * c) for o, (a, b), c in zip(origins, place, stack.chunk, strict=True))
+        yield Chunks(some.tolist(), box, slowest)
 
 
 def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:

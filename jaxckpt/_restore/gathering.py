@@ -42,8 +42,8 @@ def require_agreement(meeting: Meeting, digest: str) -> None:
     """Raise PeersDisagreeError unless all processes want the same, as this digest of it says. Every process."""
     if len(set(meeting.gather(digest))) > 1:
         raise PeersDisagreeError(
-            "the processes want different leaves, or in different dtypes or layouts: every process must call restore with"
-            " the same arguments and options"
+            "the processes want different leaves, or in different dtypes or layouts: every process must call restore"
+            " with the same arguments and options"
         )
     meeting.share("")
 
@@ -154,8 +154,9 @@ class _Community:
         begun: list[Coming] = []
         for portion in mine:
             stack = portion.step.stack
-            coming = Coming(portion.read.boxes, self._source, stack, self._aside)
-            coming.begin(readers[stack], self._regions(portion, own[portion.start :]))
+            coming = Coming(self._source, stack, self._aside)
+            regions = self._regions(portion, own[portion.start :])
+            coming.begin(readers[stack], list(zip(portion.read.boxes, regions, strict=True)))
             begun.append(coming)
         return _UnderWay(list(pieces(portions, self._interconnect.members, self._most_bytes)), own, begun)
 

@@ -74,8 +74,13 @@ class Region:
     box: Box
     serves: tuple[tuple[int, int], ...]
 
-    staged: bool
-    """Whether it is read beside the buffers first: it serves several of them, or none there is, or is cast."""
+    converted: bool
+    """Whether it is cast, or has no buffer: it is read into memory of its own first."""
+
+    @property
+    def staged(self) -> bool:
+        """Whether it is read into memory of its own by a reader that fills one array with each box."""
+        return self.converted or len(self.serves) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +221,8 @@ def _bytes(stack: Stack, wanted: Want | Run) -> int:
 
 
 def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
-    staged = len(serves) > 1 or any(runs[run].dtype is not None or runs[run].streamed for run, _ in serves)
-    return Region(box, tuple(serves), staged)
+    converted = any(runs[run].dtype is not None or runs[run].streamed for run, _ in serves)
+    return Region(box, tuple(serves), converted)
 
 
 def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes: int) -> Iterator[Read]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, extent, intersection, volume, whole, within
-from jaxckpt._format.pieces import Array
+from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.plan import Read, ReadStep, Region, Run, Want, plan_read, read_bytes
 from jaxckpt._restore.source import Source, leaves_at
@@ -96,9 +96,8 @@ def read(
             for read in step.reads:
                 held_bytes = arrays[stack].held_bytes(read.boxes)
                 window.take(read.held_bytes + held_bytes)
-                coming = Coming(read.boxes, source, stack, aside)
-                reading = _Reading(read, held_bytes, filling, report, coming)
-                coming.begin(arrays[stack], reading.targets)
+                reading = _Reading(read, held_bytes, filling, report, Coming(source, stack, aside))
+                reading.begin(arrays[stack])
                 window.later(reading.land)
         window.drain()
 
@@ -106,19 +105,19 @@ def read(
 class Coming:
     """Boxes of a stack that are being read."""
 
-    def __init__(self, boxes: Sequence[Box], source: Source, stack: int, aside: Aside) -> None:
-        self._boxes = boxes
+    def __init__(self, source: Source, stack: int, aside: Aside) -> None:
         self._source = source
         self._stack = stack
         self._aside = aside
         self._doing = f"reading from {source.url}"
-        self._pending: list[Pending] = []
+        self._pending: list[tuple[Box, Pending]] = []
 
-    def begin(self, array: ArrayReader, targets: Sequence[Array]) -> None:
+    def begin(self, array: ArrayReader, wanted: Sequence[tuple[Box, Array]]) -> None:
         """Start to read each box into an array. Raises DataError, StorageError."""
-        wanted = list(zip(self._boxes, targets, strict=True))
-        with self._naming((min(box[0][0] for box in self._boxes), max(box[0][1] for box in self._boxes))):
-            self._pending = self._aside.do(self._doing, lambda: array.read(wanted))
+        boxes = [box for box, _ in wanted]
+        with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
+            pending = self._aside.do(self._doing, lambda: array.read(wanted))
+        self._pending = list(zip(boxes, pending, strict=True))
 
     def wait(self) -> None:
         """Wait until all are read. Raises DataError, StorageError."""
@@ -128,7 +127,7 @@ class Coming:
                 raise failed[1]
 
     def _first_failure(self) -> tuple[Box, Exception] | None:
-        for box, pending in zip(self._boxes, self._pending, strict=True):
+        for box, pending in self._pending:
             try:
                 pending.result()
             except Exception as error:
@@ -212,10 +211,12 @@ class Filling:
         dtype = self.dtype if run.dtype is None else run.dtype
         return [(extent(run.held(box)), dtype) for box in range(len(run.boxes))]
 
-    def place(self, region: Region) -> Array:
-        """The part of the one buffer that a region serves."""
-        ((run, box),) = region.serves
-        return self._buffers[run][box][within(region.box, self.step.runs[run].held(box))]
+    def places(self, region: Region) -> Iterator[tuple[Box, Array]]:
+        """What a region has of each buffer that it serves."""
+        for run, box in region.serves:
+            held = self.step.runs[run].held(box)
+            if (common := intersection(region.box, held)) is not None:
+                yield common, self._buffers[run][box][within(common, held)]
 
     def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
         """Copy a staged region to what it serves; returns the device arrays that have it once they are ready."""
@@ -261,19 +262,26 @@ class _Reading:
         self._filling = filling
         self._report = report
         self._coming = coming
-        self._block, staged = filling.window.arrays(
-            [(extent(region.box), filling.dtype) for region in read.regions if region.staged]
-        )
-        rest = iter(staged)
-        self.targets = [next(rest) if region.staged else filling.place(region) for region in read.regions]
+        self._staged: list[tuple[Region, Array]] = []
+
+    def begin(self, array: ArrayReader) -> None:
+        """Have it read, aside what cannot be read to where it is wanted. Raises DataError, StorageError."""
+        filling = self._filling
+        aside, direct = list[Region](), list[Region]()
+        for region in self._read.regions:
+            is_aside = region.converted or (region.staged and not array.shares_chunks)
+            (aside if is_aside else direct).append(region)
+        self._block, arrays = filling.window.arrays([(extent(region.box), filling.dtype) for region in aside])
+        self._staged = list(zip(aside, arrays, strict=True))
+        wanted = [(region.box, target) for region, target in self._staged]
+        self._coming.begin(array, [*wanted, *itertools.chain.from_iterable(map(filling.places, direct))])
 
     def land(self) -> None:
         """Wait for it and pass on what is staged."""
         self._coming.wait()
         sent: dict[Any, Any] = {}
-        for region, target in zip(self._read.regions, self.targets, strict=True):
-            if region.staged:
-                sent.update(self._filling.scatter(region, target))
+        for region, target in self._staged:
+            sent.update(self._filling.scatter(region, target))
         self._filling.window.release(self._held_bytes, None)
         self._report(self._read.n_bytes)
         if sent:
@@ -308,6 +316,9 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def assign(target: Array, source: Array) -> None:
+    if source.dtype == target.dtype and not source.dtype.hasobject:
+        np.copyto(as_bits(target), as_bits(source))
+        return
     # What an unsafe cast loses was asked for: NumPy need not warn of it again.
     with np.errstate(all="ignore"):
         target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source

@@ -31,9 +31,13 @@ tree of 2 GiB: 470–670 MiB with 256 MiB of objects under way, 130–210 MiB wi
 SHARED_BYTES = 32 << 10
 """Objects that any of several processes may write are no smaller than this for the sake of even shares."""
 
-SHARES = 40
+SHARES = (1, 2, 4, 8, 16, 40)
 """Objects that any of several processes may write are at most one part in so many of what each writes in all. A deal
-ends within one object of even, and halving a side may make objects half as large, but never larger."""
+ends within one object of even, so the last of these makes shares even whatever the leaves; the first that comes close
+to it is taken, because each object costs requests. A leaf that four processes hold is four objects."""
+
+UNEVEN = 1.02
+"""The busiest process may write so much more than it would of the smallest objects."""
 
 SHARED_OBJECTS = 2_560
 """Objects in the whole job, about, that are made for the sake of even shares: 64 processes get `SHARES` each. Each
@@ -117,7 +121,24 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
     writers = len(frozenset[int]().union(*(layout.processes for layout in {key[2] for key in groups})))
     most = min(options.object_bytes, max(1, options.host_bytes // WRITE_COPIES))
-    most_shared = min(most, max(SHARED_BYTES, total // min(SHARES * max(1, writers), SHARED_OBJECTS)))
+    sizes = [total // min(share * max(1, writers), SHARED_OBJECTS) for share in SHARES]
+    *larger, finest = dict.fromkeys(min(most, max(SHARED_BYTES, size)) for size in sizes)
+    chosen = _dealt(groups, most, finest, options, process, processes)
+    if any(len(holders) > 1 for layout in chosen.layouts for holders in layout.groups):
+        busiest = max(chosen.process_bytes)
+        for most_shared in larger:
+            found = _dealt(groups, most, most_shared, options, process, processes)
+            if max(found.process_bytes) <= UNEVEN * busiest:
+                return found
+    return chosen
+
+
+_Groups = Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]
+"""Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and component."""
+
+
+def _dealt(groups: _Groups, most: int, most_shared: int, options: Options, process: int, processes: int) -> SavePlan:
+    """The plan with objects of at most so many bytes, and so many if several processes may write them."""
     stacks: list[Stack] = []
     layouts: list[Layout] = []
     for (dtype, shape, layout, _, _), numbers in groups.items():
@@ -265,7 +286,7 @@ def _deal(cuts: Sequence[_Cut], process: int, processes: int) -> tuple[Numbers, 
     for _ in range(ROUNDS):
         for deal in deals:
             deal.share_out(loads)
-        if loads.max() * processes <= 1.02 * loads.sum():
+        if loads.max() * processes <= UNEVEN * loads.sum():
             break
     for deal in deals:
         for row, column in np.argwhere(deal.sharers.processes == process):

@@ -19,17 +19,17 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import crc32c
 import numpy as np
 
 from jaxckpt._format import zarr
-from jaxckpt._format.chunks import chunks_of, in_place
-from jaxckpt._format.grid import Box, extent, within
-from jaxckpt._format.pieces import Array, Pieces, as_bits
+from jaxckpt._format.chunks import chunks_of, in_place, scatter
+from jaxckpt._format.grid import Box, box_at, hull, touched, within
+from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
-from jaxckpt._format.zarr import Bytes
+from jaxckpt._format.zarr import Bytes, Chunks
 from jaxckpt._runtime.errors import DataError
 from jaxckpt._storage.errors import system_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
@@ -40,6 +40,9 @@ BATCH_BYTES = 4 << 20
 under way other threads have their turn, and only between two must this one wait for its own."""
 
 BUFFERS = 1024  # most of one system call: IOV_MAX of Linux and macOS
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class FileWriter:
 class FileReader(ArrayReader):
     """Reads boxes of a stack that is not compressed."""
 
+    shares_chunks: ClassVar[bool] = True
+
     folder: str
     """Where its zarr.json lies."""
 
@@ -127,83 +132,13 @@ class FileReader(ArrayReader):
                     raise DataError(f"{path} {odd}")
                 handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
-                    self._decode(path, handle, index, wanted)
+                    _Opened(self.stack, index, path, handle, self._index(path, handle, index)).read(wanted)
                 finally:
                     os.close(handle)
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                     raise DataError(f"{path} is missing") from error
                 raise
-
-    def _decode(self, path: str, handle: int, index: tuple[int, ...], boxes: Sequence[_Wanted]) -> None:
-        """Read in the order of the file. What lies in memory as in the file is read in place, much of it at once; other
-        chunks are read aside, and copied while they are still in the core's cache."""
-        stack = self.stack
-        size = stack.chunk_stored_bytes
-        found = self._index(path, handle, index)
-        wanted: list[tuple[Sequence[int], Bytes | None, zarr.ChunkRun | None, Box, Array]] = []
-        for part, target in boxes:
-            run = zarr.numbers_in_one_run(stack, index, part) if target.flags.c_contiguous else None
-            if run is not None:
-                wanted.append((run, target.reshape(-1).view(np.uint8), None, part, target))
-            else:
-                blocks = zarr.chunk_runs(stack, index, part)
-                wanted += ((block.numbers, in_place(block.box, part, target), block, part, target) for block in blocks)
-        wanted.sort(key=lambda one: found.start(one[0][0]))
-        waiting, chunks, aside = list[int](), list[Any](), list[tuple[Bytes, Box, Box, Array]]()
-        scratch, used = np.empty(0, np.uint8), 0
-
-        def read() -> None:
-            most = -(-BATCH_BYTES // size)
-            for first in range(0, len(chunks), most):
-                together = slice(first, first + most)
-                self._fill(path, handle, index, found, waiting[together], chunks[together])
-            for data, held, part, target in aside:
-                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, part, strict=True))
-                source = as_bits(data.view(target.dtype)).reshape(extent(held))
-                np.copyto(as_bits(target)[within(common, part)], source[within(common, held)])
-            for done in (waiting, chunks, aside):
-                done.clear()
-
-        for numbers, place, block, part, target in wanted:
-            if place is None:
-                assert block is not None
-                needed = block.chunks * (size - 4)
-                if used + needed > len(scratch):
-                    read()
-                    used = 0
-                    if needed > len(scratch):
-                        scratch = np.empty(max(needed, zarr.RUN_BYTES), np.uint8)
-                place = scratch[used : used + needed]
-                used += needed
-                aside.append((place, block.box, part, target))
-            waiting += numbers
-            chunks += _rows(place, len(numbers))
-            if len(chunks) * size >= BATCH_BYTES:
-                read()
-                used = 0
-        read()
-
-    def _fill(
-        self,
-        path: str,
-        handle: int,
-        index: tuple[int, ...],
-        found: _Index,
-        numbers: Sequence[int],
-        chunks: Sequence[Any],
-    ) -> None:
-        """Read chunks of these numbers, and check them."""
-        sums = np.empty(len(chunks), "<u4")
-        for start, begun, end in found.runs(path, numbers):
-            read_into(path, handle, start, _interleaved(chunks[begun:end], sums[begun:end]))
-        damaged = np.flatnonzero(np.array(_checksums(chunks), "<u4") != sums)
-        if len(damaged):
-            box = zarr.chunk_box(self.stack, index, numbers[int(damaged[0])])
-            raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
-        if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
-            raise DataError(f"{path} has Boolean values other than 0 and 1")
-        found.note(path, numbers, sums)
 
     def _index(self, path: str, handle: int, index: tuple[int, ...]) -> _Index:
         """The index of an object; read once."""
@@ -229,6 +164,90 @@ class FileReader(ArrayReader):
             return self.indices.setdefault(index, made)
 
 
+_Wanted = tuple[Box, Array]
+"""A box within an object, and the array that it is read into."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An object that is being read."""
+
+    stack: Stack
+    index: tuple[int, ...]
+    path: str
+    handle: int
+    found: _Index
+
+    def read(self, wanted: Sequence[_Wanted]) -> None:
+        """Fill arrays. What lies in memory as in the file is read in place, much of it at once; other chunks are read
+        aside, as many as stay in the core's cache, checked, and copied from there."""
+        places, aside = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[_Wanted]]]()
+        for together in _sharing_chunks(wanted, self.stack.chunk):
+            for chunks, place in self._cut(together):
+                if place is None:
+                    aside.append((chunks, together))
+                else:
+                    places.append((chunks.numbers, place))
+        places.sort(key=lambda one: self.found.starts[one[0][0]])
+        aside.sort(key=lambda one: self.found.starts[one[0].numbers[0]])
+        self._read_in_place(places)
+        self._read_aside(aside)
+
+    def _cut(self, wanted: Sequence[_Wanted]) -> Iterator[tuple[Chunks, Bytes | None]]:
+        """The chunks of boxes that share them, and where in memory they are read to; None if not in place."""
+        part, target = hull(box for box, _ in wanted), wanted[0][1]
+        if len(wanted) == 1:
+            run = zarr.numbers_in_one_run(self.stack, self.index, part) if target.flags.c_contiguous else None
+            if run is not None:
+                yield Chunks(run, part, range(len(part))), target.reshape(-1).view(np.uint8)
+                return
+            firsts = (-(-start // side) * side for (start, _), side in zip(part, self.stack.chunk, strict=True))
+            first = box_at(firsts, self.stack.chunk)
+            if in_place(first, part, target) is not None:
+                for chunks in zarr.chunk_runs(self.stack, self.index, part):
+                    yield chunks, in_place(chunks.box, part, target)
+                return
+        for chunks in zarr.chunk_blocks(self.stack, self.index, part, self.found.starts):
+            yield chunks, None
+
+    def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
+        numbers = [number for some, _ in places for number in some]
+        chunks = [chunk for some, place in places for chunk in _rows(place, len(some))]
+        most = -(-BATCH_BYTES // self.stack.chunk_stored_bytes)
+        for first in range(0, len(chunks), most):
+            now, data = numbers[first : first + most], chunks[first : first + most]
+            sums = np.empty(len(data), "<u4")
+            for start, begun, end in self.found.runs(self.path, now):
+                read_into(self.path, self.handle, start, _interleaved(data[begun:end], sums[begun:end]))
+            self._check(now, data, sums)
+
+    def _read_aside(self, wanted: Sequence[tuple[Chunks, Sequence[_Wanted]]]) -> None:
+        size = self.stack.chunk_stored_bytes
+        counts = [len(chunks.numbers) for chunks, _ in wanted]
+        scratch = np.empty((max(0, *counts, min(zarr.RUN_BYTES // size, sum(counts))), size), np.uint8)
+        for some in _together(wanted, len(scratch)):
+            numbers = [number for chunks, _ in some for number in chunks.numbers]
+            data = scratch[: len(numbers)]
+            for start, begun, end in self.found.runs(self.path, numbers):
+                read_into(self.path, self.handle, start, [data[begun:end].reshape(-1)])
+            self._check(numbers, list(data[:, :-4]), data[:, -4:].copy().view("<u4").ravel())
+            first = 0
+            for chunks, targets in some:
+                for part, target in targets:
+                    scatter(self.stack, chunks, data[first:].reshape(-1), part, target)
+                first += len(chunks.numbers)
+
+    def _check(self, numbers: Sequence[int], chunks: Sequence[Any], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+        """Raise DataError unless chunks are as they were saved."""
+        damaged = np.flatnonzero(np.array(_checksums(chunks), "<u4") != sums)
+        if len(damaged):
+            box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
+            raise DataError(f"{self.path} has a damaged chunk ({box} of the stack): its crc32c does not match")
+        if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
+            raise DataError(f"{self.path} has Boolean values other than 0 and 1")
+        self.found.note(self.path, numbers, sums)
+
+
 class _Index:
     """What lies where in an object, and the checksums of its chunks as far as they were read."""
 
@@ -237,22 +256,20 @@ class _Index:
         if (entries[self._present, 1] != size).any():
             raise DataError(f"{path} has a chunk whose size is not {size} bytes")
         self._size = size
-        self._starts = entries[:, 0].astype(np.int64)  # those that point into the file
+        self.starts = entries[:, 0].astype(np.int64)
+        """Where each chunk begins; anything if the object lacks it."""
+
         self._digest = digest
         self._sums = np.zeros(len(entries), "<u4")
         self._unread = self._present.copy()
         self._lock = threading.Lock()
-
-    def start(self, number: int) -> int:
-        """Where a chunk begins; anything if the object lacks it."""
-        return int(self._starts[number])
 
     def runs(self, path: str, numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(offset, first, last) of those of some chunks that lie one after the other in the file."""
         wanted = np.asarray(numbers)
         if not self._present[wanted].all():
             raise DataError(f"{path} lacks a chunk")
-        starts = self._starts[wanted]
+        starts = self.starts[wanted]
         cuts = [0, *(np.flatnonzero(np.diff(starts) != self._size) + 1).tolist(), len(wanted)]
         for begun, end in itertools.pairwise(cuts):
             yield int(starts[begun]), begun, end
@@ -268,8 +285,35 @@ class _Index:
             raise DataError(f"{path} does not hold the data that was saved there")
 
 
-_Wanted = tuple[Box, Array]
-"""A box within an object, and the array that it is read into."""
+def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator[list[_Wanted]]:
+    """Boxes next to each other that have chunks in common, together."""
+    group: list[_Wanted] = []
+    held: Sequence[tuple[int, int]] = ()
+    for one in wanted:
+        found = touched(one[0], sides)
+        if group and all(a < d and c < b for (a, b), (c, d) in zip(found, held, strict=True)):
+            held = hull((found, tuple(held)))
+        else:
+            if group:
+                yield group
+            group, held = [], found
+        group.append(one)
+    if group:
+        yield group
+
+
+def _together(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
+    """At most so many chunks at a time."""
+    group: list[tuple[Chunks, T]] = []
+    count = 0
+    for one in wanted:
+        if group and count + len(one[0].numbers) > most:
+            yield group
+            group, count = [], 0
+        group.append(one)
+        count += len(one[0].numbers)
+    if group:
+        yield group
 
 
 # System calls ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array, Pieces
@@ -93,6 +93,9 @@ class ArrayReader(abc.ABC):
     """Reads boxes of a stack."""
 
     __slots__ = ()
+
+    shares_chunks: ClassVar[bool] = False
+    """Whether chunks that several boxes of one call want are read once, if these follow each other in the call."""
 
     @abc.abstractmethod
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:

@@ -205,6 +205,17 @@ def test_replicas_alone_are_shared_evenly(processes: int) -> None:
     assert_even(replicas_alone(processes))
 
 
+@pytest.mark.parametrize(("count", "processes", "objects"), [(1, 4, 4), (1, 2, 2), (16, 4, 16), (1, 3, 128)])
+def test_replicated_leaves_are_as_few_objects_as_make_even_shares(count: int, processes: int, objects: int) -> None:
+    """Leaves of 64 MiB: each of four processes writes 16 MiB of each, not 64 objects of 256 KiB."""
+    everyone = Layout((1, 1), (tuple(range(processes)),))
+    plan, found = plan_all(
+        [ArrayLeaf(n, "float32", (4096, 4096), everyone) for n in range(count)], Options(), processes
+    )
+    assert len(found) == plan.n_objects == objects
+    assert_even(plan)
+
+
 @pytest.mark.parametrize("processes", [256, 1000, 4096])
 def test_many_replicas_write_few_objects(processes: int) -> None:
     """Each of them reads them all again, and object stores limit requests: 4,096 once wrote 40 each."""

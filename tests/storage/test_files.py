@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import crc32c
+import jax
 import numpy as np
 import pytest
 import strategies
@@ -24,6 +25,7 @@ import tensorstore as ts
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from processes import RunPython
 
 import jaxckpt
@@ -33,6 +35,7 @@ from jaxckpt._format.grid import Box, extent, intersection, whole
 from jaxckpt._format.names import SEAL
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
+from jaxckpt._restore.reading import Filling
 from jaxckpt._storage.files import FileReader, FileWriter
 from jaxckpt._storage.tensors import ROOT_CONTEXT
 
@@ -117,14 +120,17 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
         (a + start, a + stop)
         for (a, _), (start, stop) in zip(box, data.draw(strategies.boxes(extent(box))), strict=True)
     )
-    most = data.draw(st.sampled_from([1, 3 * stack.chunk_stored_bytes, 1 << 20]))
+    size = stack.chunk_stored_bytes
+    most = data.draw(st.sampled_from([1, 3 * size, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_zarr, "RUN_BYTES", most)
         found = list(_zarr.chunk_runs(stack, index, part))
+        starts = np.array(data.draw(st.permutations(range(stack.chunks_per_object))), np.int64) * size
+        blocks = list(_zarr.chunk_blocks(stack, index, part, starts))
     touched: list[int] = []
     for block in found:
-        assert block.chunks == 1 or block.chunks * stack.chunk_stored_bytes <= most
         numbers = block.numbers
+        assert len(numbers) == 1 or len(numbers) * stack.chunk_stored_bytes <= most
         boxes = [_zarr.chunk_box(stack, index, number) for number in numbers]
         order = np.arange(np.prod(extent(block.box))).reshape(extent(block.box))
         for place, chunk in enumerate(boxes):  # one after the other, each in C order
@@ -136,6 +142,19 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
             assert np.array_equal(order[within].ravel(), np.arange(place * size, (place + 1) * size))
         touched += numbers
     expected = [n for n in range(stack.chunks_per_object) if intersects(_zarr.chunk_box(stack, index, n), part)]
+    assert sorted(touched) == expected
+    touched = []
+    for block in blocks:
+        assert len(block.numbers) == 1 or len(block.numbers) * stack.chunk_stored_bytes <= most
+        counts = [length // side for length, side in zip(extent(block.box), stack.chunk, strict=True)]
+        places = np.indices(counts).transpose([0, *(1 + dim for dim in block.slowest)]).reshape(len(counts), -1)
+        for number, place in zip(block.numbers, places.T.tolist(), strict=True):
+            chunk = tuple(
+                (start + p * c, start + (p + 1) * c)
+                for p, c, (start, _) in zip(place, stack.chunk, block.box, strict=True)
+            )
+            assert intersection(chunk, whole(stack.array_shape)) == _zarr.chunk_box(stack, index, number)
+        touched += block.numbers
     assert sorted(touched) == expected
 
 
@@ -181,7 +200,8 @@ def test_what_tensorstore_writes_is_read_to_the_bit(made: tuple[Stack, Array], d
             expected["/".join(map(str, index))] = len(content), digest
         reader = FileReader(folder, stack, expected, lambda path: None)
         boxes = data.draw(st.lists(strategies.boxes(array.shape), max_size=4))
-        for together in (boxes, [whole(array.shape)]):
+        sharing = data.draw(st.lists(st.sampled_from(boxes), max_size=4)) if boxes else []
+        for together in (boxes, [whole(array.shape)], sharing):
             wanted: list[tuple[Box, Array]] = []
             for box in together:
                 around = np.zeros([side + data.draw(st.integers(0, 1)) for side in extent(box)], array.dtype)
@@ -190,6 +210,65 @@ def test_what_tensorstore_writes_is_read_to_the_bit(made: tuple[Stack, Array], d
                 pending.result()
             for box, target in wanted:
                 assert bits(target) == bits(array[cut(box)])
+
+
+def preads(read: Callable[[], object]) -> list[tuple[int, int]]:
+    """(offset, bytes) of each system call that reads, while something runs."""
+    calls: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def noted(handle: int, buffers: Sequence[Any], start: int) -> int:
+        count = preadv(handle, buffers, start)
+        calls.append((start, count))
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", noted)
+        read()
+    return calls
+
+
+def scanned(folder: Path, side: int = 512) -> tuple[jaxckpt.Checkpoint, Array]:
+    """A leaf of [layers, in, out] in bfloat16, saved by eight devices that split its last two dimensions."""
+    array = np.random.default_rng(0).integers(0, 1 << 16, (12, side, side)).astype(np.uint16).view(DTYPES["bfloat16"])
+    mesh = jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2)
+    placed = jax.device_put(array, NamedSharding(mesh, PartitionSpec(None, "a", "b")))
+    jaxckpt.save(folder, {"w": placed}, options=jaxckpt.Options(sync=False))
+    return jaxckpt.open(folder), array
+
+
+def test_chunks_of_two_devices_are_read_once_and_copied_by_who_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Split further by columns: each chunk serves two devices. It is not read into memory of its own first."""
+    _, array = scanned(tmp_path / "c")
+    monkeypatch.setattr(Filling, "scatter", lambda *_: pytest.fail("a region was staged"))
+    mesh = jax.make_mesh((2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2)
+    restored: Any = None
+
+    def restore() -> None:
+        nonlocal restored
+        restored = jaxckpt.restore(tmp_path / "c", mesh=mesh)["w"]
+
+    calls = preads(restore)
+    for shard in restored.addressable_shards:
+        assert bits(shard.data) == bits(array[shard.index])
+    assert sum(count for _, count in calls) < 1.01 * array.nbytes
+
+
+def test_what_is_scattered_is_read_a_mebibyte_at_a_time(tmp_path: Path) -> None:
+    """Chunks of 64 KiB, of which one device gets 12 × 8 pieces: a call each would be 96."""
+    opened, array = scanned(tmp_path / "c")
+    loaded: Any = None
+
+    def load() -> None:
+        nonlocal loaded
+        loaded = opened["w"][...]
+
+    calls = [count for _, count in preads(load) if count > 4096]
+    assert bits(loaded) == bits(array)
+    assert len(calls) <= 8
+    assert sum(calls) < 1.01 * array.nbytes
 
 
 # The system's ways ----------------------------------------------------------------------------------------
