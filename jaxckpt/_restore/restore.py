@@ -51,9 +51,10 @@ def restore(
             jax.sharding.Sharding, or of arrays whose shape, dtype and sharding are wanted (their values are not
             looked at; a weak type is wanted too). As for jax.device_put, a jax.Device stands for a sharding, and a
             PartitionSpec for one on `mesh` or on the mesh of jax.set_mesh. NumPy arrays and Python scalars in it ask
-            for such; functions that no checkpoint holds stay. None in it is an empty subtree, as everywhere in JAX:
-            nothing is restored there, and leaves that the checkpoint has there are extra leaves. Without it, the tree
-            as it was saved.
+            for such. An object with `load_state_dict` or `set_state` stays the same object, and is given its saved
+            state once all has been read. Functions that no checkpoint holds stay. None in it is an empty subtree, as
+            everywhere in JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves.
+            Without it, the tree as it was saved.
         mesh: Where leaves go for which `target` gives no sharding: saved specs are carried over by axis name; axes
             that this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
             kind. A sharding on an AbstractMesh, as jax.eval_shape gives under jax.set_mesh, is meant on this mesh, or
@@ -130,7 +131,13 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
             initial = request.initial(resolved.lacking) if request.initial else []
             values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
             result = resolved.build(values, initial)
+            states = [(one, one.state(values)) for one in resolved.objects if one.takes_state]
             require_agreement(meeting, "")
+            if states:
+                meeting.renew()
+                for one, state in states:
+                    one.set(state)
+                meeting.barrier()
     finished(
         "restore",
         time.perf_counter() - begun,

@@ -60,7 +60,9 @@ def save(
     Args:
         path: A local path, or a URL that tensorstore takes ("gs://…", "s3://…", "memory://…", "file://…").
         tree: A pytree. Leaves: jax.Array of any sharding and dtype, typed PRNG keys, NumPy arrays and scalars, int,
-            float, complex, bool, str, bytes; None. Leaves on one host (all but jax.Array) are taken from process 0.
+            float, complex, bool, str, bytes; None; objects with `state_dict` and `load_state_dict`, or `get_state` and
+            `set_state`, whose state is saved; and types that `register_leaf` adds. Leaves on one host (all but
+            jax.Array) are taken from process 0; the state of an object must be the same in every process.
         mesh: Store each jax.Array as if it lay on this mesh. Without it each is stored in the layout it has.
         specs: With `mesh`, the PartitionSpec of each leaf: one for all, a pytree prefix of them, or a function of
             (path, leaf). Without it each leaf keeps its own, by axis name.
