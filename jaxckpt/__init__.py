@@ -58,6 +58,7 @@ __all__ = [
     "open",
     "pin",
     "rank_files",
+    "register_leaf",
     "report",
     "restore",
     "save",
@@ -85,6 +86,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._foreign.oneflow import oneflow_ranks
     from jaxckpt._foreign.rank_files import rank_files
     from jaxckpt._foreign.rulesets import huggingface_rules
+    from jaxckpt._format.leaf_types import register_leaf
     from jaxckpt._inspect.diff import Delta, LeafDelta, diff
     from jaxckpt._inspect.leaf import LazyLeaf
     from jaxckpt._inspect.open import Checkpoint, open

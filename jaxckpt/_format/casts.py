@@ -35,7 +35,7 @@ class Castable:
     """What a function is given."""
 
     dtype: np.dtype[Any] | None
-    """Its own; None for PRNG keys, and for what is no array."""
+    """Its own; None for PRNG keys, for what is no array, and in the state of an object."""
 
 
 def resolve_casts(
@@ -51,7 +51,7 @@ def resolve_casts(
     problems: list[Problem] = []
     for one, wanted in _wanted(asked, leaves):
         if one.dtype is None:
-            reason = f"is not a numeric array, but dtype= gives {wanted} for it"
+            reason = f"is not a numeric array, or belongs to the state of an object, but dtype= gives {wanted} for it"
             problems.append(Problem(one.path, reason, "leave the leaf out of dtype="))
         elif wanted != one.dtype:
             chosen[one.path] = wanted

@@ -11,39 +11,39 @@ import functools
 import keyword
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import jax
 import msgspec
 import numpy as np
 
-from jaxckpt._format.paths import are_texts, component, components, key_of
-from jaxckpt._format.values import decode_bytes, decode_float, encode_bytes, encode_float, is_utf8
+from jaxckpt._format.keys import Key, ambiguity, decode_keys, encode_keys, plain_key
+from jaxckpt._format.leaf_types import called, full_name, is_plain, is_registered, leaf_type
+from jaxckpt._format.paths import are_texts, component, components, joined, key_of
+from jaxckpt._format.values import is_utf8
 from jaxckpt._runtime.errors import TreeError, listing, show
 
 MAX_DEPTH = 200
 """Containers may nest this deep; a deeper tree is refused when saved and when read."""
 
-MAX_KEY_DEPTH = 40
-"""Tuples in a key may nest this deep: below 200 containers `manifest.MAX_NESTING` leaves room for 49."""
-
 
 Tree = Any
 """A pytree: whatever JAX flattens."""
-
-Key = str | int | float | bool | bytes | tuple["Key", ...]
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A container of a tree as it is recorded."""
 
-    type: Literal["list", "tuple", "dict", "ordered_dict", "namedtuple", "custom"]
+    type: Literal["list", "tuple", "dict", "ordered_dict", "namedtuple", "custom", "object"]
+    """An "object" is a leaf of the user's, stored as its state: its only child, which has the path of the object."""
 
     name: str | None = None
-    """Of the class of a "namedtuple" or "custom"."""
+    """Of the class of a "namedtuple", "custom" or "object"."""
 
     keys: tuple[str | int | dict[str, Any], ...] | None = None
-    """One for each child but of a "list" or "tuple": str and int as they are, others tagged with their type."""
+    """One for each child but of a "list", "tuple" or "object": str and int as they are, others tagged with their
+    type."""
 
     children: tuple[int | Container | None, ...]
 
@@ -60,6 +60,9 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     is_variable: bool = False
     """Whether it is the value of a Variable of Flax NNX."""
 
+    in_state: bool = False
+    """Whether it belongs to the state of an object."""
+
     def path_in(self, known: Collection[str]) -> str:
         """Its path in a checkpoint with these paths: Orbax puts "value" after that of a Variable."""
         longer = f"{self.path}/value"
@@ -69,14 +72,27 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
 # Flattening -----------------------------------------------------------------------------------------------
 
 
-def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
+@dataclass(slots=True)
+class _Flat:
+    """What is found on the way through a tree."""
+
+    states: bool
+    """Whether objects are flattened to their states."""
+
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+    variables: dict[int, str] = field(default_factory=dict[int, str])
+    """The path of each Variable by its id."""
+
+
+def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]:
     """The leaves in JAX's order, and the structure around them.
 
-    Raises TreeError for keys that cannot be written down or that a reader would refuse, and for trees nested deeper
-    than 200.
+    With `states`, an object that gives its state is a container of the leaves of its state; else it is a leaf. Raises
+    TreeError for keys that cannot be written down or that a reader would refuse, and for trees nested deeper than 200.
     """
-    leaves: list[Leaf] = []
-    structure = _flatten(tree, "", True, 0, leaves, {})
+    flat = _Flat(states)
+    leaves = flat.leaves
+    structure = _flatten(tree, "", True, 0, flat)
     if len({leaf.path for leaf in leaves}) != len(leaves):
         paths = collections.Counter(leaf.path for leaf in leaves)
         twice = [path for path, count in paths.items() if count > 1]
@@ -84,36 +100,45 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
     return leaves, structure
 
 
-def _flatten(node: Tree, path: str, root: bool, depth: int, leaves: list[Leaf], variables: dict[int, str]) -> Structure:
-    """The structure of a node, whose leaves are added; `variables` has the path of each Variable by its id."""
+def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Structure:
+    """The structure of a node, whose leaves are added."""
     if node is None:
         return None
+    kind = type(cast("object", node))
     level = _children(node, path)
-    if level is None:
-        leaves.append(Leaf(path, node))
-        return len(leaves) - 1
+    handled = leaf_type(kind) if level is None and flat.states and kind not in _LEAF_TYPES else None
+    if level is None and handled is None:
+        flat.leaves.append(Leaf(path, node))
+        return len(flat.leaves) - 1
     if depth >= MAX_DEPTH:
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
-    keys, below = level
-    if _is_variable(type(cast("object", node))):
-        first = variables.setdefault(id(node), path)
+    if handled is not None:
+        first = len(flat.leaves)
+        state = called(handled.to_state, f"the state of the {handled.name} was taken at", path, node)
+        structure = _flatten(state, path, root, depth + 1, flat)
+        flat.leaves[first:] = [msgspec.structs.replace(leaf, in_state=True) for leaf in flat.leaves[first:]]
+        return Container(type="object", name=handled.name, children=(structure,))
+    keys, below = cast("tuple[Sequence[Key], Sequence[Tree]]", level)
+    if _is_variable(kind):
+        first = flat.variables.setdefault(id(node), path)
         if first != path:
             raise TreeError(
                 f"{show(first)} and {show(path)} are one Variable of Flax NNX, and would come back as two: give"
                 " nnx.state(module), which has it once"
             )
-        structure = _flatten(below[0], path, root, depth, leaves, variables)
+        structure = _flatten(below[0], path, root, depth, flat)
         if isinstance(structure, int):
-            leaves[-1] = Leaf(path, leaves[-1].value, is_variable=True)
+            flat.leaves[-1] = Leaf(path, flat.leaves[-1].value, is_variable=True)
         return structure
     head = "" if root else f"{path}/"
+    leaves = flat.leaves
     children: list[Structure] = []
     for key, child in zip(components(keys), below, strict=True):
         if type(child) in _LEAF_TYPES:  # most are, and a call for each is spared
             children.append(len(leaves))
             leaves.append(Leaf(head + key, child))
         else:
-            children.append(_flatten(child, head + key, False, depth + 1, leaves, variables))
+            children.append(_flatten(child, head + key, False, depth + 1, flat))
     return _container(node, path, keys, tuple(children))
 
 
@@ -151,7 +176,8 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     if kind is list:
         return range(len(node)), node
     if isinstance(node, _LEAVES):
-        _LEAF_TYPES.add(kind)
+        if is_plain(kind):
+            _LEAF_TYPES.add(kind)
         return None
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
@@ -162,44 +188,12 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
         ) from error
     if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
         return None
+    if is_registered(kind):
+        raise TreeError(
+            f"{show(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX knows it as a container:"
+            " remove its register_leaf, which it does not need"
+        )
     return [plain_key(entry[0], path) for entry, _ in level], [child for _, child in level]
-
-
-def plain_key(entry: Any, path: str) -> Key:
-    """JAX's key-path entry as the plain key inside it."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return _checked_key(getattr(entry, attribute), path)
-    return _checked_key(str(entry), path)
-
-
-def _checked_key(key: object, path: str, depth: int = 0) -> Key:
-    """A key as the plain value that it comes back as. An enumeration's member is its value, a namedtuple a tuple."""
-    if isinstance(key, np.generic):
-        key = key.item()
-    match key:
-        case tuple() if depth < MAX_KEY_DEPTH:
-            return tuple(_checked_key(inner, path, depth + 1) for inner in cast("tuple[object, ...]", key))
-        case tuple():
-            raise TreeError(
-                f"the container at {show(path)} has a key of tuples nested deeper than {MAX_KEY_DEPTH}; make it a str"
-            )
-        case bool():
-            return key
-        case float():
-            return float.__float__(key)
-        case bytes():
-            return b"".join([key])
-        case int() if abs(key) < 1 << 63:
-            return int(key)
-        case str() if is_utf8(key):
-            return str.__str__(key)
-        case _:
-            pass
-    raise TreeError(
-        f"the container at {show(path)} has the key {ascii(key)[:80]} of type {type(key).__name__}; keys may be str"
-        " (UTF-8), int (64 bits), float, bool, bytes, or tuples of them"
-    )
 
 
 def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
@@ -208,10 +202,10 @@ def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Struc
         return Container(type="list", children=children)
     if kind is tuple:
         return Container(type="tuple", children=children)
-    problem = _ambiguity(keys)
+    problem = ambiguity(keys)
     if problem:
         raise TreeError(f"the container at {show(path)} ({kind.__name__}) has {problem}; rename a key")
-    encoded = cast("tuple[str, ...]", tuple(keys)) if are_texts(keys) else tuple(map(_encode_key, keys))
+    encoded = encode_keys(keys)
     if kind is dict:
         return Container(type="dict", keys=encoded, children=children)
     if kind is collections.OrderedDict:
@@ -219,8 +213,7 @@ def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Struc
     is_named = isinstance(node, tuple) and are_texts(keys) and encoded == getattr(kind, "_fields", None)
     if is_named and _is_rebuilt(kind.__name__, encoded):
         return Container(type="namedtuple", name=kind.__name__, keys=encoded, children=children)
-    name = f"{kind.__module__}.{kind.__qualname__}".encode(errors="backslashreplace").decode()
-    return Container(type="custom", name=name, keys=encoded, children=children)
+    return Container(type="custom", name=full_name(kind), keys=encoded, children=children)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -233,40 +226,6 @@ def _is_rebuilt(name: str, fields: tuple[Any, ...]) -> bool:
     return cast("Any", _namedtuple(name, fields))._fields == fields
 
 
-def _encode_key(key: Key) -> Any:
-    """A key as JSON that keeps its type: str and int as they are, others tagged."""
-    if isinstance(key, bool):
-        return {"bool": key}
-    if isinstance(key, (str, int)):
-        return key
-    if isinstance(key, float):
-        return {"float": encode_float(key)}
-    if isinstance(key, bytes):
-        return {"bytes": encode_bytes(key)}
-    return {"tuple": [_encode_key(inner) for inner in key]}
-
-
-def _decode_key(record: Any) -> Key:
-    match record:
-        case bool():
-            pass
-        case str():
-            return record
-        case int() if abs(record) < 1 << 63:
-            return record
-        case {"bool": bool(value)}:
-            return value
-        case {"float": str(text)}:
-            return decode_float(text)
-        case {"bytes": str(text)}:
-            return decode_bytes(text)
-        case {"tuple": list(inner)}:
-            return tuple(_decode_key(key) for key in cast("list[Any]", inner))
-        case _:
-            pass
-    raise ValueError(f"{record!r} is not a key")
-
-
 # Structure: checking, walking, rebuilding -----------------------------------------------------------------
 
 
@@ -276,6 +235,7 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
     Raises ValueError where the structure is malformed, where it has more leaves, or where all that stands in paths
     before their last "/" has more characters: a long key above many leaves makes paths that fill any memory.
     """
+    structure = bare(structure)
     if structure is None:
         return [], []
     if isinstance(structure, int):
@@ -288,8 +248,11 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
         nonlocal most_leaves, most_characters
         if len(heads) >= MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
-        children = node.children
+        children: Sequence[Structure] = node.children
         leaves = [child for child in children if type(child) is int]
+        if len(leaves) < len(children):
+            children = [*map(bare, children)]
+            leaves = [child for child in children if type(child) is int]
         most_leaves -= len(leaves)
         most_characters -= n_characters * len(leaves)
         if most_leaves < 0 or most_characters < 0:
@@ -333,8 +296,8 @@ def keys_of(node: Container) -> Sequence[Key]:
             Container(type="dict" | "ordered_dict", name=None, keys=tuple(keys))
             | Container(type="custom", name=str(), keys=tuple(keys))
         ) if len(keys) == count:
-            decoded = _decoded(keys)
-            if not _ambiguity(decoded):
+            decoded = decode_keys(keys)
+            if not ambiguity(decoded):
                 return decoded
         case _:
             pass
@@ -345,10 +308,6 @@ def keys_of(node: Container) -> Sequence[Key]:
     )
 
 
-def _decoded(keys: tuple[Any, ...]) -> Sequence[Key]:
-    return cast("Sequence[str]", keys) if are_texts(keys) else [_decode_key(key) for key in keys]
-
-
 def _are_fields(names: Sequence[str]) -> bool:
     """Whether these fields of a namedtuple differ for Python, which compares identifiers by their NFKC form."""
     plain = [name if name.isascii() else unicodedata.normalize("NFKC", name) for name in names]
@@ -356,27 +315,19 @@ def _are_fields(names: Sequence[str]) -> bool:
     return len(set(plain)) == len(plain) and not hidden
 
 
-_MOST_COLLISIONS = 64
-
-
-def _ambiguity(keys: Sequence[Key]) -> str | None:
-    """Why keys cannot be a dict's, or not in linear time; None if they can.
-
-    Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
-    hours to build.
-    """
-    if not are_texts(keys):
-        hashes = collections.Counter(map(hash, keys))
-        if max(hashes.values(), default=0) > _MOST_COLLISIONS:
-            return f"more than {_MOST_COLLISIONS} keys with the same hash"
-    if len(set(keys)) == len(keys):
-        return None
-    ((key, count),) = collections.Counter(keys).most_common(1)
-    return f"the key {repr(key)[:80]} {count} times"
+def bare(node: Structure) -> Structure:
+    """What is stored at a place: of an object, its state. Raises ValueError if the record of an object is malformed."""
+    while isinstance(node, Container) and node.type == "object":
+        if node.name is None or node.keys is not None or len(node.children) != 1:
+            raise ValueError(
+                f"an object with {len(node.children)} children is not a valid record: it must have a name and one child"
+            )
+        node = node.children[0]
+    return node
 
 
 def structure_of(tree: Tree) -> Structure:
-    """Nested dicts with leaf numbers for leaves, as `nested` makes them, as a structure."""
+    """Nested dicts with leaf numbers or objects for leaves, as `nested` makes them, as a structure."""
     if isinstance(tree, dict):
         made = cast("dict[str, Tree]", tree)
         return Container(type="dict", keys=tuple(made), children=tuple(map(structure_of, made.values())))
@@ -385,6 +336,7 @@ def structure_of(tree: Tree) -> Structure:
 
 def places(structure: Structure) -> Iterator[str]:
     """The path of everything below a structure: containers, leaves and empty places."""
+    structure = bare(structure)
     if isinstance(structure, Container):
         for name, child in zip(components(keys_of(structure)), structure.children, strict=True):
             yield name
@@ -396,37 +348,65 @@ def subtree(structure: Structure, path: str) -> Structure:
     if not path:
         return structure
     for name in path.split("/"):
+        structure = bare(structure)
         if not isinstance(structure, Container):
             raise KeyError(path)
         structure = dict(zip(map(component, keys_of(structure)), structure.children, strict=True))[name]
     return structure
 
 
-def unflatten(structure: Structure, values: Mapping[int, Any] | Sequence[Any]) -> Tree:
+def objects_of(structure: Structure, path: str = "") -> Iterator[tuple[str, Container]]:
+    """Path and record of each object that belongs to no other."""
+    if not isinstance(structure, Container):
+        return
+    if structure.type == "object":
+        yield path, structure
+        return
+    for name, child in zip(components(keys_of(structure)), structure.children, strict=True):
+        if isinstance(child, Container):
+            yield from objects_of(child, joined(path, name))
+
+
+def numbers_of(structure: Structure) -> Iterator[int]:
+    """Numbers of the leaves of a structure."""
+    if isinstance(structure, int):
+        yield structure
+    elif structure is not None:
+        for child in structure.children:
+            yield from numbers_of(child)
+
+
+def unflatten(
+    structure: Structure,
+    values: Mapping[int, Any] | Sequence[Any],
+    revive: Callable[[Container, Any], Any] | None = None,
+) -> Tree:
     """The tree with `values`, by number, for its leaves, containers as they were saved.
 
-    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. Where leaves have
-    no value, `prune` first.
+    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. An object is what
+    `revive` makes of its state; without `revive`, its state. Where leaves have no value, `prune` first.
     """
     if structure is None:
         return None
     if isinstance(structure, int):
         return values[structure]
     children = [
-        values[child] if type(child) is int else None if child is None else unflatten(child, values)
+        values[child] if type(child) is int else None if child is None else unflatten(child, values, revive)
         for child in structure.children
     ]
     match structure.type:
         case "dict" | "custom":
-            return dict(zip(_decoded(structure.keys or ()), children, strict=True))
+            return dict(zip(decode_keys(structure.keys or ()), children, strict=True))
         case "list":
             return children
         case "tuple":
             return tuple(children)
         case "ordered_dict":
-            return collections.OrderedDict(zip(_decoded(structure.keys or ()), children, strict=True))
+            return collections.OrderedDict(zip(decode_keys(structure.keys or ()), children, strict=True))
         case "namedtuple":
             return _namedtuple(structure.name, structure.keys)(*children)
+        case "object":
+            return children[0] if revive is None else revive(structure, children[0])
 
 
 _ABSENT: Any = object()
@@ -436,7 +416,7 @@ def prune(structure: Structure, numbers: Mapping[int, int]) -> Structure:
     """The structure with those leaves alone that `numbers` has, and with the numbers that it gives them.
 
     The others leave their dict without the key, and a list or tuple with None in their place; containers left empty by
-    that vanish.
+    that vanish. Of an object, what is left of its state.
     """
     pruned = _prune(structure, numbers)
     return None if pruned is _ABSENT else pruned
@@ -455,6 +435,8 @@ def _prune(node: Structure, numbers: Mapping[int, int]) -> Any:
         kept = [(key, child) for key, child in pairs if child is not _ABSENT]
         keys, below = tuple(key for key, _ in kept), tuple(child for _, child in kept)
         return msgspec.structs.replace(node, keys=keys, children=below)
+    if node.type == "object" and len([*numbers_of(children[0])]) < len([*numbers_of(node)]):
+        return children[0]
     return msgspec.structs.replace(node, children=tuple(None if child is _ABSENT else child for child in children))
 
 

@@ -25,6 +25,7 @@ from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Select, selector
 from jaxckpt._format.specs import Alike, lay_out, mesh_axes, partition_spec, require_fit, resolve_specs
 from jaxckpt._format.values import KINDS, NUMBERS, PYTHON
+from jaxckpt._restore.objects import TargetObject
 from jaxckpt._restore.target import (
     Asks,
     Build,
@@ -78,6 +79,9 @@ class Resolved:
     lacking: Sequence[int] = ()
     """Numbers of the target's leaves that `Request.initial` is to make."""
 
+    objects: Sequence[TargetObject] = ()
+    """Objects of the target that take their state once all has been read."""
+
 
 @functools.cache
 def host_goal(kind: str) -> Goal:
@@ -100,14 +104,14 @@ def resolve(manifest: Manifest, request: Request, options: Options) -> Resolved:
     """
     match, differences = match_paths(manifest, request)
     specs = _given_specs(manifest, match.asks, request)
-    casts, losses = given_casts(manifest, match.asks, request, options)
+    casts, losses = given_casts(manifest, match, request, options)
     groups = _group(manifest, match.asks, specs, casts)
     checked, mismatches = _check(groups, options)
     placed, misfits, unavailable = _place(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
     numbers = match.asks.numbers
     goals = {numbers[place]: goal for group, goal in zip(groups, placed, strict=True) if goal for place in group.places}
-    return Resolved(goals, match.build, match.lacking)
+    return Resolved(goals, match.build, match.lacking, match.objects)
 
 
 def _raise_problems(

@@ -51,9 +51,11 @@ def restore(
         target: The tree to restore: a pytree, or a pytree prefix, of jax.ShapeDtypeStruct (with or without sharding),
             of jax.sharding.Sharding, or of arrays, whose shape, dtype, weak type and sharding are used, but not their
             values. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on `mesh` or on
-            the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type; functions, which no
-            checkpoint contains, are kept. None is an empty subtree, as everywhere in JAX: nothing is restored there,
-            and leaves that the checkpoint has there are extra leaves. By default the tree is restored as it was saved.
+            the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type. An object with
+            `load_state_dict` or `set_state` stays the same object, and receives its saved state once everything has
+            been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
+            JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves. By default the
+            tree is restored as it was saved.
         mesh: The mesh for leaves whose sharding `target` does not give. Saved specs are mapped by axis name; axes that
             this mesh does not have are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
             kind. A sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or
@@ -130,7 +132,13 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
             initial = request.initial(resolved.lacking) if request.initial else []
             values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
             result = resolved.build(values, initial)
+            states = [(one, one.state(values)) for one in resolved.objects if one.takes_state]
             require_agreement(meeting, _global_goals(resolved.goals) if group.count > 1 else "")
+            if states:
+                meeting.renew()
+                for one, state in states:
+                    one.set(state)
+                meeting.barrier()
     finished(
         "restore",
         time.perf_counter() - begun,

@@ -15,6 +15,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._format.casts import CASTABLE, Castable, Dtypes, resolve_casts
+from jaxckpt._format.leaf_types import LeafType, leaf_type
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest, component, heads, longest_head
 from jaxckpt._format.records import Manifest
@@ -25,15 +26,19 @@ from jaxckpt._format.tree import (
     Leaf,
     Structure,
     Tree,
+    bare,
     flatten,
     keys_of,
     nested,
+    numbers_of,
+    objects_of,
     paths_of,
     prune,
     structure_of,
     subtree,
     unflatten,
 )
+from jaxckpt._restore.objects import TargetObject, revived, with_objects
 from jaxckpt._restore.rules import Rules
 from jaxckpt._restore.source import Foreign, Native
 from jaxckpt._runtime.errors import InputError, Problem, show
@@ -113,6 +118,9 @@ class Match:
     lacking: Sequence[int] = ()
     """Numbers of the target's leaves that `Request.initial` is to make."""
 
+    objects: Sequence[TargetObject] = ()
+    """Objects of the target whose state was saved."""
+
     remedies: Sequence[str] = ()
     """What can be done about the problems together."""
 
@@ -133,8 +141,9 @@ def _renamed(manifest: Manifest, rename: Rename | None) -> tuple[Structure, dict
     """The structure as it is wanted, and the number of each leaf by its wanted path. Raises TreeError."""
     if rename is None:
         return manifest.tree, manifest.numbers
-    numbers = {path: number for number, path in enumerate(renamed(rename, manifest.numbers))}
-    return structure_of(nested(numbers)), numbers
+    paths = renamed(rename, manifest.numbers)
+    numbers = {path: number for number, path in enumerate(paths)}
+    return structure_of(nested(with_objects(manifest, paths))), numbers
 
 
 def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
@@ -154,20 +163,22 @@ def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[in
     """Makes the tree of the chosen leaves alone."""
     some = len(chosen) < len(manifest.leaves)
     pruned = prune(structure, {number: number for number in chosen}) if some else structure
-    return lambda values, initial: unflatten(pruned, values)
+    return lambda values, initial: unflatten(pruned, values, functools.partial(revived, manifest))
 
 
 def given_casts(
-    manifest: Manifest, asks: Asks, request: Request, options: Options
+    manifest: Manifest, match: Match, request: Request, options: Options
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The dtype of each wanted path that `dtype=` gives another one than it was saved in, and what cannot be done."""
     if request.dtype is None:
         return {}, []
-    leaves = (SavedLeaf(manifest, manifest.leaves[number]) for number in asks.numbers)
-    castable = [
-        Castable(path, leaf, leaf.stored_dtype if leaf.is_array and leaf.kind in CASTABLE else None)
-        for path, leaf in zip(asks.paths, leaves, strict=True)
-    ]
+    states = [*(node for _, node in objects_of(manifest.tree)), *(one.structure for one in match.objects)]
+    kept = {number for state in states for number in numbers_of(state)}
+    castable: list[Castable] = []
+    for path, number in zip(match.asks.paths, match.asks.numbers, strict=True):
+        leaf = SavedLeaf(manifest, manifest.leaves[number])
+        is_array = leaf.is_array and leaf.kind in CASTABLE and number not in kept
+        castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None))
     return resolve_casts(request.dtype, castable, options)
 
 
@@ -190,13 +201,14 @@ def match_paths(manifest: Manifest, request: Request) -> tuple[Match, list[Probl
     if request.target is None:
         asks = Asks([*wanted], [*wanted.values()], [None] * len(wanted))
         return Match(asks, build_selected(structure, manifest, chosen)), []
-    return _Matching(request, select, structure, numbers, wanted).match()
+    return _Matching(manifest, request, select, structure, numbers, wanted).match()
 
 
 @dataclass(frozen=True, slots=True)
 class _Matching:
     """A target and what it is compared with."""
 
+    manifest: Manifest
     request: Request
     select: Selector | None
     structure: Structure
@@ -212,10 +224,13 @@ class _Matching:
         leaves, shape = flatten(self.request.target)
         leaves = _with_shardings(leaves, self.request.mesh)
         treedef = jax.tree_util.tree_structure(self.request.target)
+        types = {kind: found for kind in {type(leaf.value) for leaf in leaves} if (found := leaf_type(kind))}
         wanted = self.wanted
+        by_number = {number: path for path, number in wanted.items()} if types else {}
         containers: set[str] | None = None
         asks = Asks(paths := list[str](), numbers := list[int](), asked := list[Any]())
         subtrees: dict[int, Structure] = {}
+        objects: dict[int, TargetObject] = {}
         missing: list[Leaf] = []
         refused: list[Problem] = []
         values: dict[int, Any] = {}
@@ -224,6 +239,21 @@ class _Matching:
         sources: list[int | None] = []
         """Number of the saved leaf for each leaf of the target, if it comes from one."""
         for place, leaf in enumerate(leaves):
+            if types and type(leaf.value) in types:
+                sources.append(None)
+                values[place] = leaf.value
+                found = self._object(leaf, types[type(leaf.value)], by_number)
+                if isinstance(found, TargetObject):
+                    objects[place] = found
+                    below = [*numbers_of(found.structure)]
+                    numbers.extend(below)
+                    paths.extend(by_number[number] for number in below)
+                    asked.extend([None] * len(below))
+                elif isinstance(found, Problem):
+                    refused.append(found)
+                elif found:
+                    missing.append(leaf)
+                continue
             path = leaf.path_in(wanted) if leaf.is_variable else leaf.path
             number = wanted.get(path)
             sources.append(number)
@@ -253,7 +283,9 @@ class _Matching:
 
         def build(restored: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
             own = values | dict(zip(lacking, initial, strict=True))
-            own |= {place: unflatten(part, restored) for place, part in subtrees.items()}
+            revive = functools.partial(revived, self.manifest)
+            own |= {place: unflatten(part, restored, revive) for place, part in subtrees.items()}
+            own |= {place: one.made(restored) for place, one in objects.items()}
             made = [own[place] if number is None else restored[number] for place, number in enumerate(sources)]
             return jax.tree_util.tree_unflatten(treedef, made)
 
@@ -262,10 +294,28 @@ class _Matching:
             met = set(paths)
             extra = [path for path in wanted if path not in met]
         problems = [*self._missing(missing), *self._extra(extra, shape), *refused]
-        if not (problems or paths or subtrees or all(callable(leaf.value) for leaf in leaves)):
+        if not (problems or paths or subtrees or objects or all(callable(leaf.value) for leaf in leaves)):
             problems = [replace(problem, remedy="") for problem in self._missing(leaves)]
             return Match(asks, build, remedies=["rename= matches other names"], is_met=False), problems
-        return Match(asks, build, lacking, [*self._remedies(missing, extra)]), problems
+        return Match(asks, build, lacking, [*objects.values()], [*self._remedies(missing, extra)]), problems
+
+    def _object(self, leaf: Leaf, kind: LeafType, by_number: Mapping[int, str]) -> TargetObject | Problem | bool:
+        """Where the state of an object of the target is; else whether it is missing: False if it is not selected."""
+        try:
+            saved = subtree(self.structure, leaf.path)
+        except KeyError:
+            saved = None
+        if saved is None:
+            return self.request.strict and self._is_selected(leaf.path)
+        numbers = [*numbers_of(saved)]
+        left = [number for number in numbers if number not in by_number]
+        if not left:
+            return TargetObject.of(leaf.path, leaf.value, kind, self.manifest, saved)
+        if len(left) == len(numbers):
+            return False
+        return Problem(
+            leaf.path, f"is an object, and select= leaves out {len(left)} of the {len(numbers)} leaves of its state"
+        )
 
     def _below(self, path: str, among: Mapping[str, int]) -> list[str]:
         return [leaf for leaf in among if leaf.startswith(f"{path}/")] if path else list(among)
@@ -413,22 +463,14 @@ def _above(paths: Iterable[str]) -> set[str]:
 def _is_empty(structure: Structure, path: str) -> bool:
     """Whether what was saved at a path has no leaves, such as None or optax.EmptyState()."""
     try:
-        return next(_numbers(subtree(structure, path)), None) is None
+        return next(numbers_of(subtree(structure, path)), None) is None
     except KeyError:
         return False
 
 
-def _numbers(structure: Structure) -> Iterator[int]:
-    """Numbers of the leaves of a structure."""
-    if isinstance(structure, int):
-        yield structure
-    elif structure is not None:
-        for child in structure.children:
-            yield from _numbers(child)
-
-
 def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
     """Paths at which a tree has None or a container without children, and which of the two in words."""
+    node = bare(node)
     if node is None:
         yield path, "None"
     elif isinstance(node, Container):

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 
 from jaxckpt._runtime.errors import PeersDisagreeError, listing, show
 from jaxckpt._runtime.processes import process_names
@@ -39,7 +40,8 @@ _REASONS = {
 _ADVICE: dict[str, str] = dict.fromkeys(
     ["leaves", "shardings"],
     " An array that each process committed to a device of its own is not global: replicate it over the mesh, or pass it"
-    " as NumPy, which process 0 then writes.",
+    " as NumPy, which process 0 then writes. If the state of an object differs, such as a data iterator's,"
+    " pass it as process_state= instead.",
 )
 
 
@@ -136,8 +138,13 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
         if record.value is not None:
             held.setdefault(frozenset(), []).append((record.path, record.value))
     for number, value in draft.values.items():
-        if draft.records[number].kind in ("str", "bytes"):
-            text = f"checksum {zlib.crc32(value)}"  # too long to be shown
+        # Arrays of the host are process 0's; those of an object's state would be another object's elsewhere.
+        if draft.records[number].kind in ("str", "bytes") or (
+            number in draft.in_state and isinstance(value, np.ndarray)
+        ):
+            text = (
+                f"checksum {zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))}"  # too long to be shown
+            )
             held.setdefault(frozenset(), []).append((draft.records[number].path, text))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)

@@ -51,6 +51,9 @@ class Draft:
     arrays: list[ArrayLeaf] = field(default_factory=list[ArrayLeaf])
     values: dict[int, Value] = field(default_factory=dict[int, Value])
     table: LayoutTable = field(default_factory=LayoutTable)
+    in_state: frozenset[int] = frozenset()
+    """Leaves that belong to the state of an object: they are never cast, and equal in all processes."""
+
     casts: dict[int, np.dtype[Any]] = field(default_factory=dict[int, "np.dtype[Any]"])
     """The dtype of each leaf that is stored in another one than it has."""
 
@@ -159,8 +162,8 @@ def _key_paths(tree: Tree) -> Any:
 def _describe(
     tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...], dtype: Dtypes
 ) -> Draft:
-    leaves, structure = flatten(tree)
-    draft = Draft(structure)
+    leaves, structure = flatten(tree, states=True)
+    draft = Draft(structure, in_state=frozenset(number for number, leaf in enumerate(leaves) if leaf.in_state))
     problems: list[Problem] = []
     for leaf in leaves:
         try:
@@ -190,7 +193,11 @@ def _describe(
 def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: Options) -> None:
     """Note which leaves are cast. Raises TreeError, listing all leaves that cannot be."""
     castable = [
-        Castable(leaf.path, leaf.value, draft.values[number].dtype if record.kind in CASTABLE else None)
+        Castable(
+            leaf.path,
+            leaf.value,
+            draft.values[number].dtype if record.kind in CASTABLE and not leaf.in_state else None,
+        )
         for number, (leaf, record) in enumerate(zip(leaves, draft.records, strict=True))
     ]
     casts, problems = resolve_casts(dtype, castable, options)
@@ -273,7 +280,11 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
         raise TreeError(
             f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
             " and scalars, bool, int, float, complex, str, bytes"
-            + ("; leave functions out, as eqx.filter(tree, eqx.is_array) does" if callable(value) else "")
+            + (
+                "; leave functions out, as eqx.filter(tree, eqx.is_array) does"
+                if callable(value)
+                else ", or objects with state_dict and load_state_dict; jaxckpt.register_leaf adds other types"
+            )
         )
     inline = encode_value(value)
     if inline is not None:

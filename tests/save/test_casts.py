@@ -123,7 +123,10 @@ def test_wider_dtypes_lose_nothing(tmp_path: Path) -> None:
         (lambda path, leaf: jnp.bfloat16, "'count' has dtype int32, and dtype= gives bfloat16: a lossy cast"),
         (jnp.int16, "'count' has dtype int32, and dtype= gives int16: a lossy cast"),
         ({"params": {"w": jnp.int32}}, "'params/w' has dtype float32, and dtype= gives int32: a lossy cast"),
-        ({"key": jnp.bfloat16}, "'key' is not a numeric array, but dtype= gives bfloat16 for it"),
+        (
+            {"key": jnp.bfloat16},
+            "'key' is not a numeric array, or belongs to the state of an object, but dtype= gives bfloat16 for it",
+        ),
         ({"lr": jnp.bfloat16}, "'lr' is not a numeric array"),
         ({"name": jnp.bfloat16}, "'name' is not a numeric array"),
         ({"parms": jnp.bfloat16}, "no leaf of that kind of number is there; did you mean"),

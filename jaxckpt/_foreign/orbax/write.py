@@ -31,7 +31,7 @@ from jaxckpt._format.chunking import cut_to
 from jaxckpt._format.grid import Box, Spec, extent, pieces_along
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
-from jaxckpt._format.tree import Container, Structure, keys_of
+from jaxckpt._format.tree import Container, Structure, bare, keys_of
 from jaxckpt._format.values import decode_int, decode_value
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Source
@@ -112,6 +112,7 @@ class _Entry:
 
 
 def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> Iterator[_Entry]:
+    node = bare(node)
     if not isinstance(node, Container):
         yield _Entry(keys, kinds, "None" if node is None else node)
         return

@@ -1,0 +1,151 @@
+"""Types of leaves beyond arrays and Python values: how the state of a leaf is taken, and how it is put back."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt._format.values import PYTHON, is_utf8
+from jaxckpt._runtime.errors import InputError, show
+
+_PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+"""Methods that give and take an object's state; the first pair that a class has is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafType:
+    """How leaves of a type are saved and restored."""
+
+    name: str
+    """What a checkpoint records of the type."""
+
+    to_state: Callable[[Any], Any]
+    """The leaf's state: a tree."""
+
+    from_state: Callable[[Any], Any] | None
+    """A leaf made from a state, if that is possible without the leaf of a target."""
+
+    set_state: Callable[[Any, Any], object] | None
+    """Puts a state into the leaf of a target, if leaves of the type can change."""
+
+    def is_named(self, name: str) -> bool:
+        """Whether a recorded name means this class, wherever its module is."""
+        return self.name.rpartition(".")[2] == name.rpartition(".")[2]
+
+
+_TYPES: dict[type, LeafType] = {}
+
+_NAMES: dict[str, type] = {}
+"""The registered type of each name."""
+
+
+def register_leaf(
+    cls: type,
+    *,
+    to_state: Callable[[Any], Any],
+    from_state: Callable[[Any], Any] | None = None,
+    set_state: Callable[[Any, Any], object] | None = None,
+    name: str | None = None,
+) -> None:
+    """Let trees have leaves of a type that jaxckpt does not know. Every process, before it saves or restores.
+
+    A checkpoint holds the state of such a leaf as a part of the tree, and the name of the type. Where the type is not
+    registered, the state comes back as it is. Nothing is imported, and no function is called that is not passed here.
+
+    Objects with the methods `state_dict` and `load_state_dict`, or `get_state` and `set_state`, need no registration:
+    they are saved as they are, and restored into the object that is in the target.
+
+    Args:
+        cls: The class of the leaves; not its subclasses. JAX must take its instances for leaves: a pytree is a
+            container, and needs no registration.
+        to_state: Returns a leaf's state: a tree of arrays, Python values and containers, as `save` takes it. A dict of
+            JSON is one.
+        from_state: Returns a leaf that has a state.
+        set_state: Called with a leaf of the target and a state, changes the leaf. Without it, the leaf of the target is
+            replaced by what `from_state` returns. At least one of the two must be given; without `from_state`, a
+            restore without a target returns the state.
+        name: What a checkpoint records, "module.Class" by default. Give the old name if the class was renamed.
+
+    Raises:
+        InputError: The type is known already, or another class has this name.
+
+    Examples:
+        >>> import decimal, jaxckpt
+        >>> jaxckpt.register_leaf(decimal.Decimal, to_state=str, from_state=decimal.Decimal)
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/leaf", {"rate": decimal.Decimal("0.10")}, overwrite=True)
+        >>> jaxckpt.restore("/tmp/jaxckpt-doc/leaf")
+        {'rate': Decimal('0.10')}
+    """
+    if not isinstance(cls, type):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"register_leaf takes a class, found {cls!r}")
+    if is_plain(cls) or cls in (dict, list, tuple, type(None)):
+        raise InputError(f"{cls.__qualname__} needs no register_leaf: save and restore take it as it is")
+    functions = {"to_state": to_state, "from_state": from_state, "set_state": set_state}
+    for argument, function in functions.items():
+        if not callable(function) and (function is not None or argument == "to_state"):
+            raise InputError(f"register_leaf({cls.__qualname__}): {argument} must be a function, found {function!r}")
+    if from_state is None and set_state is None:
+        raise InputError(f"register_leaf({cls.__qualname__}) needs from_state=, set_state= or both, to restore it")
+    name = full_name(cls) if name is None else name
+    if not isinstance(name, str) or not name or not is_utf8(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"register_leaf({cls.__qualname__}): name must be a text, found {name!r}")
+    other = _NAMES.get(name, cls)
+    if full_name(other) != full_name(cls):
+        raise InputError(f"register_leaf({cls.__qualname__}): {full_name(other)} has the name {name!r}; give another")
+    _TYPES.pop(other, None)  # a notebook defines a class again
+    for old in [old for old, known in _NAMES.items() if known is cls]:
+        del _NAMES[old]
+    _TYPES[cls] = LeafType(name, to_state, from_state, set_state)
+    _NAMES[name] = cls
+
+
+def is_plain(cls: type) -> bool:
+    """Whether leaves of this type are stored as they are."""
+    known = (jax.Array, np.generic, jax.ShapeDtypeStruct, jax.sharding.Sharding)
+    return cls in PYTHON or cls in (np.ndarray, np.memmap) or issubclass(cls, known)
+
+
+def full_name(cls: type) -> str:
+    """Module and name of a class, as a checkpoint records it."""
+    return f"{cls.__module__}.{cls.__qualname__}".encode(errors="backslashreplace").decode()
+
+
+def is_registered(cls: type) -> bool:
+    return cls in _TYPES
+
+
+def registered(name: str) -> LeafType | None:
+    """The type that is registered under a name, if there is one."""
+    return _TYPES[_NAMES[name]] if name in _NAMES else None
+
+
+def leaf_type(cls: type) -> LeafType | None:
+    """How leaves of this type are saved and restored; None for plain ones, and for those that cannot be."""
+    return _TYPES.get(cls) or _with_methods(cls)
+
+
+@functools.cache
+def _with_methods(cls: type) -> LeafType | None:
+    for give, take in _PROTOCOLS:
+        if callable(getattr(cls, give, None)) and callable(getattr(cls, take, None)):
+            return LeafType(full_name(cls), operator.methodcaller(give), None, functools.partial(_call, take))
+    return None
+
+
+def _call(method: str, leaf: Any, state: Any) -> object:
+    return getattr(leaf, method)(state)
+
+
+def called(function: Callable[..., Any], doing: str, path: str, *arguments: Any) -> Any:
+    """What a function of the user's returns; what it raises has a note that names the leaf."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        error.add_note(f"jaxckpt: raised while {doing} {show(path)}")
+        raise

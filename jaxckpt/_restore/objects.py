@@ -1,0 +1,90 @@
+"""Leaves whose state was saved: made again from it, or the target's own, which take it once all has been read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt._format.leaf_types import LeafType, called, registered
+from jaxckpt._format.paths import below
+from jaxckpt._format.records import Manifest
+from jaxckpt._format.tree import Container, Structure, numbers_of, objects_of, unflatten
+from jaxckpt._runtime.errors import Problem
+
+
+def revived(manifest: Manifest, node: Container, state: Any) -> Any:
+    """What was saved as an object: made by the registered type of its name, or else its state."""
+    kind = registered(node.name or "")
+    if kind is None or kind.from_state is None:
+        return state
+    first = next(numbers_of(node), None)
+    path = "" if first is None else manifest.leaves[first].path
+    return called(kind.from_state, f"a {kind.name} was made from the state at", path, state)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetObject:
+    """An object of a target, and where its state was saved."""
+
+    path: str
+    leaf: Any
+    type: LeafType
+    manifest: Manifest
+    structure: Structure
+    """Of the state."""
+
+    @classmethod
+    def of(cls, path: str, leaf: Any, kind: LeafType, manifest: Manifest, saved: Structure) -> TargetObject | Problem:
+        """It is a problem if what was saved is an object of another class."""
+        is_object = isinstance(saved, Container) and saved.type == "object"
+        if is_object and not kind.is_named(saved.name or ""):
+            return Problem(
+                path,
+                f"is the state of a {saved.name} in the checkpoint, a {kind.name} in the target",
+                "restore without it and pass it the state yourself; for a class that was renamed, jaxckpt.register_leaf"
+                " takes the old name=",
+            )
+        return cls(path, leaf, kind, manifest, saved.children[0] if is_object else saved)
+
+    @property
+    def takes_state(self) -> bool:
+        """Whether the target's own leaf is in the tree that is restored, with the saved state."""
+        return self.type.set_state is not None
+
+    def state(self, values: Mapping[int, Any]) -> Any:
+        """The saved state."""
+        return unflatten(self.structure, values, functools.partial(revived, self.manifest))
+
+    def made(self, values: Mapping[int, Any]) -> Any:
+        """The leaf of the tree that is restored: the target's own if it takes a state, else a new one."""
+        if self.takes_state or self.type.from_state is None:
+            return self.leaf
+        return called(self.type.from_state, f"a {self.type.name} was made for", self.path, self.state(values))
+
+    def set(self, state: Any) -> None:
+        """Give the target's own leaf its state."""
+        assert self.type.set_state is not None, self.path
+        doing = f"the {self.type.name} took its state, after the objects before it in the tree, at"
+        called(self.type.set_state, doing, self.path, self.leaf, state)
+
+
+def with_objects(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
+    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object."""
+    units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
+    for path, node in objects_of(manifest.tree):
+        numbers = [*numbers_of(node)]
+        heads = {_head(paths[number], below(path, manifest.leaves[number].path) or "") for number in numbers}
+        if len(heads) == 1 and None not in heads:
+            for number in numbers:
+                del units[paths[number]]
+            units[heads.pop() or ""] = node
+    return units
+
+
+def _head(path: str, tail: str) -> str | None:
+    """What stands before a tail in a path; None if the path does not end with it."""
+    if not tail or path == tail:
+        return "" if tail else path
+    return path.removesuffix(f"/{tail}") if path.endswith(f"/{tail}") else None
