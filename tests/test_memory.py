@@ -28,9 +28,6 @@ SLACK = 24 << 20
 PROGRAMS = 48 << 20
 """What JAX takes to compile the programs that put parts together, one for each device and shape."""
 
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""glibc keeps freed blocks of up to 32 MiB for its threads: with this what is freed is gone, and not counted."""
-
 SHAPES = {"a": (1536, 4096), "b": (1536, 4096), "large": (12288, 4096)}
 
 
@@ -59,28 +56,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_restore_takes_the_bytes_it_may_beside_the_arrays(
     case: str, saved: Path, run_python: processes.RunPython
 ) -> None:
-    taken = int(
-        run_python(
-            processes.PROGRAMS / "memory_of_a_restore.py",
-            args=[json.dumps([str(saved), case, HOST_BYTES, False, SHAPES])],
-            env=ALLOCATOR,
-        )
-    )
-    print(f"{case}: {taken / 2**20:.1f} MiB")
-    assert taken <= HOST_BYTES + SLACK
+    assert taken(run_python, saved, case, accelerators=False) <= HOST_BYTES + SLACK
 
 
 @pytest.mark.parametrize("case", ["as saved", "3x2", "one device", "cast"])
 def test_so_does_the_way_of_accelerators(case: str, saved: Path, run_python: processes.RunPython) -> None:
-    taken = int(
-        run_python(
-            processes.PROGRAMS / "memory_of_a_restore.py",
-            args=[json.dumps([str(saved), case, HOST_BYTES, True, SHAPES])],
-            env=ALLOCATOR,
-        )
-    )
-    print(f"{case}: {taken / 2**20:.1f} MiB")
-    assert taken <= HOST_BYTES + SLACK + PROGRAMS
+    assert taken(run_python, saved, case, accelerators=True) <= HOST_BYTES + SLACK + PROGRAMS
+
+
+def taken(run_python: processes.RunPython, saved: Path, case: str, *, accelerators: bool) -> int:
+    args = json.dumps([str(saved), case, HOST_BYTES, accelerators, SHAPES])
+    n_bytes = int(run_python(processes.PROGRAMS / "memory_of_a_restore.py", args=[args]))
+    print(f"{case}: {n_bytes / 2**20:.1f} MiB")
+    return n_bytes
 
 
 # Counted --------------------------------------------------------------------------------------------------

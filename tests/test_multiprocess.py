@@ -91,7 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cases(run_processes: RunProcesses, folder: Path) -> Cases:
     """One job runs them all."""
-    done = run_processes(PROGRAMS / "two_processes.py", processes=2, devices_per_process=2, args=str(folder))
+    program = PROGRAMS / "two_processes.py"
+    done = run_processes(program, processes=2, devices_per_process=2, args=str(folder), timeout=240)
     noted: Cases = {}
     for process in done:
         for line in process.stdout.splitlines():

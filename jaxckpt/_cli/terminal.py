@@ -181,7 +181,7 @@ def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> Generator[IO[bytes]]:
+def replacing_file(path: str) -> Generator[IO[bytes]]:
     """A file to write, which replaces another only once it is complete."""
     path = os.path.realpath(path)
     special = os.path.exists(path) and not os.path.isfile(path)  # /dev/stdout, for example

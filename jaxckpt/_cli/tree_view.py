@@ -22,7 +22,7 @@ from jaxckpt._cli.terminal import (
     print_json,
     print_table,
     printable,
-    replacing,
+    replacing_file,
     show_age,
     show_array,
     show_metrics,
@@ -272,7 +272,7 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
         slabs = [np.asarray(leaf[... if index is None else index])]
         shape = slabs[0].shape
     dtype = plain_dtype(leaf.dtype)
-    with replacing(path) as file:
+    with replacing_file(path) as file:
         header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
         np.lib.format.write_array_header_1_0(file, header)
         for slab in slabs:

@@ -10,7 +10,7 @@ import click
 
 from jaxckpt._cli.arguments import Rule, require_mesh
 from jaxckpt._cli.inputs import rules_of, spec_tree, with_progress
-from jaxckpt._cli.terminal import print_json, printable, replacing
+from jaxckpt._cli.terminal import print_json, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._foreign.convert import convert as convert_checkpoint
 from jaxckpt._foreign.convert import integrate as integrate_ranks
@@ -73,7 +73,7 @@ def report(
     _require_outside(output, path)
     tree = spec_tree(open_checkpoint(path), specs) if specs else None
     page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=with_progress())
-    with replacing(output) as file:
+    with replacing_file(output) as file:
         file.write(page.encode())
     _print_done(output, {"path": path, "output": output}, as_json)
 

@@ -10,7 +10,7 @@ time on one core (Intel Xeon, files on tmpfs, checksums included):
 
 Readers ask for a cell as it was saved; for single indices of its leading dimensions (the layers of a scanned model, the
 experts of a layer); and for 1/2, 1/4 or 1/8 of it along any dimension, because the mesh became larger or the split
-moved to another dimension. `chunk_shape` keeps what they read to `OVER_READ` times what they want, in three steps:
+moved to another dimension. `chunk_shape` keeps what they read to twice what they want, in three steps:
 
 1. A leading dimension is cut to 1, so that reading one layer reads that layer and no other.
 2. Rows (what follows the first dimension that is left) of at least `COLUMN_CUTS` × `RUN_BYTES` are cut into
@@ -30,9 +30,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxckpt._format.grid import divisors
-
-OVER_READ = 2.0
-"""Most bytes read for each byte wanted, for the readers above, of chunks that steps 1 to 3 could cut."""
 
 LEAST_BYTES = 64 << 10
 """Chunks in place are no smaller for the sake of their readers."""

@@ -112,7 +112,7 @@ def report(
     data["total"] = checkpoint.nbytes
     data["histograms"] = _histograms(source, options) if histograms else {}
     data["meanings"] = MEANINGS
-    sections = [_save_section(source.manifest), _restore_section(plan), _about_section(checkpoint, source.manifest)]
+    sections = [_save_section(source.manifest), _restore_section(plan), _about_section(source.manifest)]
     return _page(
         title=f"{checkpoint.path} · jaxckpt",
         header=_header(checkpoint, source.manifest),
@@ -399,7 +399,7 @@ def _restore_section(plan: RestorePlan | None) -> Markup:
     return _section("What this restore would read", draw_plan(plan, MOST_BARS))
 
 
-def _about_section(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
+def _about_section(manifest: Manifest) -> Markup:
     facts = {
         "saved": manifest.created,
         "save id": manifest.save_id,

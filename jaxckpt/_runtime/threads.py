@@ -78,10 +78,6 @@ class Task(Generic[T]):
         """Wait until it is done, or for `timeout` seconds; returns whether it is done."""
         return self._ended.wait(timeout)
 
-    def exception(self) -> BaseException | None:
-        self._ended.wait()
-        return self._error
-
     def result(self, timeout: float | None = None) -> T:
         """Wait for it. Raises TimeoutError if it is not done by then, and what the work raised."""
         if not self._ended.wait(timeout):

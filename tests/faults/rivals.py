@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
+import socket
 import time
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from processes import PROGRAMS, environment
+from processes import PROGRAMS, environment, start
 
 import jaxckpt
 
@@ -65,19 +62,12 @@ class Saver:
     """A process that saves when it is told to, until the end of the `with` block."""
 
     def __init__(self, program: str = JAXCKPT) -> None:
-        self._lines = queue.SimpleQueue[str]()
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", PROGRAMS / f"{program}.py"],
-            env=environment(1),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        self._link, theirs = socket.socketpair()
+        self._lines = self._link.makefile("r")
+        with theirs, open(os.devnull, "wb") as nowhere:
+            link = theirs.fileno()
+            self._process = start([str(PROGRAMS / f"{program}.py")], environment(1), link, nowhere, stdin=link)
         self.pid = self._process.pid
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def __enter__(self) -> Self:
         return self
@@ -85,26 +75,17 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait(30)
-        self._reader.join(30)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
+        self._lines.close()
+        self._link.close()
 
     def tell(self, **asked: Any) -> None:
         """Have it save: path=, version=, overwrite=, sync=; at the time start=; stop_at= a moment."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
+        self._link.sendall(json.dumps(asked).encode() + b"\n")
 
     def hear(self, timeout: float = 120) -> str:
         """The next thing it says: "ready" once, then for each save "prepared" and how it ended."""
-        line = self._lines.get(timeout=timeout)
+        self._link.settimeout(timeout)
+        line = self._lines.readline()
         assert line, f"the saver ended with {self._process.wait(30)}"
         return json.loads(line)
 
@@ -116,7 +97,7 @@ class Saver:
     def stopped(self) -> None:
         """Wait until it is suspended."""
         deadline = time.monotonic() + 60
-        while os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG) is None:
+        while "T (stopped)" not in Path(f"/proc/{self.pid}/status").read_text():
             assert time.monotonic() < deadline, "it does not stop"
             time.sleep(0.002)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -483,9 +481,9 @@ def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path, to: st
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     format = "orbax" if to == "to" else None
     jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format)
-    args = [str(tmp_path / "from"), str(tmp_path / to), format or "", at]
-    command = [sys.executable, processes.PROGRAMS / "killed_conversion.py", *args]
-    assert subprocess.run(command, env=processes.environment(1), timeout=120, check=False).returncode == -9
+    program = processes.PROGRAMS / "killed_conversion.py"
+    done = processes.finish(program, tmp_path / "from", tmp_path / to, format or "", at)
+    assert done.returncode == -9, str(done)
     assert any("-convert-" in name for name in os.listdir(tmp_path))
     # One that fails puts back what was there.
     jaxckpt.save(tmp_path / "bad", {"w": b"bytes"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,9 +93,8 @@ def test_every_bit_comes_back_on_a_mesh(
     written: Written, run_python: processes.RunPython, count: int, kind: str, sides: tuple[int, int]
 ) -> None:
     """In a process of its own, where it is seen that torch is not imported."""
-    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), processes.PYTHONPATH])}
     args = [str(written(count)), kind, *map(str, sides)]
-    assert run_python(processes.PROGRAMS / "dcp_restore.py", args=args, env=env).strip() == "read"
+    assert run_python(processes.PROGRAMS / "dcp_restore.py", args=args).strip() == "read"
 
 
 def test_python_objects_and_containers_come_back(written: Written) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from jaxckpt._foreign import pickles
 from jaxckpt._foreign.pickle_machine import FOUND_BYTES, Object
 from jaxckpt._foreign.pickles import as_tree, unpickle
 from jaxckpt._foreign.shards import FileData
@@ -129,7 +130,6 @@ TUPLES = (
 MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "told"),
     [
@@ -164,13 +164,13 @@ MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
         pytest.param(b"N)R.", "is called", id="a call of None"),
     ],
 )
-@pytest.mark.timeout(60)
-def test_what_is_hostile_is_told(tmp_path: Path, data: bytes, told: str) -> None:
+def test_what_is_hostile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, told: str) -> None:
+    # A real file may have four million values, which take seconds.
+    monkeypatch.setattr(pickles, "MAX_VALUES", 1 << 16)
     with pytest.raises(DataError, match=told):
         read(tmp_path, data)
 
 
-@pytest.mark.timeout(60)
 def test_keys_whose_hashes_take_time_are_not_hashed(tmp_path: Path) -> None:
     """The hash of 200 nested pairs takes 2^200 steps; 200,000 integers of one hash take 2 * 10^10 comparisons."""
     assert "type tuple" in read(tmp_path, b"}" + TUPLES + b"Ns.").data.reason

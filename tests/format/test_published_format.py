@@ -12,7 +12,7 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,34 @@ CHILD = f"""
 import pickle, sys
 sys.modules["jaxckpt"] = sys.modules["tensorstore"] = sys.modules["jax"] = None  # importing them raises
 {READER}
-source, result = sys.argv[1:]
-manifest = read_manifest(source)
-leaves = {{leaf["path"]: read_leaf(source, manifest, leaf) for leaf in manifest["leaves"]}}
-pickle.dump(leaves, open(result, "wb"))
+for source in sys.argv[1:]:
+    manifest = read_manifest(source)
+    leaves = {{leaf["path"]: read_leaf(source, manifest, leaf) for leaf in manifest["leaves"]}}
+    pickle.dump(leaves, open(source + ".pickle", "wb"))
 """
 
+OPTIONS = {
+    "default": jaxckpt.Options(),
+    "zstd": jaxckpt.Options(compression="zstd"),
+    "blosc": jaxckpt.Options(compression="blosc"),
+    "small": jaxckpt.Options(object_bytes=4000, chunk_bytes=700),
+    "tiny_zstd": jaxckpt.Options(object_bytes=1000, chunk_bytes=100, compression="zstd"),
+    "tiny_blosc": jaxckpt.Options(object_bytes=1000, chunk_bytes=100, compression="blosc"),
+}
 
-def read_with_zarr(path: Path) -> dict[str, Any]:
-    """Every leaf as the page's reader reads it, in a process that can import neither jaxckpt nor tensorstore."""
-    result = path.parent / f"{path.name}.pickle"
-    subprocess.run([sys.executable, "-c", CHILD, str(path), str(result)], check=True, timeout=120)
-    return pickle.loads(result.read_bytes())
+
+@pytest.fixture(scope="module")
+def read_with_zarr(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """For each of the options, and for eight devices, every leaf as the page's reader reads it, in one process that can
+    import neither jaxckpt nor tensorstore."""
+    folder = tmp_path_factory.mktemp("published")
+    for name, options in OPTIONS.items():
+        jaxckpt.save(folder / name, tree_of_all_kinds(), options=options)
+    info = jaxckpt.save(folder / "eight devices", leaf_of_eight_devices(), options=jaxckpt.Options(sync=False))
+    assert info.files == 8 + 2
+    names = [*OPTIONS, "eight devices"]
+    subprocess.run([sys.executable, "-c", CHILD, *(str(folder / name) for name in names)], check=True, timeout=120)
+    return lambda name: pickle.loads((folder / f"{name}.pickle").read_bytes())
 
 
 def require_same_bits(found: Any, expected: Any) -> None:
@@ -84,41 +100,32 @@ def tree_of_all_kinds() -> dict[str, Any]:
     }
 
 
+def leaf_of_eight_devices() -> dict[str, Any]:
+    """Pieces above the size below which rows are packed: an object of its own for each device."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    host = np.arange(8 * 1024 * 1100, dtype=np.float32).reshape(8 * 1024, 1100)
+    return {"w": jax.device_put(host, NamedSharding(mesh, P("data", "model")))}
+
+
 @pytest.mark.child
-@pytest.mark.parametrize(
-    "options",
-    [
-        jaxckpt.Options(),
-        jaxckpt.Options(compression="zstd"),
-        jaxckpt.Options(compression="blosc"),
-        jaxckpt.Options(object_bytes=4000, chunk_bytes=700),
-        jaxckpt.Options(object_bytes=1000, chunk_bytes=100, compression="zstd"),
-        jaxckpt.Options(object_bytes=1000, chunk_bytes=100, compression="blosc"),
-    ],
-    ids=["default", "zstd", "blosc", "small", "tiny_zstd", "tiny_blosc"],
-)
-def test_the_reader_of_the_page_reads_every_kind_of_leaf(tmp_path: Path, options: jaxckpt.Options) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_reader_of_the_page_reads_every_kind_of_leaf(
+    name: str, read_with_zarr: Callable[[str], dict[str, Any]]
+) -> None:
     tree = tree_of_all_kinds()
-    jaxckpt.save(tmp_path / "ckpt", tree, options=options)
-    found = read_with_zarr(tmp_path / "ckpt")
+    found = read_with_zarr(name)
     assert found.pop("step") == "3"
     assert found.pop("long").tobytes().decode() == tree.pop("long")
     tree["big_endian"] = tree["big_endian"].astype("<i4")
     for path in list(found):
-        name, _, place = path.partition("/")
-        require_same_bits(found.pop(path), tree[name][int(place)] if place else tree[name])
+        key, _, place = path.partition("/")
+        require_same_bits(found.pop(path), tree[key][int(place)] if place else tree[key])
     assert not found
 
 
 @pytest.mark.child
-def test_a_leaf_that_eight_devices_wrote_is_one_array(tmp_path: Path) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"))
-    # Pieces above the size below which rows are packed: an object of its own for each device.
-    host = np.arange(8 * 1024 * 1100, dtype=np.float32).reshape(8 * 1024, 1100)
-    leaf = jax.device_put(host, NamedSharding(mesh, P("data", "model")))
-    info = jaxckpt.save(tmp_path / "ckpt", {"w": leaf}, options=jaxckpt.Options(sync=False))
-    assert info.files == 8 + 2
-    require_same_bits(read_with_zarr(tmp_path / "ckpt")["w"], host)
+def test_a_leaf_that_eight_devices_wrote_is_one_array(read_with_zarr: Callable[[str], dict[str, Any]]) -> None:
+    require_same_bits(read_with_zarr("eight devices")["w"], leaf_of_eight_devices()["w"])
 
 
 # Seal and digests by hand ---------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import jax
-import test_dcp
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "foreign"))
+import test_dcp
 
 jax.config.update("jax_enable_x64", True)
 folder, kind, rows, columns = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

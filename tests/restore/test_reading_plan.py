@@ -25,14 +25,6 @@ from jaxckpt._restore import plan as _plan
 from jaxckpt._restore.plan import ReadStep, Want
 from jaxckpt._save.plan import ArrayLeaf, plan_save
 
-OPTIONS = [
-    Options(),
-    Options(chunk_bytes=16, object_bytes=64),
-    Options(chunk_bytes=7, object_bytes=1000),
-    Options(chunk_bytes=256, object_bytes=256, compression="zstd"),
-    Options(chunk_bytes=256, object_bytes=256, compression="blosc"),
-]
-options = st.sampled_from(OPTIONS)
 HOST_BYTES = Options().host_bytes
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import RunProcesses, RunPython
+from processes import RunProcesses, RunPython, finish
 
 
 def test_a_child_has_the_devices_it_was_given(run_python: RunPython) -> None:
@@ -27,12 +27,36 @@ def test_processes_form_one_job(run_processes: RunProcesses) -> None:
         import numpy as np
         heard = multihost_utils.process_allgather(np.array([process_id + args]))
         print(heard.ravel().tolist(), jax.device_count())
+        print(hash("as different as in any other job"), np.random.random())
         """,
         processes=2,
         devices_per_process=2,
         args=10,
     )
-    assert [one.stdout for one in done] == ["[10, 11] 4\n"] * 2
+    (first, *ours), (second, *theirs) = (one.stdout.splitlines() for one in done)
+    assert first == second == "[10, 11] 4"
+    assert not {*ours[0].split()} & {*theirs[0].split()}
+
+
+@pytest.mark.child
+@pytest.mark.parametrize("env", [{}, {"PYTHONHASHSEED": "1"}], ids=["a fork", "a fresh Python"])
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [("sys.exit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError"), ("os.kill(os.getpid(), 9)", -9, ""), ("", 0, "")],
+)
+def test_a_program_ends_as_under_python(env: dict[str, str], end: str, status: int, told: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, os, sys, threading, time\n"
+        "assert (__name__, sys.argv, sys.path[0]) == ('__main__', [__file__, 'x'], os.path.dirname(__file__))\n"
+        "assert not sys.stdin.read()\n"
+        "atexit.register(print, 'the end')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('a thread'))).start()\n" + end
+    )
+    done = finish(program, "x", env=env)
+    assert done.returncode == status, str(done)
+    assert told in done.stderr
+    assert done.stdout == ("" if status < 0 else "a thread\nthe end\n")
 
 
 def test_a_process_that_fails_is_shown(run_processes: RunProcesses) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import PROGRAMS, environment
+from processes import PROGRAMS, environment, finish
 
 import jaxckpt
 from jaxckpt._runtime import progress as _progress
 
 TREE = {"a": np.arange(100_000.0), "b": np.ones(1000, np.float32)}
 N_BYTES = 804_000
-PROGRAM = str(PROGRAMS / "save_with_progress.py")
+PROGRAM = PROGRAMS / "save_with_progress.py"
 
 
 def test_a_callback_is_told_until_all_is_moved(tmp_path: Path) -> None:
@@ -64,11 +64,8 @@ def test_lines_are_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.child
 def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, PROGRAM, str(tmp_path / "c")],
-        env=environment(1), capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert done.stdout == ""
+    done = finish(PROGRAM, tmp_path / "c")
+    assert (done.returncode, done.stdout) == (0, ""), str(done)
     assert done.stderr.startswith("jaxckpt: save: 781.2 KiB of 781.2 KiB, ")
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import PROGRAMS, RunProcesses, RunPython, environment
+from processes import PROGRAMS, Finished, RunProcesses, RunPython, environment, finish
 
 import jaxckpt
 from jaxckpt._runtime.stalls import Watch
@@ -190,16 +190,13 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
     assert "x" in jaxckpt.load_numpy(tmp_path / "c")
 
 
-def at_exit(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+def at_exit(program: str, path: Path) -> Finished:
     begin = """
 import atexit, numpy as np, jaxckpt
 from jaxckpt._storage.files import FileWriter
 atexit.register(print, "theirs")
 """
-    return subprocess.run(
-        [sys.executable, "-c", begin + program, str(path)],
-        env=environment(1), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return finish(begin + program, path)
 
 
 @pytest.mark.child

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import servers
 from processes import RunProcesses
 
 import jaxckpt
@@ -23,15 +22,6 @@ FAST = jaxckpt.Options(sync=False)
 
 def state(step: int) -> Any:
     return {"w": np.full((4, 4), step), "step": step}
-
-
-@pytest.fixture(params=["folder", *(pytest.param(store, marks=pytest.mark.child) for store in ("s3", "gs"))])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a run goes: on a file system, or on an object store."""
-    if request.param == "folder":
-        return str(tmp_path / "run")
-    bucket: servers.Bucket = request.getfixturevalue(request.param)
-    return f"{bucket.url}/run"
 
 
 def fill(run: str, *numbers: int, **arguments: Any) -> None:

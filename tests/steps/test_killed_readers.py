@@ -7,15 +7,13 @@ import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
 import pytest
-from processes import environment
 
 import jaxckpt
 
@@ -31,15 +29,14 @@ class Child:
 
     program: str
     output: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: processes.Child | None = None
 
     def start(self, *arguments: object) -> None:
         before = self.said()
         with self.output.open("ab") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAMS / self.program), *map(str, arguments)],
-                env=environment(1), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            self.process = processes.start(
+                [str(PROGRAMS / self.program), *map(str, arguments)], processes.environment(1), file, file
+            )
         self.wait_until(lambda: len(self.said()) > len(before))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:

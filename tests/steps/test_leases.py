@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import servers
 
 import jaxckpt
 from jaxckpt._storage import leases
@@ -22,15 +21,6 @@ FAST = jaxckpt.Options(sync=False)
 
 def state(step: int) -> Any:
     return {"params": {"w": np.full((4, 4), step)}, "opt_state": np.full(8, step), "step": step}
-
-
-@pytest.fixture(params=["folder", *(pytest.param(store, marks=pytest.mark.child) for store in ("s3", "gs"))])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a run goes: on a file system, or on an object store."""
-    if request.param == "folder":
-        return str(tmp_path / "run")
-    bucket: servers.Bucket = request.getfixturevalue(request.param)
-    return f"{bucket.url}/run"
 
 
 def until(condition: Any, seconds: float = 10) -> float:

@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import PROGRAMS, environment
+from processes import PROGRAMS, environment, start
 
 import jaxckpt
 from jaxckpt._storage.folder import Folder
@@ -168,21 +166,20 @@ def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
     """The follower has the bits of each step that it gets, and gets ever later publications."""
     found: list[int] = []
     for _ in range(2):
-        with subprocess.Popen(
-            [sys.executable, PROGRAMS / "publisher.py", str(tmp_path / "w")], env=environment(1), stdout=subprocess.PIPE
-        ) as publisher:
-            try:
-                follower = jaxckpt.subscribe(tmp_path / "w", timeout=60, poll_seconds=0.01)
-                until = time.monotonic() + 60
-                while len(found) % 6 < 5 and time.monotonic() < until:
-                    step, tree = next(follower)
-                    assert float(tree["step"]) == step % 256
-                    for leaf in jax.tree.leaves(tree):
-                        assert (np.asarray(leaf, np.float32) == step % 256).all()
-                    found.append(step)
-                time.sleep(random.uniform(0, 0.05))
-            finally:
-                publisher.kill()
+        publisher = start([str(PROGRAMS / "publisher.py"), str(tmp_path / "w")], environment(1))
+        try:
+            follower = jaxckpt.subscribe(tmp_path / "w", timeout=60, poll_seconds=0.01)
+            until = time.monotonic() + 60
+            while len(found) % 6 < 5 and time.monotonic() < until:
+                step, tree = next(follower)
+                assert float(tree["step"]) == step % 256
+                for leaf in jax.tree.leaves(tree):
+                    assert (np.asarray(leaf, np.float32) == step % 256).all()
+                found.append(step)
+            time.sleep(random.uniform(0, 0.05))
+        finally:
+            publisher.kill()
+            publisher.wait(60)
         found.append(-1)
         step, tree = next(jaxckpt.subscribe(tmp_path / "w", timeout=5))
         assert (np.asarray(tree["w"], np.float32) == step % 256).all()

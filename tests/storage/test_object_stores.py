@@ -8,8 +8,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -128,8 +126,8 @@ def test_what_a_killed_save_left_is_swept(bucket: Bucket) -> None:
         servers.never(exchange)
 
     bucket.proxy.on("PUT object", hold, skip=1)
-    command = [sys.executable, processes.PROGRAMS / "save_in_pieces.py", bucket.url]
-    child = subprocess.Popen(command, env=processes.environment(8), start_new_session=True)
+    command = [str(processes.PROGRAMS / "save_in_pieces.py"), bucket.url]
+    child = processes.start(command, processes.environment(8))
     try:
         while not arrived.wait(0.1) and child.poll() is None:
             pass

@@ -16,7 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
+
+import forks
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path(__file__).parent
@@ -27,6 +29,9 @@ PYTHONPATH = os.pathsep.join(
     )
 )
 """Of child processes: they import what the tests can."""
+
+File = IO[bytes] | int
+Child = subprocess.Popen[bytes] | forks.Forked
 
 _SHOWN = 6000  # characters of each stream that a failure shows: its end, where the traceback is
 
@@ -93,10 +98,21 @@ def run_python(
     check: bool = True,
 ) -> str:
     """Run a program, given as text or as a file, in a child process; return what it printed. Fails if it fails."""
-    program = [str(code)] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
-    (done,) = _run([[sys.executable, *program, *args]], environment(devices, env), timeout)
+    done = finish(code, *args, devices=devices, timeout=timeout, env=env)
     assert not check or done.returncode == 0, str(done)
     return done.stdout
+
+
+def finish(
+    code: str | Path,
+    *args: object,
+    devices: int = 1,
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
+) -> Finished:
+    """Run a program, given as text or as a file, in a child process; return how it ended."""
+    (done,) = _run([[*_program(code), *map(str, args)]], environment(devices, env), timeout)
+    return done
 
 
 def run_processes(
@@ -111,11 +127,8 @@ def run_processes(
     """Run a program in the processes of one jax.distributed job. A file joins the job with `from joined import args,
     process_id`; text finds both, and jax, as globals."""
     address = f"127.0.0.1:{free_port()}"
-    program = [str(code)] if isinstance(code, Path) else ["-c", _JOIN + textwrap.dedent(code)]
-    commands = [
-        [sys.executable, *program, str(number), str(processes), address, json.dumps(args)]
-        for number in range(processes)
-    ]
+    program = _program(code if isinstance(code, Path) else _JOIN + textwrap.dedent(code))
+    commands = [[*program, str(number), str(processes), address, json.dumps(args)] for number in range(processes)]
     done = _run(commands, environment(devices_per_process), timeout)
     assert not check or all(one.returncode == 0 for one in done), _report(done)
     return done
@@ -123,8 +136,27 @@ def run_processes(
 
 def run_together(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> None:
     """Run programs at once, each in a child process; fails if one of them fails."""
-    done = _run([[sys.executable, *command] for command in commands], environment(1), timeout)
+    done = _run(commands, environment(1), timeout)
     assert all(one.returncode == 0 for one in done), _report(done)
+
+
+def start(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stdout: File | None = None,
+    stderr: File | None = None,
+    *,
+    stdin: File | None = None,
+    number: int = 0,
+) -> Child:
+    """Start a program, in a session of its own, so that whatever it starts can be killed with it. The command is as
+    Python's: a file, or "-c" and text, then arguments. Streams that are not given are empty, or this process's.
+    Processes of one job have a `number` each."""
+    with open(os.devnull, "rb") as nothing:
+        streams = (stdin or nothing, stdout or 1, stderr or 2)
+        if forks.can_run(env):
+            return forks.Forked(number, command, env, streams)
+        return subprocess.Popen([sys.executable, *command], -1, None, *streams, env=env, start_new_session=True)
 
 
 def free_port() -> int:
@@ -138,23 +170,14 @@ def free_port() -> int:
 
 
 def _run(commands: Sequence[Sequence[str]], env: Mapping[str, str], timeout: float) -> list[Finished]:
-    children: list[subprocess.Popen[bytes]] = []
+    children: list[Child] = []
     # Output goes to files, not to pipes: a child never waits for us to read, nor we for what it leaves running.
     with tempfile.TemporaryDirectory(prefix="jaxckpt-processes-") as folder:
         outputs = [(Path(folder, f"{number}.out"), Path(folder, f"{number}.err")) for number in range(len(commands))]
         try:
-            for command, (out, err) in zip(commands, outputs, strict=True):
+            for number, (command, (out, err)) in enumerate(zip(commands, outputs, strict=True)):
                 with out.open("wb") as stdout, err.open("wb") as stderr:
-                    # A session of its own, so that whatever it starts is killed with it.
-                    child = subprocess.Popen(
-                        command,
-                        env=dict(env),
-                        stdin=subprocess.DEVNULL,
-                        stdout=stdout,
-                        stderr=stderr,
-                        start_new_session=True,
-                    )
-                children.append(child)
+                    children.append(start(command, env, stdout, stderr, number=number))
             _wait(children, timeout)
             hung = [number for number, child in enumerate(children) if child.poll() is None]
             for number in hung:
@@ -175,7 +198,11 @@ def _run(commands: Sequence[Sequence[str]], env: Mapping[str, str], timeout: flo
     return done
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
+def _program(code: str | Path) -> list[str]:
+    return [str(code)] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
+
+
+def _wait(children: Sequence[Child], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):

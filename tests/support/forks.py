@@ -1,0 +1,182 @@
+"""Child processes that start quickly: forks of a Python that has imported JAX and jaxckpt, and has started no thread.
+
+Starting Python and importing JAX takes 2.5 s of CPU time, a fork 0.05 s. A server (`serve`) forks a process for each
+request; the process then runs the program as `python PROGRAM ARGS` would, up to the interpreter's own end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+PRELOADED = ("jax.experimental.multihost_utils", "jaxckpt", "numpy.testing", "optax")
+READ_AT_START = ("JAX", "LD_", "MALLOC_", "PYTHON")
+"""Environment variables, by how they begin, that are read when Python starts or JAX is imported."""
+
+_LARGEST_REQUEST = 200_000
+_WORD = 8  # bytes of a number in the pipe that reports a process id, then an exit status
+
+
+class Forked:
+    """A process that runs a program, with as much of subprocess.Popen's interface as the tests need."""
+
+    def __init__(
+        self, number: int, command: Sequence[str], env: Mapping[str, str], streams: Sequence[IO[bytes] | int]
+    ) -> None:
+        """The command is a program's path, or "-c" and its text, then its arguments; the streams are stdin, stdout and
+        stderr. Each process of a job has a `number`, so that they come from two servers: hashes of strings differ."""
+        sys.audit("os.fork")
+        request = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode()
+        assert len(request) <= _LARGEST_REQUEST, "pass large arguments in a file"
+        self.returncode: int | None = None
+        self._reports, theirs = os.pipe()
+        files = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
+        socket.send_fds(_server(number % 2), [request], [*files, theirs])
+        os.close(theirs)
+        self.pid = self._number()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._reports], [], [], 0)[0]:
+            self.returncode = os.waitstatus_to_exitcode(self._number())
+            os.close(self._reports)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._reports], [], [], timeout)[0]:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        found = self.poll()
+        assert found is not None
+        return found
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _number(self) -> int:
+        found = os.read(self._reports, _WORD)
+        assert found, "the server of forks has ended"
+        return int.from_bytes(found)
+
+
+def can_run(env: Mapping[str, str]) -> bool:
+    """Whether a program finds in a fork what it would find in a Python that starts with this environment."""
+    return _read_at_start(env) == _read_at_start(_environment())
+
+
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(READ_AT_START)}
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    import processes
+
+    return processes.environment(1)
+
+
+@functools.cache
+def _server(_number: int) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()})"],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+
+    def end() -> None:
+        ours.close()  # which the server takes as its end
+        process.wait(60)
+
+    atexit.register(end)
+    return ours
+
+
+# In the server --------------------------------------------------------------------------------------------
+
+
+def serve(link_file: int) -> None:
+    """Fork for each request, until the other end is closed. In a fork this returns when the program has ended."""
+    started_with = dict(os.environ)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
+    link = socket.socket(fileno=link_file)
+    while True:
+        request, files, _, _ = socket.recv_fds(link, _LARGEST_REQUEST, 4)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not request:
+            return
+        if os.fork() == 0:
+            link.close()
+            if _report(*files):
+                _run(**json.loads(request), started_with=started_with)
+            return
+        for file in files:
+            os.close(file)
+
+
+def _report(stdin: int, stdout: int, stderr: int, reports: int) -> bool:
+    """Fork again. True in the process that is to run the program; the other reports how it ended, and ends too."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.write(reports, os.getpid().to_bytes(_WORD))
+        os.close(reports)
+        for target, file in enumerate((stdin, stdout, stderr)):
+            os.dup2(file, target)
+            os.close(file)
+        return True
+    for file in (stdin, stdout, stderr):
+        os.close(file)
+    _, status = os.waitpid(child, 0)
+    os.write(reports, status.to_bytes(_WORD))
+    os._exit(0)
+
+
+def _run(command: Sequence[str], env: dict[str, str], cwd: str, started_with: dict[str, str]) -> None:
+    os.chdir(cwd)
+    for name in started_with.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)
+    time.tzset()
+    sys.modules["numpy"].random.seed()  # Python's own generator does that after a fork
+    importlib.invalidate_caches()
+    path, *args = command
+    main: Any = types.ModuleType("__main__")
+    main.__builtins__ = builtins
+    if path == "-c":
+        source, name = args.pop(0), "<string>"
+        sys.path[0] = ""
+    else:
+        source, name = Path(path).read_text(), path
+        sys.path[0] = os.path.dirname(path)
+        main.__file__ = path
+    sys.argv = [path, *args]
+    sys.modules["__main__"] = main
+    exec(compile(source, name, "exec", dont_inherit=True), main.__dict__)
