@@ -42,8 +42,8 @@ def require_agreement(meeting: Meeting, digest: str) -> None:
     """Raise PeersDisagreeError unless all processes want the same, as this digest of it says. Every process."""
     if len(set(meeting.gather(digest))) > 1:
         raise PeersDisagreeError(
-            "the processes want different leaves, or in different dtypes or layouts: every process must call restore with"
-            " the same arguments and options"
+            "the processes want different leaves, or in different dtypes or layouts: every process must call restore"
+            " with the same arguments and options"
         )
     meeting.share("")
 
