@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,3 +134,29 @@ def test_once_all_are_closed_the_signal_does_what_it_did_before(tmp_path: Path, 
         env=environment(1), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == (f"closed {order != 'another on top'}\n", -signal.SIGTERM), done.stderr
+
+
+def test_an_interrupt_as_it_begins_to_listen_leaves_the_signal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install, before = signal.signal, signal.getsignal(signal.SIGTERM)
+
+    def interrupted(*arguments: Any) -> None:
+        install(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    options = jaxckpt.Options(sync=False)
+    with jaxckpt.Checkpointer(tmp_path / "a", options=options) as checkpoints:
+        monkeypatch.setattr(signal, "signal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(1, {"w": 1})
+        checkpoints.save(1, {"w": 1})
+        with jaxckpt.Checkpointer(tmp_path / "b", options=options) as another:
+            another.save(1, {"w": 1})
+    assert signal.getsignal(signal.SIGTERM) == before
+    with jaxckpt.Checkpointer(tmp_path / "c", options=options) as checkpoints:
+        monkeypatch.setattr(signal, "signal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(1, {"w": 1})
+    assert signal.getsignal(signal.SIGTERM) == before
