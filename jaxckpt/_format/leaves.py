@@ -50,6 +50,11 @@ class SavedLeaf:
         return self.stack.shape if self.is_array else ()
 
     @property
+    def ndim(self) -> int:
+        """How many dimensions it has, as the user knows it: functions of (path, leaf) ask."""
+        return len(self.shape)
+
+    @property
     def stored_dtype(self) -> np.dtype[Any]:
         """Dtype of what is stored: that of the raw data of a PRNG key; NumPy's own for a value in the manifest."""
         return DTYPES[self.stack.dtype] if self.is_array else np.asarray(self.value).dtype

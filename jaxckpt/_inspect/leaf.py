@@ -53,6 +53,11 @@ class LazyLeaf:
         return self._leaf.stored_dtype
 
     @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of data; 0 for a value that is stored in the manifest."""
         return self._leaf.nbytes

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.dtypes import DTYPES, lossless
 from jaxckpt._format.grid import Box, contains, extent, intersection, volume, whole, within
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces
@@ -127,7 +127,7 @@ def stage(
                 if obj in originals:
                     late = functools.partial(_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, cast)
                     yield Staged(obj, dtype, 1, [], 0, late)
-                elif obj.n_bytes <= stack_bytes and _stackable(values):
+                elif obj.n_bytes <= stack_bytes and _stackable(values, dtype if cast else None):
                     stack_bytes -= obj.n_bytes if hold else 0
                     yield _stacked(obj, values, dtype)
                 else:
@@ -179,7 +179,7 @@ def _pieces(
 
     def alike(source: Source) -> tuple[Way, Held, Box]:
         value, held, place = source
-        return _way(value, hold, cast and value.dtype != dtype), held, place[len(place) - len(region) :]
+        return _way(value, hold, dtype if cast else value.dtype), held, place[len(place) - len(region) :]
 
     groups: list[Group] = []
     sent: list[Group] = []
@@ -211,7 +211,8 @@ def _taken(value: Value, number: int, here: Index, way: Way, dtype: np.dtype[Any
         case "view":
             return np.asarray(array), here
         case "copy":
-            return np.array(np.asarray(array)[here]).astype(dtype, copy=False), ...
+            with np.errstate(all="ignore"):  # the caller asks for this cast
+                return np.array(np.asarray(array)[here]).astype(dtype, copy=False), ...
         case "cast":
             return _cast(array, here, dtype), ...
         case "send":
@@ -223,17 +224,24 @@ def _moved(box: Box, origin: Box, target: Box) -> Box:
     return tuple((a - o + t, b - o + t) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True))
 
 
-def _way(value: Value, hold: Hold, cast: bool) -> Way:
-    """What is to be done with the pieces of an array."""
+def _way(value: Value, hold: Hold, dtype: np.dtype[Any]) -> Way:
+    """What is to be done with the pieces of an array that is stored in a dtype."""
     if not isinstance(value, jax.Array):
-        return "copy" if hold or cast else "leave"
-    if cast:
+        return "copy" if hold or value.dtype != dtype else "leave"
+    if value.dtype != dtype:
+        if lies_in_host_memory(value):
+            return "copy" if _is_widened(value, dtype) else "cast"
         # XLA must not be given what the user has put into the host's memory.
-        return "cast" if lies_in_host_memory(value) or memory_kind(value.sharding) is None else "copy"
+        return "cast" if memory_kind(value.sharding) is None else "copy"
     if lies_in_host_memory(value):
         return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
     # What the user has put into the host's memory would not be copied by a device_put to there.
     return "send" if memory_kind(value.sharding) is None else "copy"
+
+
+def _is_widened(value: Value, dtype: np.dtype[Any]) -> bool:
+    """Whether a cast loses nothing if NumPy does it: on CPU devices XLA makes denormal floats zero in float64."""
+    return value.dtype != dtype and lossless(value.dtype, dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -318,14 +326,16 @@ def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple
 # Many small leaves in one call ----------------------------------------------------------------------------
 
 
-def _stackable(values: Sequence[Value]) -> bool:
-    """Whether jitted calls should stack these leaves: CPU devices are done sooner so, others with fewer transfers."""
+def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> bool:
+    """Whether jitted calls should stack these leaves, and cast them to a dtype, if one is given: CPU devices are done
+    sooner so, others with fewer transfers."""
     first = values[0]
     if not isinstance(first, jax.Array) or not isinstance(first.sharding, (NamedSharding, SingleDeviceSharding)):
         return False
     pieces = len(values) * len(_held(first))
     if lies_in_host_memory(first):
         fitting = pieces >= STACK_PIECES and _stacks_whole(first)
+        fitting = fitting and not (dtype and any(_is_widened(value, dtype) for value in values))
     else:
         # XLA's compiler for TPUs aborts the process if it is to stack what lies in the host's memory.
         fitting = pieces >= SEND_PIECES and memory_kind(first.sharding) is None

@@ -32,17 +32,20 @@ class Notice:
         self._previous: Any = None
 
     def _listen(self) -> None:
-        self._listening = True
         if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
             _log.warning("jax_enable_preemption_service is off: a process is not notified when another is preempted")
         if self._processes == 1:
             if threading.current_thread() is threading.main_thread():
-                self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+                before = signal.getsignal(signal.SIGTERM)
+                if before != self._on_signal:  # else an interrupt came right after the last of these
+                    self._previous = before
+                    signal.signal(signal.SIGTERM, self._on_signal)
             else:
                 _log.warning(
                     "the first save of a Checkpointer runs outside the main thread, so it cannot listen for SIGTERM: no"
                     " last step is saved if this job is preempted"
                 )
+        self._listening = True
 
     def _on_signal(self, number: int, frame: Any) -> None:
         closed, previous = self._closed, self._before()
@@ -55,11 +58,11 @@ class Notice:
             signal.raise_signal(number)
 
     def _before(self) -> Any:
-        """What handled the signal before, passing over closed handlers of this class."""
+        """What handled the signal before, passing over closed handlers of this class; None is none of Python's."""
         previous = self._previous
         while isinstance(owner := getattr(previous, "__self__", None), Notice) and owner._closed:
             previous = owner._previous
-        return previous
+        return signal.SIG_DFL if previous is None else previous
 
     def reached(self, step: int) -> bool:
         """Whether this is the step to stop at. The first call begins to listen."""
@@ -80,7 +83,7 @@ class Notice:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._previous is not None and not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal:
+        if not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._before())
         self._closed = True
 

@@ -17,13 +17,15 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Collection, Generator
 
 from jaxckpt._runtime.errors import NotACheckpointError, StorageError
 from jaxckpt._runtime.options import seconds
-from jaxckpt._runtime.threads import Latch, Task, start_thread, uninterrupted
+from jaxckpt._runtime.threads import Latch, start_thread, uninterrupted
 from jaxckpt._storage.steps import RUN, is_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 
@@ -45,41 +47,50 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
     Raises NotACheckpointError if the step is deleted or being deleted, StorageError if no lease can be written.
     """
     term_seconds = seconds(term_seconds, "term_seconds")
-    name = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}"
+    name, folder = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}", run.child(RUN)
+    stop, writing, holder = Latch(), threading.Lock(), Latch()
     try:
-        folder = run.made(RUN)
-        folder.put(name, _note(term_seconds, 0))
-    except StorageError as error:
-        raise StorageError(
-            error.errno,
-            f"cannot hold step {step} of {run.url}: a lease is a file in {run.url}/{RUN}, and writing it failed"
-            f" ({error.strerror}). Get permission to write there, or read without holding the step",
-        ) from error
-    stop = Latch()
-    renewal = Task(functools.partial(_renew, folder, name, term_seconds, stop))
-    start_thread(renewal.run, "jaxckpt-lease")
-    try:
+        try:
+            run.made(RUN).put(name, _note(term_seconds, 0))
+        except StorageError as error:
+            raise StorageError(
+                error.errno,
+                f"cannot hold step {step} of {run.url}: a lease is a file in {run.url}/{RUN}, and writing it failed"
+                f" ({error.strerror}). Get permission to write there, or read without holding the step",
+            ) from error
+        alive = weakref.ref(holder)
+        start_thread(functools.partial(_renew, folder, name, term_seconds, stop, writing, alive), "jaxckpt-lease")
         _require_spared(run, folder, step)
         yield
     finally:
-        uninterrupted(functools.partial(_release, folder, name, stop, renewal))
+        uninterrupted(functools.partial(_release, folder, name, stop, writing))
 
 
-def _renew(folder: Store, name: str, term_seconds: float, stop: Latch) -> None:
+def _renew(
+    folder: Store, name: str, term_seconds: float, stop: Latch, writing: threading.Lock, alive: weakref.ref[Latch]
+) -> None:
+    """Write a lease again and again, until it is released, or an interrupt has ended its holder before it could."""
     beats = 0
     while not stop.wait(term_seconds / _RENEWALS):
+        if alive() is None:
+            _release(folder, name, stop, writing)
+            return
         beats += 1
         try:
-            folder.put(name, _note(term_seconds, beats))
+            with writing:
+                if not stop.is_set:
+                    folder.put(name, _note(term_seconds, beats))
         except StorageError as error:
             _log.warning("a lease could not be renewed and will expire unless a later attempt succeeds: %s", error)
 
 
-def _release(folder: Store, name: str, stop: Latch, renewal: Task[None]) -> None:
+def _release(folder: Store, name: str, stop: Latch, writing: threading.Lock) -> None:
     stop.set()
-    renewal.wait(_DELETION_SECONDS)
+    taken = writing.acquire(timeout=_DELETION_SECONDS)  # else a write under way would make the file again
     with contextlib.suppress(StorageError):  # it expires
         folder.remove(name)
+    if taken:
+        writing.release()
 
 
 def _note(term_seconds: float, beats: int) -> bytes:

@@ -116,6 +116,34 @@ def test_wider_dtypes_lose_nothing(tmp_path: Path) -> None:
     require_equal(jax.tree.map(lambda a, b: a.astype(b.dtype), found, tree), tree)
 
 
+@pytest.mark.parametrize("count", [1, 600])
+@pytest.mark.parametrize(("own", "wider"), [("float32", "float64"), ("complex64", "complex128")])
+def test_denormal_numbers_are_not_lost_in_wider_dtypes(tmp_path: Path, count: int, own: str, wider: str) -> None:
+    """XLA makes them zero on CPU devices, also where it stacks many leaves."""
+    bits = np.array([1, 0x80000001, 0x007FFFFF, 0x7F800000, 0x3F800001, 0], np.uint32)
+    numbers = bits.view(own).reshape(-1)
+    sharding = NamedSharding(jax.make_mesh((1,), ("x",)), P("x"))
+    tree = {f"x{number}": jax.device_put(numbers, sharding) for number in range(count)}
+    jaxckpt.save(tmp_path / "a", tree, dtype=wider)
+    for leaf in jaxckpt.load_numpy(tmp_path / "a").values():
+        assert leaf.tobytes() == numbers.astype(wider).tobytes()
+
+
+def test_a_function_sees_the_number_of_dimensions(tmp_path: Path) -> None:
+    tree = {"matrix": jnp.ones((2, 3)), "vector": jnp.ones(3), "keys": jax.random.split(jax.random.key(0), 3)}
+
+    def halve_matrices(path: str, leaf: Any) -> Any:
+        return jnp.bfloat16 if leaf.ndim >= 2 else None
+
+    jaxckpt.save(tmp_path / "a", tree, dtype=halve_matrices)
+    jaxckpt.save(tmp_path / "b", tree)
+    for found in (jaxckpt.restore(tmp_path / "a"), jaxckpt.restore(tmp_path / "b", dtype=halve_matrices)):
+        assert (found["matrix"].dtype, found["vector"].dtype) == (jnp.bfloat16, jnp.float32)
+    mesh = jax.make_mesh((2,), ("x",))
+    jaxckpt.restore(tmp_path / "b", mesh=mesh, specs=lambda path, leaf: P(*[None] * leaf.ndim))
+    assert [leaf.ndim for leaf in jaxckpt.open(tmp_path / "b").values()] == [2, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("dtype", "reason"),
     [

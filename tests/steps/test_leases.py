@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -138,3 +139,27 @@ def test_only_steps_can_be_held(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "00000001", {"x": 2}, overwrite=True)
     with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another since it was opened"):
         checkpoint.hold().__enter__()
+
+
+@pytest.mark.parametrize("where", ["start_thread", "uninterrupted"])
+def test_a_lease_whose_holder_is_interrupted_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Ctrl-C right after the thread was started that renews it, or as its release begins."""
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        checkpoints.save(1, state(1))
+    start_thread = leases.start_thread
+
+    def interrupted(*arguments: Any) -> None:
+        if where == "start_thread":
+            start_thread(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(leases, where, interrupted)
+    holding = jaxckpt.open(tmp_path).hold(term_seconds=1)
+    with pytest.raises(KeyboardInterrupt), holding:
+        pass
+    del holding
+    gc.collect()
+    until(lambda: [path.name for path in (tmp_path / "_run").iterdir()] == ["ended.json"])

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,3 +124,29 @@ with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
 def test_once_all_are_closed_the_signal_does_what_it_did_before(tmp_path: Path, order: str) -> None:
     done = finish(PROGRAMS / "closed_checkpointers.py", tmp_path, order)
     assert (done.stdout, done.returncode) == (f"closed {order != 'another on top'}\n", -signal.SIGTERM), str(done)
+
+
+def test_an_interrupt_as_it_begins_to_listen_leaves_the_signal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install, before = signal.signal, signal.getsignal(signal.SIGTERM)
+
+    def interrupted(*arguments: Any) -> None:
+        install(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    options = jaxckpt.Options(sync=False)
+    with jaxckpt.Checkpointer(tmp_path / "a", options=options) as checkpoints:
+        monkeypatch.setattr(signal, "signal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(1, {"w": 1})
+        checkpoints.save(1, {"w": 1})
+        with jaxckpt.Checkpointer(tmp_path / "b", options=options) as another:
+            another.save(1, {"w": 1})
+    assert signal.getsignal(signal.SIGTERM) == before
+    with jaxckpt.Checkpointer(tmp_path / "c", options=options) as checkpoints:
+        monkeypatch.setattr(signal, "signal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(1, {"w": 1})
+    assert signal.getsignal(signal.SIGTERM) == before
