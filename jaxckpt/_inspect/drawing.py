@@ -33,7 +33,7 @@ COLOURS: tuple[str, ...] = (
 and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 MEANINGS = {
-    "bytes": "Array data, each replica counted once",
+    "bytes": "Array data; replicas and leaves that share an array are stored once",
     "leaves": "Values of the saved tree: arrays and Python values",
     "arrays": "Leaves with array data",
     "objects": "Stored files that hold array data",
