@@ -31,6 +31,7 @@ from jaxckpt._format.grid import pieces_along, show_axes
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.specs import Specs
 from jaxckpt._inspect.drawing import (
+    LAYOUT_WIDTH,
     MEANINGS,
     Bar,
     Markup,
@@ -108,7 +109,7 @@ def report(
     source, _ = source_at(path, options)
     checkpoint = Checkpoint(source, options)
     plan = None if mesh is None and specs is None else checkpoint.plan(mesh=mesh, specs=specs)
-    drawings = _Drawings()
+    drawings = _Drawings(LAYOUT_WIDTH if plan is None else LAYOUT_WIDTH // 2 - 6)  # two are side by side
     data = _data(source.manifest, plan, drawings)
 
     data["histograms"] = _histograms(source, options) if histograms else {}
@@ -149,7 +150,8 @@ def _digest(text: str) -> str:
 class _Drawings:
     """Each layout drawn once: leaves of any shape share the drawing of a spec on a mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self._width = width
         self._numbers: dict[Any, int] = {}
         self.templates: list[Markup] = []
 
@@ -169,7 +171,7 @@ class _Drawings:
         if key not in self._numbers:
             if len(self.templates) >= MOST_DRAWINGS:
                 return None
-            drawn = layout_drawing(where.mesh, where.split, rank, where.on)
+            drawn = layout_drawing(where.mesh, where.split, rank, where.on, self._width)
             self._numbers[key] = len(self.templates)
             self.templates.append(element("template", drawn, id=f"drawing-{len(self.templates)}"))
         return self._numbers[key]
