@@ -336,7 +336,7 @@ class Bucket:
         pass
 
     def _require_conditions(self, data: str) -> None:
-        """Raise StorageError if the server ignores the write conditions of writes. Once for a process and bucket.
+        """Raise StorageError if the server ignores the conditions of writes. Once for a process and bucket.
 
         Several writes race to create a key, then to replace it, of which at most one may win each time: all win on a
         server that ignores conditions, in whatever order they arrive and however often each is tried. That they race

@@ -94,7 +94,7 @@ print(jaxckpt.restore(args)["step"])
 
 def test_best_needs_a_rule(tmp_path: Path) -> None:
     fill(str(tmp_path), 10)
-    with pytest.raises(jaxckpt.InputError, match="does not say which step is the best"):
+    with pytest.raises(jaxckpt.InputError, match="does not record which step is the best"):
         jaxckpt.open(f"{tmp_path}@best")
     jaxckpt.Checkpointer(tmp_path, keep_best=("accuracy", "max"))
     with pytest.raises(jaxckpt.NotACheckpointError, match=r"no step in .* has a value of the metric 'accuracy'"):
