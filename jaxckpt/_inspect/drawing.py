@@ -363,7 +363,7 @@ def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup
 def byte_bars(sizes: Mapping[str, int], most: int = 12) -> Markup:
     """A bar for the bytes of each subtree, largest first; `sizes` are of leaves, by path.
 
-    Of the containers whose children fit into `most` bars, the largest is opened, again and again.
+    Of the containers whose children fit into `most` bars, the largest is opened, repeatedly.
     """
     totals = collections.Counter[str]()
     children: dict[str | None, dict[str, None]] = {None: {}}
