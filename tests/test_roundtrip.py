@@ -616,5 +616,5 @@ def test_a_weak_type_of_what_can_have_none_is_refused(tmp_path: Path) -> None:
     for number, leaf in enumerate(manifest.leaves):
         leaves = [*manifest.leaves]
         leaves[number] = msgspec.structs.replace(leaf, weak=True)
-        with pytest.raises(jaxckpt.InputError, match=f"no reader would take .*\n.*leaf '{leaf.path}' .*weak type"):
+        with pytest.raises(jaxckpt.InputError, match=f"no reader would accept .*\n.*leaf '{leaf.path}' .*weak type"):
             _manifest.encode(msgspec.structs.replace(manifest, leaves=leaves))

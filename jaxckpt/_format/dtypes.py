@@ -55,7 +55,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 @functools.lru_cache(maxsize=1024)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """A dtype's name, remembered: NumPy spells it anew each time, which takes 3 µs."""
+    """A dtype's name, remembered: NumPy builds it again each time, which takes 3 µs."""
     return dtype.name
 
 

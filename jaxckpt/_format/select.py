@@ -148,7 +148,7 @@ def renamed(rename: Rename | None, paths: Collection[str]) -> list[str]:
 
 
 def origins(rename: Rename | None, path: str) -> list[str] | None:
-    """The saved paths that `rename` would turn into `path`; None if nobody can know, because it is a function."""
+    """The saved paths that `rename` would turn into `path`; None if unknown, because it is a function."""
     if rename is None:
         return [path]
     if callable(rename):

@@ -33,7 +33,7 @@ COLOURS: tuple[str, ...] = (
 and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 MEANINGS = {
-    "bytes": "Array data, each replica counted once",
+    "bytes": "Array data; replicas and leaves that share an array are stored once",
     "leaves": "Values of the saved tree: arrays and Python values",
     "arrays": "Leaves with array data",
     "objects": "Stored files that hold array data",
@@ -179,7 +179,7 @@ LAYOUT_WIDTH = 320
 _MOST_CELLS = 8  # along a side; if there are more, the first five and the last two are drawn
 
 
-def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -> Markup:
+def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, width: int = LAYOUT_WIDTH) -> Markup:
     """The boxes that a layout cuts a leaf of `rank` dimensions into, each with the devices that hold it.
 
     If three or more dimensions are split, all but the last run down the side. `where` describes a leaf on no mesh. Each
@@ -192,7 +192,7 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
     down = [dim for dim in cut if dim not in across]
     columns, rows = (math.prod(pieces[dim] for dim in dims) for dims in (across, down))
     left, top = (16 if down else 0), (16 if across else 0)
-    x_at, x_gap = _places(columns, LAYOUT_WIDTH - left)
+    x_at, x_gap = _places(columns, width - left)
     height = 34 if rows <= 4 else 30
     y_at, y_gap = _places(rows, min(rows, _MOST_CELLS) * height if rows > 1 else 56)
     holders = _Holders(mesh, spec, rank)
@@ -215,13 +215,13 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str) -
     if y_gap:
         drawn.append(_text(left + x_at[0][0] + x_at[0][1] / 2, top + y_gap + 4, "⋮", text_anchor="middle"))
     if across:
-        drawn.append(_text(left, 11, _cut_by(across, pieces, spec, 44), class_="dim"))
+        drawn.append(_text(left, 11, _cut_by(across, pieces, spec, width // 7), class_="dim"))
     last = max(y + tall for y, tall in y_at.values())
     if down:
         text = _cut_by(down, pieces, spec, max(6, int(last / 6)))
         drawn.append(_text(-(top + last), 11, text, transform="rotate(-90)", class_="dim"))
     said = f"{show_spec(spec)} on {show_axes(axes)}" if mesh is not None else where
-    return _svg(str(LAYOUT_WIDTH), top + last, clipped(f"layout: {said}", 200), *drawn)
+    return _svg(str(width), top + last, clipped(f"layout: {said}", 200), *drawn)
 
 
 def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], float | None]:

@@ -31,6 +31,7 @@ from jaxckpt._format.grid import pieces_along, show_axes
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.specs import Specs
 from jaxckpt._inspect.drawing import (
+    LAYOUT_WIDTH,
     MEANINGS,
     Bar,
     Markup,
@@ -49,6 +50,7 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.restore_plan import RestorePlan, Where, draw_plan, saved_where
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Location, Source, source_at
+from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 
@@ -107,9 +109,9 @@ def report(
     source, _ = source_at(path, options)
     checkpoint = Checkpoint(source, options)
     plan = None if mesh is None and specs is None else checkpoint.plan(mesh=mesh, specs=specs)
-    drawings = _Drawings()
+    drawings = _Drawings(LAYOUT_WIDTH if plan is None else LAYOUT_WIDTH // 2 - 6)  # two are side by side
     data = _data(source.manifest, plan, drawings)
-    data["total"] = checkpoint.nbytes
+
     data["histograms"] = _histograms(source, options) if histograms else {}
     data["meanings"] = MEANINGS
     sections = [_save_section(source.manifest), _restore_section(plan), _about_section(source.manifest)]
@@ -148,7 +150,8 @@ def _digest(text: str) -> str:
 class _Drawings:
     """Each layout drawn once: leaves of any shape share the drawing of a spec on a mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self._width = width
         self._numbers: dict[Any, int] = {}
         self.templates: list[Markup] = []
 
@@ -168,7 +171,7 @@ class _Drawings:
         if key not in self._numbers:
             if len(self.templates) >= MOST_DRAWINGS:
                 return None
-            drawn = layout_drawing(where.mesh, where.split, rank, where.on)
+            drawn = layout_drawing(where.mesh, where.split, rank, where.on, self._width)
             self._numbers[key] = len(self.templates)
             self.templates.append(element("template", drawn, id=f"drawing-{len(self.templates)}"))
         return self._numbers[key]
@@ -197,14 +200,20 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
         return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
     stack = manifest.stacks[leaf.stack]
     chunk, sides = ("×".join(map(str, lengths)) for lengths in (stack.chunk, stack.object))
-    rows = f"a row among {stack.rows}" if stack.rows > 1 else "alone"
+
     return {
         "kind": leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
         "dtype": stack.dtype,
         "shape": list(stack.shape),
         "bytes": manifest.leaf_bytes(leaf),
         "stored": ", ".join(
-            filter(None, (f"{stack.name}, {rows}; objects of {sides}, chunks of {chunk}", stack.compression))
+            filter(
+                None,
+                (
+                    f"{stack.name} ({counted(stack.rows, 'leaf')}); objects of {sides}, chunks of {chunk}",
+                    stack.compression,
+                ),
+            )
         ),
         "saved": drawings.layout(saved_where(manifest, leaf), stack.shape),
         "wanted": None if goal is None else drawings.layout(goal, stack.shape),
@@ -368,8 +377,8 @@ def _save_section(manifest: Manifest) -> Markup:
         for process in sorted(slowest)
     ]
     about = (
-        "Seconds of each process until it had written its share; then process 0 published the checkpoint."
-        " Phases alternate while a process works; each is drawn in one piece."
+        "Time until each process had written its share; process 0 then published the checkpoint. Phases alternate;"
+        " the bars show their totals."
     )
     if len(totals) > MOST_BARS:
         about += f" The slowest {MOST_BARS} of {len(totals)} processes are shown."
@@ -378,7 +387,7 @@ def _save_section(manifest: Manifest) -> Markup:
         [f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in sorted(slowest)
     ]
     return _section(
-        "The save, by process and phase",
+        "Save time by process and phase",
         element("p", about, class_="soft"),
         bars("Seconds by process and phase", lines, names),
         element("details", element("summary", "As a table"), table(["", *names], rows)),
@@ -396,7 +405,7 @@ def show_seconds(seconds: float) -> str:
 def _restore_section(plan: RestorePlan | None) -> Markup:
     if plan is None:
         return Markup()
-    return _section("What this restore would read", draw_plan(plan, MOST_BARS))
+    return _section("Restore plan", draw_plan(plan, MOST_BARS))
 
 
 def _about_section(manifest: Manifest) -> Markup:

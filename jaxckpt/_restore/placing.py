@@ -235,7 +235,7 @@ _FEW_COLLECTIONS = 100_000
 
 @contextlib.contextmanager
 def seldom_collected() -> Generator[None]:
-    """With Python's garbage collector running seldom: it would walk all objects of the process again and again while
+    """With Python's garbage collector running seldom: it would walk all objects of the process repeatedly while
     thousands of arrays are made, none of which is garbage. 20,000 leaves onto 8 devices take 1.3 s of CPU, not 1.7."""
     usual = gc.get_threshold()
     if not 0 < usual[0] < _FEW_COLLECTIONS:  # off, or another thread is here too

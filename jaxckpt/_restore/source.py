@@ -117,7 +117,7 @@ class ArrayData(abc.ABC):
 
     @abc.abstractmethod
     def read(self, box: Box, target: Array) -> None:
-        """Fill `target` with a box of it, in host memory of a few MiB besides. Raises DataError, StorageError.
+        """Fill `target` with a box of it, with a few MiB of additional host memory. Raises DataError, StorageError.
 
         Called by several threads at once.
         """

@@ -1,4 +1,4 @@
-"""The thread that writes saves, and the saves that nobody waits for: at the next save, at exit, in a fork.
+"""The thread that writes saves, and the saves that were not waited for: at the next save, at exit, in a fork.
 
 A save is carried out in this thread from its first lock to its last, also for a caller that waits for it: an interrupt
 of the main thread cannot leave it half done.
@@ -134,7 +134,7 @@ class PendingSave:
         return replace(info, seconds=seconds, blocked_seconds=self._blocked)
 
     def abandon(self) -> None:
-        """Let nobody wait for it, not even the end of the program."""
+        """Stop waiting for it, also at the end of the program."""
         global _abandoned
         _abandoned = True
         _settled(self)
@@ -225,7 +225,7 @@ class _Job:
 
 
 _jobs: list[_Job] = []
-"""In order: those that have not ended, and those in the background of whose end nobody has heard yet. An append is
+"""In order: those that have not ended, and those in the background whose end has not been reported yet. An append is
 all that it takes to hand one over: an interrupt finds it done or not done."""
 
 _wakes = queue.SimpleQueue[bool]()
@@ -257,7 +257,7 @@ def hand_over(pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, 
 
 
 def wake() -> None:
-    """See to it that somebody carries out what was handed over. An interrupt may have come before that was done."""
+    """Ensure that a thread carries out what was handed over. An interrupt may have come before that was done."""
     if not any(not job.pending.done for job in _jobs.copy()):
         return
     if ready():
@@ -326,12 +326,12 @@ def _desert(pending: PendingSave, error: StorageError) -> None:
 
 
 def under_way() -> list[PendingSave]:
-    """The saves in the background that have not ended, or of whose end nobody has heard."""
+    """The saves in the background that have not ended, or whose end has not been reported."""
     return [job.pending for job in _jobs.copy() if not job.awaited]
 
 
 def settle() -> None:
-    """Wait for the saves in the background. Raises what one of them raised, unless somebody has heard of it."""
+    """Wait for the saves in the background. Raises what one of them raised, unless it has been reported."""
     for pending in under_way():
         try:
             pending.wait()
@@ -364,7 +364,7 @@ def finish_at_exit() -> None:
 
 
 def _wait_at_exit() -> None:
-    """Wait for the saves under way, and report the failures of those that nobody asked about."""
+    """Wait for the saves under way, and report the failures that were not waited for."""
     global _abandoned, _exit_status, _ran_out
     for pending in under_way():
         try:

@@ -70,7 +70,7 @@ _HOST = ((0,),)  # the holders of a host-local leaf's one cell: process 0
 
 @dataclass(slots=True)
 class Recent:
-    """The last tree that a Checkpointer saved, as described: a training job saves one like it again and again."""
+    """The last tree that a Checkpointer saved, as described: a training job saves similar trees repeatedly."""
 
     tree: tuple[Any, Any, Draft] | None = None
     """The likeness of that tree, its key paths if they may change without it, and its draft without the values."""

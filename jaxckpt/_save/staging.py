@@ -83,13 +83,13 @@ class Staged:
     """The pieces of every so many rows; NumPy, or a jax.Array that may still be under way."""
 
     copied_bytes: int
-    """Host memory that the pieces take beside the leaves."""
+    """Host memory that the pieces take in addition to the leaves."""
 
     late: Callable[[], Staged] | None = None
     """Stages an object that an earlier save wrote, if it must be written after all."""
 
     def data(self) -> Pieces:
-        """The pieces in host memory; they are let go here."""
+        """The pieces in host memory; they are freed here."""
         if self.late is not None:
             return self.late().data()
         groups, self.groups = self.groups, []
@@ -142,7 +142,7 @@ def stage(
                 dtype = DTYPES[plan.stacks[number].dtype]
                 yield _pieces(obj, region, sources, 1, dtype, "copies" if hold else None, cast)
     except (Exception, GeneratorExit):
-        # The others would wait for ever in an exchange that this process stayed away from: it joins those to come.
+        # The others would wait forever in an exchange that this process does not join, so it joins the remaining ones.
         for number, _, box in exchanges:
             _exchanged(plan, draft, number, box)
         raise

@@ -29,7 +29,7 @@ class Deletion:
     """Deletes the steps of a directory that its rules no longer keep. Process 0 alone.
 
     After each save the thread makes one pass over the steps; it ends when there is nothing to do. While readers hold
-    steps that no rule keeps, it looks again and again whether they have let go.
+    steps that no rule keeps, it checks repeatedly whether they have released them.
     """
 
     def __init__(self, directory: Directory, options: Options, *, trash: bool) -> None:
@@ -101,7 +101,7 @@ class Deletion:
             self._ask()
 
     def close(self, seconds: float | None) -> None:
-        """End the thread after all that it has to do, and what readers have let go of by now.
+        """End the thread after all that it has to do, and the steps that readers have released.
 
         With a number of seconds, it stops after the step that it is deleting, or is left behind.
         """
@@ -172,7 +172,7 @@ class Deletion:
     # Deleting --------------------------------------------------------------------------------------------
 
     def _delete_unwanted(self) -> None:
-        """Delete what the rules do not keep, nobody has pinned and no reader holds."""
+        """Delete what the rules do not keep, is not pinned and no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
         published, others = step_folders(self._store)
         verdicts = self._directory.rules.judge(self._directory.look_at(published), datetime.datetime.now(datetime.UTC))

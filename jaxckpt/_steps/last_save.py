@@ -1,4 +1,4 @@
-"""The save that a Checkpointer began last, until somebody has waited for it."""
+"""The save that a Checkpointer began last, until it has been waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class LastSave:
 
     def __init__(self) -> None:
         self.pending: PendingSave | None = None
-        """The save, if nobody has waited for it."""
+        """The save, if it has not been waited for."""
 
         self.step: int | None = None
         """Its step; None if the save failed, or the step was deleted."""
@@ -20,7 +20,7 @@ class LastSave:
         self.pending, self.step = pending, step
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for it, but not beyond a deadline: then it is given up, and nobody waits for it any more.
+        """Wait for it, but not beyond a deadline: then it is abandoned.
 
         Returns whether it has ended. Raises what it raised.
         """

@@ -233,7 +233,7 @@ class Bucket:
         return bool(stamp.generation) or self.read(key) == content
 
     def _turn(self, data: str, before: Collection[str], after: str) -> bool:
-        """Turn the note of a writer from one state to another, unless somebody else was faster."""
+        """Turn the note of a writer from one state to another, unless another writer was faster."""
         key = f"{data}/{WRITER}"
         content, generation = self._get(key)
         note = _note(content)

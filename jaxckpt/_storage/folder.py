@@ -270,7 +270,7 @@ class Folder:
                 if sync:
                     os.fsync(handle)
             except OSError:
-                # In place, but perhaps not for ever: a save that raises must not have published.
+                # In place, but perhaps not durable: a save that raises must not have published.
                 with contextlib.suppress(OSError):
                     if previous is None:
                         os.unlink(self._path(MANIFEST))

@@ -40,7 +40,7 @@ def step_name(step: int) -> str:
 
 def is_step(name: str) -> bool:
     """Whether a name is that of a step's folder."""
-    # A number with more digits could be beyond the largest step: it would stay the newest for ever.
+    # A number with more digits could be beyond the largest step: it would always stay the newest.
     return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= LARGEST
 
 

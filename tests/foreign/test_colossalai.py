@@ -98,7 +98,7 @@ def test_a_model_and_its_optimizer_in_one_folder(folder: Path, tmp_path: Path) -
     assert tree["model"].keys() == SHAPES.keys() - {"layers.0.rotary"}
     assert tree["optimizer"].keys() == {"param_groups", "state"}
     shutil.copytree(folder / OF_RANKS[0], tmp_path / "both", dirs_exist_ok=True)
-    with pytest.raises(InputError, match="several indices"):
+    with pytest.raises(InputError, match="several index files"):
         jaxckpt.open(tmp_path / "both")
 
 
@@ -130,8 +130,8 @@ def test_a_rank_that_is_missing_is_told(copied: Path) -> None:
         ({"lengths": [8]}, "not of one rank"),
         ({"offsets": [-8, 0]}, "is damaged"),
         ({"global_shape": [24, 8]}, r"global_shape \[24, 8\] in .*00001.safetensors, \[16, 8\] in"),
-        ({"file": "../copy/pytorch_model-dist-00001.safetensors"}, "outside of its folder"),
-        ({"file": "/etc/passwd"}, "outside of its folder"),
+        ({"file": "../copy/pytorch_model-dist-00001.safetensors"}, "outside its folder"),
+        ({"file": "/etc/passwd"}, "outside its folder"),
         ({"file": "gone.safetensors"}, "gone.safetensors is missing"),
         ({"file": "pytorch_model-dist-00002.safetensors"}, "which should hold it"),
     ],
@@ -158,7 +158,7 @@ def test_an_index_that_does_not_fit_is_told(folder: Path, tmp_path: Path) -> Non
     record = json.loads(path.read_text())
     for weight_map, told in (
         ({**record["weight_map"], "more": "pytorch_model-00001.bin"}, "'more' is in the index but not in the file"),
-        ({**record["weight_map"], "more": "../pytorch_model-00001.bin"}, "outside of its folder"),
+        ({**record["weight_map"], "more": "../pytorch_model-00001.bin"}, "outside its folder"),
         (dict(list(record["weight_map"].items())[1:]), "'embed.weight' is in the file but not in the index"),
         ({"a": 1}, "is damaged"),
     ):

@@ -404,7 +404,7 @@ def test_a_folder_of_something_else_is_never_deleted(tmp_path: Path, to: str) ->
     format = "orbax" if to == "to" else None
     (tmp_path / to / "precious").mkdir(parents=True)
     (tmp_path / to / "model.safetensors").write_text("of somebody")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"holds other files.*model.safetensors, precious"):
+    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"not part of one checkpoint.*model.safetensors, precious"):
         jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format, overwrite=True)
     assert sorted(os.listdir(tmp_path / to)) == ["model.safetensors", "precious"]
 

@@ -152,8 +152,8 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("beyond", r"'model.0.weight'.*\n.*\[12:24, 0:12\] lies outside"),
         ("huge", r"'model.0.weight', float32\[1099511627776, 12\], has \d+ bytes in all"),
         ("nowhere", r"'model.0.weight' at \[0, 0\] is not in any file"),
-        ("upwards", "outside of its folder"),
-        ("absolute", "outside of its folder"),
+        ("upwards", "outside its folder"),
+        ("absolute", "outside its folder"),
         ("long", r"distcp is \d+ bytes long, expected at least 1099"),
         ("list", r"the list .*param_groups' has the places"),
         ("negative", "an entry of its storage_data is damaged"),
@@ -240,7 +240,7 @@ def test_sharded_safetensors_must_cover(written: Written, tmp_path: Path) -> Non
         jaxckpt.open(folder)
     lost = folder / "shard-00002-model-00001-of-00001.safetensors"
     lost.rename(folder / "x")
-    with pytest.raises(DataError, match="no file of shard 2, but one of shard 4"):
+    with pytest.raises(DataError, match="a file for shard 4, but none for shard 2"):
         jaxckpt.open(folder)
     shutil.copy(folder / "shard-00001-model-00001-of-00001.safetensors", lost)
     with pytest.raises(DataError, match=r"'model\.(rows|columns)'.*\n.* is in 2 shards"):
@@ -271,7 +271,7 @@ def test_a_folder_of_megatron_has_its_common_state() -> None:
     }
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert all(same(a, np.asarray(b)) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
-    with pytest.raises(DataError, match=r"'args': it holds what argparse\.Namespace would make.*select="):
+    with pytest.raises(DataError, match=r"'args': it holds an object made by argparse\.Namespace.*select="):
         jaxckpt.load_numpy(MEGATRON)
 
 
@@ -300,5 +300,5 @@ def test_what_is_common_and_sharded_is_told(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MEGATRON, tmp_path / "x"))
     program = "import sys, torch; torch.save({sys.argv[2]: 1}, sys.argv[1])"
     processes.run_python(program, args=[str(folder / "common.pt"), "decoder.bias"])
-    with pytest.raises(DataError, match=r"common\.pt: 'decoder\.bias' is in the common state and among"):
+    with pytest.raises(DataError, match=r"common\.pt: 'decoder\.bias' is in both the common"):
         jaxckpt.open(folder)

@@ -240,7 +240,7 @@ def test_a_key_that_a_dict_has_twice_is_an_error(tmp_path: Path, protocol: int) 
         written = pickle.dumps([items, {"a1": 2}], protocol).replace(b"a1", b"a0")
         (tmp_path / "x").write_bytes(written)
         if len(items) > 1:
-            with pytest.raises(DataError, match="one key twice"):
+            with pytest.raises(DataError, match="the same key twice"):
                 unpickle(str(tmp_path / "x"))
         else:
             assert unpickle(str(tmp_path / "x")) == [{"a0": 1}, {"a0": 2}]

@@ -120,9 +120,13 @@ def test_shards_that_are_missing_short_or_overlap_are_named(tmp_path: Path, writ
     files = write(tmp_path, writer, [{"w": W[2 * rank : 2 * rank + 2]} for rank in range(4)])
     offsets = {rank: {"w": (2 * rank, 0)} for rank in range(4)}
     without = {rank: path for rank, path in files.items() if rank != 2}
-    with pytest.raises(DataError, match=r"'w' do not make up its \[8, 6\]:\n.*\[4:6, 0:6\] is not in any shard"):
+    with pytest.raises(
+        DataError, match=r"'w' do not exactly cover its shape \[8, 6\]:\n.*\[4:6, 0:6\] is not in any shard"
+    ):
         jaxckpt.rank_files(without, specs=P("rank"))
-    with pytest.raises(DataError, match=r"'w' do not make up its \[8, 6\]:\n.*\[4:6, 0:6\] is not in any shard"):
+    with pytest.raises(
+        DataError, match=r"'w' do not exactly cover its shape \[8, 6\]:\n.*\[4:6, 0:6\] is not in any shard"
+    ):
         jaxckpt.rank_files(without, offsets=offsets, shapes={"w": (8, 6)})
     with pytest.raises(DataError, match=r"'w'.*\n.*\[1:2, 0:6\] is in 2 shards\n.*\[3:4, 0:6\] is not in any shard"):
         jaxckpt.rank_files(files, offsets=offsets | {1: {"w": (1, 0)}}, shapes={"w": (8, 6)})

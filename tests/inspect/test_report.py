@@ -94,10 +94,43 @@ def test_it_renders_without_a_word_or_a_request(browser: Any, page_file: Path) -
         assert page.locator("#map .cell").count() > 10
         assert "27 leaves" in page.locator("#count").inner_text()
         body = page.locator("body").inner_text()
-        for told in ("The save, by process and phase", "What this restore would read", "data=2×model=4"):
+        for told in ("Save time by process and phase", "Restore plan", "data=2×model=4"):
             assert told in body
         assert opened.said == []
         assert [url for url in opened.requests if not url.startswith("file://")] == []
+
+
+def test_a_run_in_a_report(browser: Any, tmp_path: Path) -> None:
+    """Metrics at the top, one rectangle for a chain of single children, labels explained, a panel that is not cut."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    ones = jax.device_put(np.ones((512, 64), np.float32), NamedSharding(mesh, P("data", "model")))
+    state = {"params": {"embed": {"kernel": ones}, "head": {"mlp": {"a": np.zeros(9000), "b": np.zeros(9000)}}}}
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(40, state, metrics={"loss": 0.125, "bytes": 7})
+    file = tmp_path / "report.html"
+    file.write_text(jaxckpt.report(tmp_path / "run", mesh={"data": 4, "model": 4}, histograms=True), encoding="utf-8")
+    with Opened(browser, file) as opened:
+        page = opened.page
+        header = page.locator("header").inner_text().split()
+        assert {"loss", "0.125", "step", "40"} <= set(header)
+        titles = page.locator("header dt").evaluate_all("(all) => all.map((dt) => [dt.textContent, dt.title])")
+        assert [title for name, title in titles if name == "objects"] == ["Stored files that hold array data"]
+        assert [bool(title) for name, title in titles if name == "bytes"] == [True, False]  # the second is a metric
+        cells = page.locator("#map .cell").all_inner_texts()
+        assert cells == ["params", "head/mlp", "a", "b", "embed/kernel"]
+        page.fill("#search", "embed")
+        page.locator("#rows .line").first.click()
+        assert page.locator("#leaf .ends").inner_text() == "1"  # all values are 1: not "1 to 1"
+        page.locator("#leaf .bin").first.hover()
+        assert page.locator("#tip").inner_text().split("\n") == ["1", "32,768 values"]
+        panel = page.evaluate(
+            "(({ scrollHeight, clientHeight }) => [scrollHeight, clientHeight])(document.querySelector('aside'))"
+        )
+        assert panel[0] <= panel[1], "the panel is cut"
+        page.locator("#map .cell", has_text="head/mlp").click(position={"x": 5, "y": 5})
+        page.keyboard.press("Backspace")
+        assert page.locator("#crumbs button").last.inner_text() == "params"  # not "head", which has one child
+        assert opened.said == []
 
 
 def test_search_and_sorting(browser: Any, page_file: Path) -> None:
@@ -247,7 +280,7 @@ def test_of_other_formats_too(browser: Any, checkpoint: Path, tmp_path: Path, fo
     )
     with Opened(browser, file) as opened:
         assert "13 leaves" in opened.page.locator("#count").inner_text()
-        assert "The save, by process" not in opened.page.locator("body").inner_text()
+        assert "Save time by process" not in opened.page.locator("body").inner_text()
         assert opened.page.locator("#leaf .bin").count() > 3
         assert opened.said == []
 

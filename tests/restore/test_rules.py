@@ -295,8 +295,8 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
     for part in (
         "rule h.{i}.q → q: 1 of 4 leaves to stack are missing, the first with i = 2",
         "rule nrm → norm matches nothing; did you mean 'norm'",
-        "'embed' is claimed by rule embed → a and by rule embed → b",
-        "'norm' has 1 dimensions, but 'a b' has 2",
+        "'embed' matches both rule embed → a and rule embed → b",
+        "'norm' has 1 dimension, but 'a b' has 2",
         "{i} must be 0 to 3; missing: 2, 3",
         "drop 'extr' matches nothing; did you mean 'extra'",
         "'extra' matches no rule",
@@ -309,10 +309,10 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
     [
         ({"source": "a.{i}", "target": "b"}, "needs a layout"),
         ({"source": "a", "target": "b", "layout": "x y -> y"}, "must be the same"),
-        ({"source": "a", "target": "b", "layout": "(x y -> x y"}, "cannot be read"),
+        ({"source": "a", "target": "b", "layout": "(x y -> x y"}, "cannot be parsed"),
         ({"source": ("a", "b"), "target": ("c", "d")}, "two rules"),
         ({"source": ("a.{i}", "b"), "target": "c.{i}"}, "same numbers"),
-        ({"source": "a", "target": "b", "layout": "x y -> y x", "sizes": {"z": 2}}, "no axis"),
+        ({"source": "a", "target": "b", "layout": "x y -> y x", "sizes": {"z": 2}}, "not an axis"),
         ({"source": "a", "target": "b", "dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"source": "a", "target": "b", "scale": 0.0}, "no inverse"),
         ({"source": "a", "target": "b", "parts": (1, 2)}, "parts="),

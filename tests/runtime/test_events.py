@@ -51,7 +51,7 @@ def test_what_is_linked_and_swept_is_logged(tmp_path: Path, caplog: pytest.LogCa
     caplog.clear()
     jaxckpt.Checkpointer(tmp_path / "run").close()
     (message,) = caplog.messages
-    assert message == f"deleted {tmp_path}/run/00000002/data-{'0' * 32}, which a save that failed or was replaced left"
+    assert message == f"deleted {tmp_path}/run/00000002/data-{'0' * 32}, left by a save that failed or was replaced"
 
 
 def test_a_listener_that_fails_is_no_failure_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

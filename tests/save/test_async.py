@@ -211,7 +211,7 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
     assert done.returncode == 1
     assert "no space" in done.stderr
     assert "Traceback" in done.stderr
-    assert f"the save_async to {tmp_path / 'c'} failed, and nobody called wait()" in done.stderr
+    assert f"the save_async to {tmp_path / 'c'} failed, and wait() was not called" in done.stderr
     assert done.stdout == "theirs\n"
 
 
@@ -564,7 +564,7 @@ def test_a_progress_callback_that_waits_for_its_own_save(tmp_path: Path, gate: G
     options = jaxckpt.Options(progress=lambda _: made[0].wait() and None)
     made.append(jaxckpt.save_async(tmp_path / "c", TREE, options=options))
     gate.opened.set()
-    with pytest.raises(jaxckpt.InputError, match="by its own callback"):
+    with pytest.raises(jaxckpt.InputError, match="from its own callback"):
         made[0].wait(60)
 
 
@@ -641,7 +641,7 @@ def test_on_done_does_not_wait_for_itself(tmp_path: Path) -> None:
     def again(_: jaxckpt.SaveInfo) -> None:
         jaxckpt.save(tmp_path / "inner", TREE)
 
-    with pytest.raises(jaxckpt.InputError, match="by its own callback"):
+    with pytest.raises(jaxckpt.InputError, match="from its own callback"):
         jaxckpt.save_async(tmp_path / "c", TREE, on_done=again).wait(60)
     started = threading.Event()
 
@@ -651,7 +651,7 @@ def test_on_done_does_not_wait_for_itself(tmp_path: Path) -> None:
 
     made.append(jaxckpt.save_async(tmp_path / "d", TREE, on_done=wait))
     started.set()
-    with pytest.raises(jaxckpt.InputError, match="by its own callback"):
+    with pytest.raises(jaxckpt.InputError, match="from its own callback"):
         made[0].wait(60)
 
 

@@ -200,7 +200,7 @@ def test_an_original_that_is_lost_after_its_arrays_were_donated_is_an_error(
 
     monkeypatch.setattr(_links, "_link", lose)
     run.save(1, tree)
-    with pytest.raises(jaxckpt.StorageError, match=r"can no longer be linked.*donated or deleted meanwhile"):
+    with pytest.raises(jaxckpt.StorageError, match=r"can no longer be linked.*donated or deleted in the meantime"):
         run.wait()
     assert run.steps() == [0]
 

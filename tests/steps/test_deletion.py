@@ -175,7 +175,7 @@ def test_deletions_are_logged_with_the_reason(tmp_path: Path, caplog: pytest.Log
             checkpoints.save(step, state(step))
     said = [record.message for record in caplog.records if record.levelno == logging.INFO]
     assert [message for message in said if not message.startswith("saved ")] == [
-        f"step 1 of {tmp_path} is deleted: not kept by keep_last=3, keep_every=2"
+        f"deleted step 1 of {tmp_path}: not kept by keep_last=3, keep_every=2"
     ]
 
 

@@ -277,7 +277,7 @@ class Run(RuleBasedStateMachine):
             assert self.save(step, metrics, force=True)
             self.count_as_saved(step, metrics)
         else:
-            with pytest.raises(jaxckpt.InputError, match="deleted at once: not kept by"):
+            with pytest.raises(jaxckpt.InputError, match="deleted immediately: not kept by"):
                 self.save(step, metrics, force=True)
 
     @precondition(lambda self: self.steps)

@@ -250,7 +250,7 @@ def test_a_server_that_ignores_conditions_is_refused_though_it_is_slow(
     if lost:
         bucket.proxy.on("(HEAD|PUT) other", late_and_lost, times=3)
     bucket.proxy.on("(HEAD|PUT) other", late)
-    with pytest.raises(jaxckpt.StorageError, match="ignores the condition"):
+    with pytest.raises(jaxckpt.StorageError, match="ignores the write condition"):
         jaxckpt.save(bucket.url, tree(1), options=QUICK)
     assert not bucket.listed(), "nothing is left"
 

@@ -43,7 +43,7 @@ def test_a_file_url_means_the_same_everywhere_and_what_tensorstore_takes_it_for(
     assert jaxckpt.diff(f"{url}/w.safetensors", folder / "again").leaves[0].differing == 0
     assert [entry.name for entry in list_checkpoints(url)] == ["again", "ckpt", "w.safetensors"]
     assert "w.safetensors" in jaxckpt.report(f"{url}/w.safetensors")
-    with pytest.raises(jaxckpt.InputError, match="no absolute path"):
+    with pytest.raises(jaxckpt.InputError, match="is not absolute"):
         jaxckpt.convert(folder / "ckpt", "file://tmp/x.npz")
 
 
@@ -87,11 +87,11 @@ def test_a_link_to_nothing_is_told_as_such(tmp_path: Path) -> None:
         ("s3://me:HUSH@bucket/x", "credentials"),
         ("http://HUSH@127.0.0.1/x", "credentials"),
         ("nonsense://bucket/x", "no URL"),
-        ("file://tmp/x", r"no absolute path.*file:///tmp/x"),
-        ("file://./x", "no absolute path"),
-        ("file://~/x", "no absolute path"),
-        ("file://x", "no absolute path"),
-        ("file://", "no absolute path"),
+        ("file://tmp/x", r"is not absolute.*file:///tmp/x"),
+        ("file://./x", "is not absolute"),
+        ("file://~/x", "is not absolute"),
+        ("file://x", "is not absolute"),
+        ("file://", "is not absolute"),
     ],
 )
 def test_what_is_no_path_is_told_without_secrets(path: Any, reason: str) -> None:
