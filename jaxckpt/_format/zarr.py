@@ -22,7 +22,11 @@ ReadRange = Callable[[int, int], Bytes]
 """(start, stop) → these bytes of an object, valid until the next call."""
 
 RUN_BYTES = 1 << 20
-"""Bytes of chunks that are gathered, checksummed and written, or read, together: they stay in a core's cache."""
+"""Bytes of chunks that are gathered, checksummed and written together: they stay in a core's cache."""
+
+BLOCK_BYTES = 2 << 20
+"""Bytes of chunks that are read together to be scattered. Measured on 339 MiB in runs of 192 to 1,536 bytes: 0.42 s of
+CPU with 512 KiB, 0.36 with 1 MiB, 0.33 with 2 MiB."""
 
 WINDOW_BYTES = 4 << 20
 """Bytes of an object that are looked at together."""
@@ -177,7 +181,7 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
 
 
 def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers) -> Iterator[Chunks]:
-    """The chunks of an object that `part`, a box of the stack in it, touches: in as few boxes as `RUN_BYTES` allow,
+    """The chunks of an object that `part`, a box of the stack in it, touches: in as few boxes as `BLOCK_BYTES` allow,
     each of neighbours in the file, where chunks start as `starts` says by their numbers."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
     numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
@@ -187,7 +191,7 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
         steps.append(int(found[found > 0].min(initial=1 << 62)))
         cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])  # a file is made piece by piece
     slowest = sorted(range(numbers.ndim), key=lambda dim: steps[dim], reverse=True)
-    room = max(1, RUN_BYTES // stack.chunk_stored_bytes)
+    room = max(1, BLOCK_BYTES // stack.chunk_stored_bytes)
     spans = list[list[tuple[int, int]]]([[]] * numbers.ndim)
     for dim in reversed(slowest):
         pieces = list(itertools.pairwise(cuts[dim]))

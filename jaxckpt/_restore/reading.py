@@ -96,8 +96,9 @@ def read(
             for read in step.reads:
                 held_bytes = arrays[stack].held_bytes(read.boxes)
                 window.take(read.held_bytes + held_bytes)
-                reading = _Reading(read, held_bytes, filling, report, Coming(source, stack, aside))
-                reading.begin(arrays[stack])
+                coming = Coming(source, stack, aside)
+                reading = _Reading(read, held_bytes, filling, report, coming, arrays[stack].shares_chunks)
+                coming.begin(arrays[stack], reading.wanted)
                 window.later(reading.land)
         window.drain()
 
@@ -256,25 +257,21 @@ class _Reading:
         filling: Filling,
         report: Report,
         coming: Coming,
+        shares_chunks: bool,
     ) -> None:
         self._read = read
         self._held_bytes = held_bytes
         self._filling = filling
         self._report = report
         self._coming = coming
-        self._staged: list[tuple[Region, Array]] = []
-
-    def begin(self, array: ArrayReader) -> None:
-        """Have it read, aside what cannot be read to where it is wanted. Raises DataError, StorageError."""
-        filling = self._filling
         aside, direct = list[Region](), list[Region]()
-        for region in self._read.regions:
-            is_aside = region.converted or (region.staged and not array.shares_chunks)
+        for region in read.regions:
+            is_aside = region.converted or (region.staged and not shares_chunks)
             (aside if is_aside else direct).append(region)
         self._block, arrays = filling.window.arrays([(extent(region.box), filling.dtype) for region in aside])
         self._staged = list(zip(aside, arrays, strict=True))
-        wanted = [(region.box, target) for region, target in self._staged]
-        self._coming.begin(array, [*wanted, *itertools.chain.from_iterable(map(filling.places, direct))])
+        self.wanted = [(region.box, target) for region, target in self._staged]
+        self.wanted += itertools.chain.from_iterable(map(filling.places, direct))
 
     def land(self) -> None:
         """Wait for it and pass on what is staged."""

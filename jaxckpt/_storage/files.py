@@ -6,7 +6,8 @@ of CPU to write 1 GiB and 0.7 s to read it; the file system alone takes 0.3 and 
 (docs/performance.md). Each reads what the other wrote.
 
 write:  object ─▶ runs of chunks ─▶ where they lie, or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
-read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to where they are wanted, or scattered ─▶ crc32c compared
+read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to where they are wanted, or aside ─▶ crc32c compared
+                                                                                     and scattered from there ◀─┘
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class _Opened:
     def _read_aside(self, wanted: Sequence[tuple[Chunks, Sequence[_Wanted]]]) -> None:
         size = self.stack.chunk_stored_bytes
         counts = [len(chunks.numbers) for chunks, _ in wanted]
-        scratch = np.empty((max(0, *counts, min(zarr.RUN_BYTES // size, sum(counts))), size), np.uint8)
+        scratch = np.empty((max(0, *counts, min(zarr.BLOCK_BYTES // size, sum(counts))), size), np.uint8)
         for some in _together(wanted, len(scratch)):
             numbers = [number for chunks, _ in some for number in chunks.numbers]
             data = scratch[: len(numbers)]

@@ -124,6 +124,7 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
     most = data.draw(st.sampled_from([1, 3 * size, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_zarr, "RUN_BYTES", most)
+        patch.setattr(_zarr, "BLOCK_BYTES", most)
         found = list(_zarr.chunk_runs(stack, index, part))
         starts = np.array(data.draw(st.permutations(range(stack.chunks_per_object))), np.int64) * size
         blocks = list(_zarr.chunk_blocks(stack, index, part, starts))
@@ -256,7 +257,7 @@ def test_chunks_of_two_devices_are_read_once_and_copied_by_who_read_them(
     assert sum(count for _, count in calls) < 1.01 * array.nbytes
 
 
-def test_what_is_scattered_is_read_a_mebibyte_at_a_time(tmp_path: Path) -> None:
+def test_what_is_scattered_is_read_many_chunks_at_a_time(tmp_path: Path) -> None:
     """Chunks of 64 KiB, of which one device gets 12 × 8 pieces: a call each would be 96."""
     opened, array = scanned(tmp_path / "c")
     loaded: Any = None
