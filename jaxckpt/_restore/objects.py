@@ -38,15 +38,15 @@ class TargetObject:
     @classmethod
     def of(cls, path: str, leaf: Any, kind: LeafType, manifest: Manifest, saved: Structure) -> TargetObject | Problem:
         """It is a problem if what was saved is an object of another class."""
-        is_object = isinstance(saved, Container) and saved.type == "object"
-        if is_object and not kind.is_named(saved.name or ""):
+        record = saved if isinstance(saved, Container) and saved.type == "object" else None
+        if record is not None and not kind.is_named(record.name or ""):
             return Problem(
                 path,
-                f"is the state of a {saved.name} in the checkpoint, a {kind.name} in the target",
+                f"is the state of a {record.name} in the checkpoint, a {kind.name} in the target",
                 "restore without it and pass it the state yourself; for a class that was renamed, jaxckpt.register_leaf"
                 " takes the old name=",
             )
-        return cls(path, leaf, kind, manifest, saved.children[0] if is_object else saved)
+        return cls(path, leaf, kind, manifest, saved if record is None else record.children[0])
 
     @property
     def takes_state(self) -> bool:
