@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
+from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.records import StepRecord
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
@@ -190,6 +191,7 @@ class Checkpointer:
         step: int,
         tree: Tree,
         *,
+        dtype: Dtypes = None,
         metrics: Mapping[str, Any] | None = None,
         process_state: Mapping[str, Any] | None = None,
         metadata: Any = None,
@@ -201,7 +203,7 @@ class Checkpointer:
 
         Args:
             step: Its number, from 0 to 2**62.
-            tree: As for `jaxckpt.save`. It may be donated as soon as this returns.
+            tree, dtype: As for `jaxckpt.save`. The tree may be donated as soon as this returns.
             metrics: Numbers by name, to choose the best step by, and for `metrics(step)`; process 0's are recorded. One
                 that is not finite is recorded as None.
             process_state: As for `jaxckpt.save`: what this process alone knows.
@@ -247,6 +249,7 @@ class Checkpointer:
                 request = SaveRequest(
                     self.path(step),
                     tree,
+                    dtype=dtype,
                     metadata=metadata,
                     overwrite=overwrite,
                     process_state=process_state,
@@ -349,6 +352,8 @@ class Checkpointer:
         select: Select | None = None,
         rename: Renaming | None = None,
         strict: bool = True,
+        dtype: Dtypes = None,
+        tied: bool = False,
     ) -> Tree:
         """Restore a step, the newest if `step` is None. Every process; the arguments are those of `jaxckpt.restore`.
 
@@ -359,7 +364,8 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
                 passed over for an older one.
         """
-        return self._restore(self._chosen(step), Request(target, mesh, specs, select, *split_rename(rename), strict))
+        request = Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return self._restore(self._chosen(step), request)
 
     def _restore(self, chosen: int, asked: Request) -> Tree:
         try:
