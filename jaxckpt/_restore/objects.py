@@ -11,6 +11,7 @@ from jaxckpt._format.leaf_types import LeafType, called, registered
 from jaxckpt._format.paths import below
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.tree import Container, Structure, numbers_of, objects_of, unflatten
+from jaxckpt._format.values import KINDS
 from jaxckpt._runtime.errors import Problem
 
 
@@ -38,15 +39,15 @@ class TargetObject:
     @classmethod
     def of(cls, path: str, leaf: Any, kind: LeafType, manifest: Manifest, saved: Structure) -> TargetObject | Problem:
         """It is a problem if what was saved is an object of another class."""
-        is_object = isinstance(saved, Container) and saved.type == "object"
-        if is_object and not kind.is_named(saved.name or ""):
+        record = saved if isinstance(saved, Container) and saved.type == "object" else None
+        if record is not None and not kind.is_named(record.name or ""):
             return Problem(
                 path,
-                f"is the state of a {saved.name} in the checkpoint, a {kind.name} in the target",
+                f"is the state of a {record.name} in the checkpoint, a {kind.name} in the target",
                 "restore without it and pass it the state yourself; for a class that was renamed, jaxckpt.register_leaf"
                 " takes the old name=",
             )
-        return cls(path, leaf, kind, manifest, saved.children[0] if is_object else saved)
+        return cls(path, leaf, kind, manifest, saved if record is None else record.children[0])
 
     @property
     def takes_state(self) -> bool:
@@ -68,6 +69,13 @@ class TargetObject:
         assert self.type.set_state is not None, self.path
         doing = f"the {self.type.name} took its state, after the objects before it in the tree, at"
         called(self.type.set_state, doing, self.path, self.leaf, state)
+
+
+def asked_below(manifest: Manifest, numbers: Sequence[int], sharding: Any) -> list[Any]:
+    """What a sharding asks of the leaves below it: all go onto its devices, but what a state has on the host."""
+    states = {number for _, node in objects_of(manifest.tree) for number in numbers_of(node)}
+    on_host = {number for number in states if not KINDS[manifest.leaves[number].kind].on_devices}
+    return [None if number in on_host else sharding for number in numbers]
 
 
 def with_objects(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:

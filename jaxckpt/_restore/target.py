@@ -38,7 +38,7 @@ from jaxckpt._format.tree import (
     subtree,
     unflatten,
 )
-from jaxckpt._restore.objects import TargetObject, revived, with_objects
+from jaxckpt._restore.objects import TargetObject, asked_below, revived, with_objects
 from jaxckpt._restore.rules import Rules
 from jaxckpt._restore.source import Foreign, Native
 from jaxckpt._runtime.errors import InputError, Problem, show
@@ -233,6 +233,7 @@ class _Matching:
         objects: dict[int, TargetObject] = {}
         missing: list[Leaf] = []
         refused: list[Problem] = []
+        met = set[str]()
         values: dict[int, Any] = {}
         """What the target keeps of its own, by the place of the leaf."""
         lacking: list[int] = []
@@ -251,6 +252,7 @@ class _Matching:
                     asked.extend([None] * len(below))
                 elif isinstance(found, Problem):
                     refused.append(found)
+                    met.update([leaf.path, *self._below(leaf.path, wanted)])
                 elif found:
                     missing.append(leaf)
                 continue
@@ -267,7 +269,7 @@ class _Matching:
                 if below or _is_empty(self.structure, leaf.path):
                     paths.extend(below)
                     numbers.extend(wanted[path] for path in below)
-                    asked.extend([leaf.value] * len(below))
+                    asked.extend(asked_below(self.manifest, numbers[-len(below) :] if below else [], leaf.value))
                     subtrees[place] = self._subtree(leaf.path, below)
                     continue
             elif not _is_restorable(leaf.value):
@@ -291,7 +293,7 @@ class _Matching:
 
         extra: list[str] = []
         if self.request.strict and len(paths) < len(wanted):
-            met = set(paths)
+            met.update(paths)
             extra = [path for path in wanted if path not in met]
         problems = [*self._missing(missing), *self._extra(extra, shape), *refused]
         if not (problems or paths or subtrees or objects or all(callable(leaf.value) for leaf in leaves)):

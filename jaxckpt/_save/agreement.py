@@ -138,13 +138,10 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
         if record.value is not None:
             held.setdefault(frozenset(), []).append((record.path, record.value))
     for number, value in draft.values.items():
-        # Arrays of the host are process 0's; those of an object's state would be another object's elsewhere.
-        if draft.records[number].kind in ("str", "bytes") or (
-            number in draft.in_state and isinstance(value, np.ndarray)
-        ):
-            text = (
-                f"checksum {zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))}"  # too long to be shown
-            )
+        # Arrays of the host are process 0's; but those in the state of an object are part of what it does next.
+        in_state = number in draft.in_state and isinstance(value, np.ndarray)
+        if in_state or draft.records[number].kind in ("str", "bytes"):
+            text = f"checksum {zlib.crc32(value.tobytes())}"  # too long to be shown
             held.setdefault(frozenset(), []).append((draft.records[number].path, text))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
+from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.records import StepRecord
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
@@ -189,6 +190,7 @@ class Checkpointer:
         step: int,
         tree: Tree,
         *,
+        dtype: Dtypes = None,
         metrics: Mapping[str, Any] | None = None,
         process_state: Mapping[str, Any] | None = None,
         metadata: Any = None,
@@ -200,7 +202,7 @@ class Checkpointer:
 
         Args:
             step: The number of the step, from 0 to 2**62.
-            tree: As for `jaxckpt.save`. It may be donated as soon as this returns.
+            tree, dtype: As for `jaxckpt.save`. The tree may be donated as soon as this returns.
             metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded; values that
                 are not finite are recorded as None.
             process_state: As for `jaxckpt.save`: state that differs by process.
@@ -246,6 +248,7 @@ class Checkpointer:
                 request = SaveRequest(
                     self.path(step),
                     tree,
+                    dtype=dtype,
                     metadata=metadata,
                     overwrite=overwrite,
                     process_state=process_state,
@@ -348,6 +351,8 @@ class Checkpointer:
         select: Select | None = None,
         rename: Renaming | None = None,
         strict: bool = True,
+        dtype: Dtypes = None,
+        tied: bool = False,
     ) -> Tree:
         """Restore a step, by default the newest. Every process calls this, with the arguments of `jaxckpt.restore`.
 
@@ -358,7 +363,8 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; also the error of a background save. A damaged step is an error: no older
                 step is restored in its place.
         """
-        return self._restore(self._chosen(step), Request(target, mesh, specs, select, *split_rename(rename), strict))
+        request = Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return self._restore(self._chosen(step), request)
 
     def _restore(self, chosen: int, asked: Request) -> Tree:
         try:

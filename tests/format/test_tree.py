@@ -388,8 +388,8 @@ def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path: Path, monkey
     jaxckpt.save(tmp_path / "c", {"old": 1})
     flatten = _tree.flatten
 
-    def broken(tree: Any) -> Any:
-        leaves, structure = flatten(tree)
+    def broken(tree: Any, **how: Any) -> Any:
+        leaves, structure = flatten(tree, **how)
         return leaves, msgspec.structs.replace(structure, keys=("x",) * len(leaves))
 
     monkeypatch.setattr("jaxckpt._save.describe.flatten", broken)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, RunProcesses
 
@@ -254,10 +254,9 @@ def test_the_state_of_another_class_is_refused(path: Path) -> None:
         pass
 
     target = {"w": jnp.zeros(4), "data": Schedule(), "step": 0}
-    with pytest.raises(
-        jaxckpt.MismatchError, match=r"'data' is the state of a .*Loader in the checkpoint, a .*Schedule"
-    ):
+    with pytest.raises(jaxckpt.MismatchError, match=r"'data' is the state of a .*Loader.*, a .*Schedule") as caught:
         jaxckpt.restore(path, target)
+    assert caught.value.paths == ("data",)
     jaxckpt.register_leaf(
         Schedule,
         to_state=Schedule.state_dict,
@@ -346,6 +345,16 @@ def test_the_arrays_of_a_state_go_onto_the_mesh(tmp_path: Path) -> None:
     assert average.value.sharding == NamedSharding(other, P("data"))
     plan = jaxckpt.open(tmp_path / "ckpt").plan([Average(None)], mesh=other)
     assert plan.needed_bytes == 32
+
+
+def test_a_sharding_for_a_whole_tree_leaves_a_state_on_the_host(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ckpt", {"data": used(), "w": np.ones(4, np.float32)})
+    on_one = SingleDeviceSharding(jax.devices()[1])
+    for target in (on_one, {"data": on_one, "w": on_one}):
+        tree = jaxckpt.restore(tmp_path / "ckpt", target)
+        assert tree["w"].sharding == on_one
+        assert type(tree["data"]["order"]) is np.ndarray
+        assert tree["data"]["order"].dtype == np.int64
 
 
 # Registered types -------------------------------------------------------------------------------------------

@@ -68,6 +68,18 @@ def test_without_rules_all_are_kept_and_with_keep_for_the_young(tmp_path: Path) 
     assert filled(tmp_path / "c", range(5), keep_for=datetime.timedelta(0)).steps() == [4]
 
 
+def test_dtype_and_tied_mean_what_they_mean_to_save_and_restore(tmp_path: Path) -> None:
+    shared = jnp.full(4, 0.5)
+    with jaxckpt.Checkpointer(tmp_path) as steps:
+        steps.save(1, {"a": shared, "b": shared, "n": 3}, dtype=jnp.bfloat16)
+        steps.wait()
+        assert jaxckpt.open(steps.path(1))["a"].dtype == jnp.bfloat16
+        restored = steps.restore(1, dtype={"a": jnp.float32})
+        assert (restored["a"].dtype, restored["b"].dtype) == (jnp.float32, jnp.bfloat16)
+        restored = steps.restore(1, tied=True)
+        assert restored["a"] is restored["b"]
+
+
 def test_a_failed_save_costs_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = filled(tmp_path, range(2), keep_last=1)
     with monkeypatch.context() as patched:
