@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -173,17 +174,15 @@ def _planned(draft: Draft, options: Options, group: Group, domains: Domains | No
     """The plan of a tree, and of its copies, made only if it is not like the last one."""
     made_for = (options, group.index, group.count, domains)
     if not draft.plans or draft.plans[0][0] != made_for:
-        draft.plans[:] = [(made_for, *plan_spread(draft, options, group, domains))]
+        if domains is None:
+            made = plan_save(draft.arrays, options, group.index, group.count), None
+        else:
+            made = plan_spread(draft, options, group.index, domains)
+        draft.plans[:] = [(made_for, *made)]
     return draft.plans[0][1:]
 
 
-def plan_spread(
-    draft: Draft, options: Options, group: Group, domains: Domains | None
-) -> tuple[SavePlan, Copies | None]:
-    """The plan of a tree, and of its copies in other failure domains."""
-    plan = plan_save(draft.arrays, options, group.index, group.count)
-    if domains is None:
-        return plan, None
-    return plan_copies(
-        plan, domains, group.index, lambda process: plan_save(draft.arrays, options, process, group.count)
-    )
+def plan_spread(draft: Draft, options: Options, process: int, domains: Domains) -> tuple[SavePlan, Copies]:
+    """The plan of a tree that is spread over folders of the processes, and of the copies in other failure domains."""
+    plans = functools.partial(plan_save, draft.arrays, options, processes=len(domains.of))
+    return plan_copies(plans(process=process), domains, process, lambda other: plans(process=other))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import functools
 import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
@@ -103,14 +105,17 @@ def publish_own(
     if texts:
         meeting.group.check()  # the last moment at which it can be cancelled
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        content = manifests.encode(make(shares)).decode()
+        content = base64.b64encode(zlib.compress(manifests.encode(make(shares)))).decode()
     with clock.timed("barrier"):
-        content = meeting.share(content).encode()
+        content = zlib.decompress(base64.b64decode(meeting.share(content)))
+        meeting.renew()
     manifest = manifests.decode(content, meeting.group.call.where)
     with clock.timed("publish"), watch.doing(f"publishing {meeting.group.call.where}"):
         if sync:
             store.sync_data(claimed.data, manifest.arrays)
         store.publish(claimed.data, content, claimed.previous, sync=sync)
+    with clock.timed("barrier"):
+        meeting.barrier()  # before that, the loss of one folder could be the loss of the only manifest
     stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
     return Published(stored_bytes, 0, hashlib.sha256(content).hexdigest())
 

@@ -22,13 +22,14 @@ from jaxckpt._runtime.options import Options, flag, given, rate, seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave, SaveInfo
+from jaxckpt._save.describe import describe
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import Last
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.due import Due
 from jaxckpt._steps.initial import target_of
-from jaxckpt._steps.local import Local, agreed
+from jaxckpt._steps.local import Local, LocalBytes, agreed
 from jaxckpt._steps.preemption import Notice
 from jaxckpt._steps.process_states import Resplit, own_state
 from jaxckpt._steps.retention import BestRule, Predicate, Rules
@@ -257,6 +258,18 @@ class Checkpointer:
         )
         calling = functools.partial(self._calling, "Checkpointer.save")
         return self._saver.save(step, metrics, request, calling, force=force)
+
+    def local_bytes(self, tree: Tree) -> LocalBytes:
+        """What a local step of a tree takes in this process: stated before anything is saved, without communication.
+
+        Raises:
+            InputError: The Checkpointer has no `local=`.
+            TreeError: As for `jaxckpt.save`.
+        """
+        if self._local is None:
+            raise InputError("local_bytes(tree) needs Checkpointer(local=…)")
+        draft = describe(tree, None, None, self._options, tuple(self._directory.rules.components))
+        return self._local.plan(draft, self._options)
 
     def delete(self, step: int) -> None:
         """Delete a step. Every process; a step that does not exist is no error, but the only one is not deleted.

@@ -115,6 +115,7 @@ class Local:
         self._labels = None if labels is None else [str(label) for label in labels]
         self._whole: tuple[int, str] | None = None
         self._known = False
+        self._hurries = False
         self._made: tuple[int, str] | None = None
         self._is_swept = False
         self.flush: Flush | None = None
@@ -134,7 +135,7 @@ class Local:
     def open(self, answer: str, directory: Store, group: Group) -> None:
         """Make this process's folder, in a run on whose terms all have agreed. Raises InputError, StorageError."""
         terms = msgspec.json.decode(answer, type=_Terms)
-        self.run = terms.run
+        self.run, self._index = terms.run, group.index
         self.here = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
         self.domains = Domains(tuple(terms.domains), self._copies)
         name = f"process-{group.index}"
@@ -148,18 +149,20 @@ class Local:
                 f" {directory.url}: remove that folder if the run has ended, or give another local="
             )
         if note is None:
-            self.folder.made(name).put(f"{_NOTE}.new", json.dumps({"run": self.run, "storage": directory.url}).encode())
+            note = {"run": self.run, "storage": directory.url, "folder": uuid.uuid4().hex}
+            self.folder.made(name).put(f"{_NOTE}.new", json.dumps(note).encode())
             self.own.rename(f"{_NOTE}.new", _NOTE)
 
-    def found(self, whole: tuple[int, str] | None) -> None:
-        """The newest whole step of the local folders, (step, save id), as all processes found together: what else an
-        earlier Checkpointer left can go."""
-        self._whole, self._known = whole, True
+    def found(self, whole: tuple[int, str] | None, *, complete: bool = True) -> None:
+        """The (step, save id) of the local step that all processes restore, None for one of the storage: what else an
+        earlier Checkpointer left can go. Unless all copies of it are there (`complete`), the next step is saved."""
+        self._whole, self._known, self._hurries = whole, True, not complete
 
     # Saving ----------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        return step % self.every == 0
+        hurries, self._hurries = self._hurries, False
+        return hurries or step % self.every == 0
 
     def spread(self, step: int, flush: Flush | None) -> Spread:
         """How a step is saved here, and what it needs to be flushed."""
@@ -170,11 +173,10 @@ class Local:
         """Where this process's share of a step is."""
         return self.own.child(step_name(step))
 
-    def plan(self, draft: Draft, options: Options, group: Group) -> LocalBytes:
+    def plan(self, draft: Draft, options: Options) -> LocalBytes:
         """What a step of a tree takes."""
-        plan, copies = plan_spread(draft, options, group, self.domains)
-        assert copies is not None
-        return LocalBytes(plan.process_bytes[group.index], copies.written_bytes, copies.sent_bytes)
+        plan, copies = plan_spread(draft, options, self._index, self.domains)
+        return LocalBytes(plan.process_bytes[self._index], copies.written_bytes, copies.sent_bytes)
 
     def _decide(self, step: int) -> str:
         """Which older step stays. Process 0."""

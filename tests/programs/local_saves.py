@@ -64,7 +64,18 @@ with jaxckpt.Checkpointer(args["path"], local=args["local"], on_preemption="igno
         assert saved, step
         if args.get("wait", True):
             steps.wait()
+    held = steps.local_bytes(tree(args["tree"], 0))
     info = {step: {"blocked": found.blocked_seconds, "path": found.path} for step, found in infos.items()}
 if "plain" in args:
     jaxckpt.save(args["plain"], tree(args["tree"], args["steps"][-1]), process_state=state)
-print(json.dumps({"infos": info, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+print(
+    json.dumps(
+        {
+            "infos": info,
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "own": held.own_bytes,
+            "copied": held.copied_bytes,
+            "sent": held.sent_bytes,
+        }
+    )
+)
