@@ -162,3 +162,28 @@ def test_told_to_stop_the_local_step_is_made_then_flushed(run_processes: RunProc
     (last,) = {int(one.stdout.split()[0]) for one in done}
     assert jaxckpt.verify(tmp_path / f"run/{last:08d}").ok
     assert (tmp_path / f"local/process-2/{last:08d}" / MANIFEST).exists()
+
+
+def test_processes_that_disagree_all_raise(run_processes: RunProcesses, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run_processes(
+        PROGRAMS / "local_disagreements.py", processes=2, devices_per_process=2, args=str(tmp_path), timeout=200
+    )
+    expected = {
+        "one without": "made the Checkpointer without local=",
+        "other copies": "process 1 made the Checkpointer with another copies than process 0",
+        "other domains": "another local_domains than process 0",
+        "one domain": "pass copies=0, or other local_domains=",
+        "one cannot": "Not a directory",
+        "diverged": "different bytes of a replicated array, which is 'layers/0'",
+        "after": "",
+        "one tree is odd": "is of type builtins.object",
+        "both, and one tree is odd": "is of type builtins.object",
+        "after that": "",
+    }
+    for one in done:
+        found = json.loads(one.stdout)
+        assert {
+            what for what in expected if expected[what] not in found[what] or (found[what] and not expected[what])
+        } == (set()), found
+    assert jaxckpt.verify(tmp_path / "run/00000200").ok
