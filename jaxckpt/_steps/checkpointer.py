@@ -16,6 +16,7 @@ from jaxckpt._format.records import StepRecord
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
+from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Renaming, Request, split_rename
 from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError, Preempted
@@ -33,9 +34,11 @@ from jaxckpt._steps.due import Due
 from jaxckpt._steps.initial import target_of
 from jaxckpt._steps.last_save import LastSave
 from jaxckpt._steps.metrics import recorded
+from jaxckpt._steps.newest import Chosen, Newest, folders_of
 from jaxckpt._steps.preemption import Notice
 from jaxckpt._steps.process_states import Resplit, own_state
 from jaxckpt._steps.retention import BestRule, Predicate, Rules
+from jaxckpt._storage.place import local_path
 from jaxckpt._storage.steps import require_step
 
 _log = logging.getLogger("jaxckpt")
@@ -118,6 +121,7 @@ class Checkpointer:
         fail_fast: bool = False,
         on_preemption: Literal["exit", "continue", "ignore"] = "exit",
         preemption_seconds: float = 30.0,
+        local: str | os.PathLike[str] | None = None,
         options: Options | None = None,
     ) -> None:
         with Group.current(options, Call.of("Checkpointer", directory)) as group:
@@ -127,6 +131,8 @@ class Checkpointer:
             rules = Rules.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
             self._due = Due(every, every_minutes, save_if, group.count)
             self._directory = Directory(directory, rules, self._options)
+            folders = None if local is None else functools.partial(folders_of, local_path(local) or "", self._directory)
+            self._newest = Newest(self._directory, folders, self._options)
             self._deletion = Deletion(self._directory, self._options, trash=flag(trash, "trash"))
             self._background = flag(background, "background")
             self._fail_fast = flag(fail_fast, "fail_fast")
@@ -359,17 +365,23 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
                 passed over for an older one.
         """
-        return self._restore(self._chosen(step), Request(target, mesh, specs, select, *split_rename(rename), strict))
+        asked = Request(target, mesh, specs, select, *split_rename(rename), strict)
+        return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)[1]
 
-    def _restore(self, chosen: int, asked: Request) -> Tree:
+    def _restore(self, step: int | None, chosen: Chosen, asked: Request) -> tuple[int, Tree]:
+        number = self._required(chosen)
         try:
-            tree = carry_out(self.path(chosen), asked, self._options)
+            tree = carry_out(chosen.source or self.path(number), asked, self._options)
+        except DamagedError as error:
+            assert chosen.source is not None
+            self._newest.avoid(chosen.source, error)
+            return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)
         except JaxckptError as error:
-            for note in self._about(chosen, error):
+            for note in self._about(number, error):
                 error.add_note(note)
             raise
-        self._restored = chosen
-        return tree
+        self._restored = number
+        return number, tree
 
     def _about(self, step: int, error: JaxckptError) -> Iterator[str]:
         others = [found for found in self.steps() if found != step]
@@ -409,12 +421,13 @@ class Checkpointer:
             (step, tree): the number of the step that was restored and its tree, or None and what `init` made.
         """
         self._trains = True
-        step = self._agreed_step()
-        if step is None:
+        new_names, rules = split_rename(rename)
+        chosen = self._chosen(None, apart=rules is None)
+        if chosen.step is None:
             return None, init()
         target, initial = target_of(init)
-        return step, self._restore(
-            step, Request(target, mesh, specs, select, *split_rename(rename), strict, initial=initial)
+        return self._restore(
+            None, chosen, Request(target, mesh, specs, select, new_names, rules, strict, initial=initial)
         )
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
@@ -433,36 +446,38 @@ class Checkpointer:
             InputError: Another number of processes saved, and there is no `resplit`; nothing was saved by that name.
             DataError: It is not as it was saved.
         """
-        chosen = self._chosen(self._restored if step is None else step)
-        with (
-            self._calling("Checkpointer.process_state", chosen) as group,
-            group.meeting("restoring each process's own state") as meeting,
-        ):
-            state = own_state(self._directory.child(chosen), name, resplit, group.index, group.count)
-            meeting.barrier()
-        return state
+        step = self._restored if step is None else step
+        while True:
+            chosen = self._chosen(step)
+            source = chosen.source or self._directory.child(self._required(chosen))
+            with (
+                self._calling("Checkpointer.process_state", chosen.step) as group,
+                group.meeting("restoring each process's own state") as meeting,
+            ):
+                try:
+                    state = own_state(source, name, resplit, self._options, meeting)
+                except DamagedError as error:
+                    assert chosen.source is not None
+                    self._newest.avoid(chosen.source, error)
+                    meeting.barrier()
+                    continue
+                meeting.barrier()
+            return state
 
-    def _chosen(self, step: int | None) -> int:
-        """A step, or the newest for None, when it is on the disk. Every process."""
+    def _chosen(self, step: int | None, *, apart: bool = True) -> Chosen:
+        """A step, or the newest for None, after the save under way. Every process; with `apart` as `Newest.find`."""
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
-            self._last.wait()
-        chosen = self._agreed_step() if step is None else step
-        if chosen is None:
-            raise NotACheckpointError(f"no step is in {self._directory.url}")
-        return chosen
+            if self._newest.local is None:
+                self._last.wait()
+                return Chosen(step)
+        with self._calling("Checkpointer.restore") as group:
+            return self._newest.find(group, step, self._last.wait, apart=apart)
 
-    def _agreed_step(self) -> int | None:
-        """The newest step as process 0 finds it, after the save under way: others may list at another moment."""
-        with (
-            self._calling("Checkpointer.restore") as group,
-            group.meeting("looking for the newest step") as meeting,
-        ):
-            self._last.wait()
-            newest = self.latest_step() if self._first else None
-            meeting.gather("")
-            found = meeting.share("" if newest is None else str(newest))
-        return int(found) if found else None
+    def _required(self, chosen: Chosen) -> int:
+        if chosen.step is None:
+            raise NotACheckpointError(f"no step is in {self._directory.url}")
+        return chosen.step
 
     # Looking ---------------------------------------------------------------------------------------------
 
@@ -475,8 +490,8 @@ class Checkpointer:
         return self._directory.steps()
 
     def latest_step(self) -> int | None:
-        """The newest step that is there."""
-        return max(self.steps(), default=None)
+        """The newest step that is there: the one that `restore` would take. With `local`, every process calls it."""
+        return max(self.steps(), default=None) if self._newest.local is None else self._chosen(None).step
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The best step by `keep_best`, by its first rule or by that of a metric; None if no step has the metric."""
@@ -489,6 +504,9 @@ class Checkpointer:
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that were given when a step was saved; None for those that were not finite."""
         found = self._directory.look(require_step(step))
-        if found is None:
+        if found is not None:
+            return dict(found.record.metrics)
+        manifest = self._newest.manifest(step)
+        if manifest is None or manifest.step is None:
             raise NotACheckpointError(f"no step {step} is in {self._directory.url}")
-        return dict(found.record.metrics)
+        return dict(manifest.step.metrics)

@@ -1,0 +1,241 @@
+"""Which step a restore takes, agreed by all processes: the newest that local folders hold whole, else the storage's.
+
+what each process sees ─▶ process 0: saves of this run, the newest first ─▶ each: who holds which file ─▶ the first whole
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxckpt._format.manifest import decode
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.records import Manifest
+from jaxckpt._restore.plan import read_bytes
+from jaxckpt._restore.pooled import DamagedError, Pooled
+from jaxckpt._restore.surviving import Candidate, Files, candidates, missing
+from jaxckpt._runtime.errors import DataError, ManifestError, StorageError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Group, Meeting
+from jaxckpt._steps.directory import Directory
+from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.steps import is_step, step_name
+
+_log = logging.getLogger("jaxckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A step, and where to read it."""
+
+    step: int | None
+    """None if there is none."""
+
+    source: Pooled | None = None
+    """What local folders hold of it; None for the storage's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A step's folder that this process sees among the local ones."""
+
+    folder: Folder
+    step: int
+
+    content: bytes | None
+    """Its manifest."""
+
+    candidate: Candidate | None
+
+
+class Newest:
+    """Finds the step to restore. Every process makes one."""
+
+    def __init__(self, directory: Directory, local: Callable[[], Iterable[Folder]] | None, options: Options) -> None:
+        """`local` finds the folders of this run's processes that this process sees."""
+        self._directory = directory
+        self.local = local
+        self._options = options
+        self._unusable = set[str]()
+        """Local files that this process could not read, by their paths."""
+
+        self._known: dict[int, Manifest] = {}
+        """The local steps that were agreed on."""
+
+    # Agreeing, every process -----------------------------------------------------------------------------
+
+    def find(self, group: Group, step: int | None, ready: Callable[[], object], *, apart: bool = True) -> Chosen:
+        """A step, or the newest for None, once it is `ready`. Unless `apart`, only local steps count that each process
+        sees whole."""
+        with group.meeting("looking for the newest step") as meeting:
+            ready()
+            seen = list(self._look())
+            heard = meeting.gather(json.dumps([one.candidate for one in seen if one.candidate]))
+            stored, offered = json.loads(meeting.share(self._offer(heard, step) if heard else ""))
+            for candidate, giver in offered:
+                meeting.renew()
+                source = self._gathered(meeting, Candidate(*candidate), giver, seen, apart=apart)
+                if source is not None:
+                    return Chosen(candidate[0], source)
+        if offered and group.index == 0:
+            taken = "no step is left" if stored is None else f"step {stored} is taken from {self._directory.url}"
+            _log.warning("no step in the local folders can be restored: %s", taken)
+        return Chosen(stored)
+
+    def _look(self) -> Iterator[_Seen]:
+        """The steps in the local folders that this process sees."""
+        for process in self.local() if self.local else ():
+            try:
+                yield from [_seen(process.child(step), int(step)) for step in process.names() if is_step(step)]
+            except (DataError, StorageError) as error:
+                _log.warning("the local folder %s is not used: %s", process.url, error)
+
+    def _offer(self, heard: Sequence[str], step: int | None) -> str:
+        """The storage's step; and saves that are to be preferred if they are whole, the newest first, each with the
+        process that passes on its manifest, if some lack it. Process 0."""
+        found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
+        steps = self._directory.steps()
+        stored = max(steps, default=None) if step is None else step
+        offered: list[tuple[Candidate, int | None]] = []
+        for one in candidates(found):
+            if one.step != step if step is not None else stored is not None and one.step < stored:
+                continue
+            # Of two saves of one step, the storage's counts.
+            if one.step in steps and load_manifest(self._directory.child(one.step))[0].save_id != one.save_id:
+                continue
+            having = [process for process, some in enumerate(found) if one in some]
+            offered.append((one, having[0] if len(having) < len(found) else None))
+        return json.dumps((stored, offered))
+
+    def _gathered(
+        self, meeting: Meeting, candidate: Candidate, giver: int | None, seen: Sequence[_Seen], *, apart: bool
+    ) -> Pooled | None:
+        """A save as the local folders of all processes hold it; None unless they hold it whole."""
+        process = meeting.group.index
+        content = next((one.content for one in seen if one.candidate == candidate), None)
+        if giver is not None:
+            texts = meeting.gather(_packed(content) if content is not None and process == giver else "")
+            content = _unpacked(meeting.share(texts[giver] if texts else ""))
+            meeting.renew()
+        url = f"{self._directory.url}/{step_name(candidate.step)} (local)"
+        if content is None or hashlib.sha256(content).hexdigest() != candidate.digest:
+            raise ManifestError(f"the manifest of {url} did not arrive as it was sent")
+        manifest = decode(content, url)
+        files = Files.of(manifest)
+        folders = [one.folder for one in seen if one.step == candidate.step]
+        own = np.full(len(files.keys), -1)
+        numbers = {key: number for number, key in enumerate(files.keys)}
+        for number, folder in enumerate(folders):
+            for file in self._usable(folder, manifest.data, files, numbers):
+                own[file] = number
+        texts = meeting.gather(_packed(np.packbits(own >= 0).tobytes()))
+        held = json.loads(meeting.share(json.dumps(texts)))
+        every = np.array([np.frombuffer(_unpacked(text), np.uint8) for text in held])
+        lacking = missing(every if apart else np.bitwise_and.reduce(every)[None], len(own))
+        if lacking:
+            if process == 0:
+                why = "no local folder holds" if apart else "one process does not see, which rename=Rules(…) needs,"
+                _log.warning(
+                    "local step %d is not used: %s %d of its %d files, %s for example",
+                    *(candidate.step, why, len(lacking), len(own), files.keys[lacking[0]]),
+                )
+            return None
+        for one in seen:
+            if one.folder in folders and one.candidate != candidate and manifest.data in one.folder.names():
+                _adopt(one.folder, manifest.data, content, sync=self._options.sync)
+        if process == 0:
+            _log.info("step %d is whole in the local folders of %d processes", candidate.step, meeting.group.count)
+        self._known[candidate.step] = manifest
+        most_bytes = max(1, read_bytes(self._options.host_bytes) // 4)
+        return Pooled(url, manifest, candidate.digest, files, folders, own.tolist(), every, most_bytes)
+
+    def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
+        """The files of a save that lie in a folder with the right length, and could be read so far."""
+        there = {
+            numbers[key]: key
+            for path, _, names in os.walk(os.path.join(folder.folder, data))
+            for name in names
+            if (key := os.path.relpath(os.path.join(path, name), folder.folder)) in numbers
+            and f"{folder.url}/{key}" not in self._unusable
+        }
+        misfits = folder.misfits({key: files.lengths[number] for number, key in there.items()})
+        for key, why in misfits.items():
+            _log.warning("the local file %s/%s is not used: it %s", folder.url, key, why)
+        return [number for number, key in there.items() if key not in misfits]
+
+    # Of this process alone -------------------------------------------------------------------------------
+
+    def avoid(self, source: Pooled, error: DamagedError) -> None:
+        """Files that this process has read of a local step are damaged: other processes may hold them too."""
+        _log.warning("local files of %s are damaged, and are not used: %s", source.url, error)
+        self._unusable.update(source.damaged)
+
+    def manifest(self, step: int) -> Manifest | None:
+        """What is known of a local step: of one that was agreed on, or as this process's folders say."""
+        if step not in self._known:
+            for one in self._look():
+                if one.step == step and one.content is not None:
+                    return decode(one.content, one.folder.url)
+        return self._known.get(step)
+
+
+def _seen(folder: Folder, step: int) -> _Seen:
+    """A step's folder. A manifest that is damaged, or of another step, counts as none."""
+    content = folder.read(MANIFEST)
+    if content is not None:
+        try:
+            manifest = decode(content, folder.url)
+            if manifest.step is not None and manifest.step.number == step:
+                found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
+                return _Seen(folder, step, content, found)
+            why = "it is of another step"
+        except ManifestError as error:
+            why = str(error)
+        _log.warning("the manifest in %s is not used: %s", folder.url, why)
+    return _Seen(folder, step, None, None)
+
+
+def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
+    """Publish the manifest of a save, which is whole, in a folder that has data of it: with one manifest lost, the save
+    would be lost."""
+    name = f"{data}/{MANIFEST}.{uuid.uuid4().hex}"
+    try:
+        folder.put(name, content, sync=sync)
+        with system_errors(f"cannot publish {folder.url}/{MANIFEST}"):
+            os.rename(os.path.join(folder.folder, name), os.path.join(folder.folder, MANIFEST))
+    except StorageError as error:
+        _log.warning("the manifest is not in all local folders: %s", error)
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content, 1)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
+
+
+def folders_of(local: str, directory: Directory) -> Iterator[Folder]:
+    """STUB until branch local is merged."""
+    import re
+
+    note = directory.store.read("_run.json")
+    run = json.loads(note)["run"] if note else None
+    top = Folder(local, local)
+    for name in top.names():
+        if (
+            re.fullmatch(r"process-\d+", name)
+            and json.loads(top.child(name).read("run.json") or b"{}").get("run") == run
+        ):
+            yield top.child(name)
