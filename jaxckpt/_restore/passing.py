@@ -118,10 +118,10 @@ class Arrivals:
         """Raise what this process could not give; and DamagedError in all, if some could not read a file."""
         if self._failure is not None and not self._source.damaged:
             raise self._failure
-        damaged = [f"{path}: {why}" for path, why in self._source.damaged.items()]
-        found = json.loads(self._agreed(json.dumps(damaged), lambda texts: json.dumps(sum(map(json.loads, texts), []))))
+        damaged = "; ".join(f"{path}: {why}" for path, why in self._source.damaged.items())
+        found = self._agreed(damaged, lambda texts: "; ".join(filter(None, texts)))
         if found:
-            raise DamagedError("; ".join(found))
+            raise DamagedError(found)
 
     def _agreed(self, text: str, merge: Callable[[list[str]], str]) -> str:
         """The texts of all processes, as process 0 merges them."""

@@ -1,6 +1,6 @@
 """Which step a restore takes, agreed by all processes: the newest that local folders hold whole, else the storage's.
 
-what each process sees ─▶ process 0: saves of this run, the newest first ─▶ each: who holds which file ─▶ the first whole
+what each process sees ─▶ process 0: saves, the newest first ─▶ each: who holds which file ─▶ the first that is whole
 """
 
 from __future__ import annotations
