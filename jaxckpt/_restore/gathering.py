@@ -33,7 +33,7 @@ from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import Report
-from jaxckpt._save.exchange import moving_bits
+from jaxckpt._save.exchange import links, moving_bits
 from jaxckpt._storage.objects import ArrayReader
 from jaxckpt._storage.workers import Aside
 
@@ -223,12 +223,8 @@ class Interconnect:
         self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
 
     def given_bytes(self, piece: Piece) -> int:
-        """What each process gives of a piece."""
-        return self.rounded_bytes(max(end - first for first, end in piece.spans.values()))
-
-    def rounded_bytes(self, n_bytes: int) -> int:
-        """So many bytes that few programs serve all sizes: 12 % too many at most."""
-        words = -(-n_bytes // (4 * self._width))
+        """What each process gives, so many that few programs serve all pieces: 12 % too many at most."""
+        words = -(-max(end - first for first, end in piece.spans.values()) // (4 * self._width))
         unit = max(ALIGNED_BYTES // 4, 1 << max(0, words.bit_length() - 4))
         return -(-words // unit) * unit * 4 * self._width
 
@@ -244,40 +240,24 @@ class Interconnect:
             mine, part = aligned_empty((given,), np.dtype(np.uint8)), mine
             mine[: len(part)], mine[len(part) :] = part, 0
         start = np.array([slots.index(self.process) * words if self.process in slots else 0], np.int32)
-        gathered = self._run(gatherer(self._mesh, givers if few else None), mine, [start] * self._width)
-        found = [one.reshape(-1, words) for one in gathered]
-        rows = ([one[slot] for one in found] for slot in range(len(slots)))
-        joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)
-        return {process: row.view(np.uint8) for process, row in zip(slots, joined, strict=True)}
-
-    def pass_to(self, pairs: tuple[tuple[int, int], ...], own: Array) -> Array:
-        """What this process gets, if it is the second of a pair, of the first one's `own`. Every process."""
-        got = self._run(passer(self._mesh, pairs), own)
-        return (got[0] if self._width == 1 else np.concatenate(got)).view(np.uint8)
-
-    def _run(self, program: Any, own: Array, *more: Sequence[Array]) -> list[Array]:
-        """What a program makes on each of this process's devices of its bytes, and of more that each one gets."""
         places = [SingleDeviceSharding(device) for device in self._devices]
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         try:
             with moving_bits(self._mesh):
-                placed = [
-                    jax.device_put(list(one), places) for one in (own.view(np.uint32).reshape(self._width, -1), *more)
-                ]
+                parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
+                starts = jax.device_put([start] * self._width, places)
                 arguments = [
                     jax.make_array_from_single_device_arrays((self._mesh.size * one[0].size,), along, one)
-                    for one in placed
+                    for one in (parts, starts)
                 ]
-                made = jax.block_until_ready(program(*arguments))
+                gathered = jax.block_until_ready(gatherer(self._mesh, givers if few else None)(*arguments))
         except (RuntimeError, ValueError) as error:  # XLA's: of a peer that died, for example
             raise PeerFailedError(f"processes {self.members} could not pass on what they read: {error}") from error
-        by_device = {shard.device: jax.device_get(shard.data) for shard in made.addressable_shards}
-        return [by_device[device] for device in self._devices]
-
-
-def links(devices: Sequence[Any]) -> int:
-    """How many devices of a process pass bytes on: one on CPUs, where all have one memory and one connection."""
-    return 1 if devices[0].platform == "cpu" else len(devices)
+        by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
+        found = [by_device[device].reshape(-1, words) for device in self._devices]
+        rows = ([one[slot] for one in found] for slot in range(len(slots)))
+        joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)
+        return {process: row.view(np.uint8) for process, row in zip(slots, joined, strict=True)}
 
 
 @functools.lru_cache(maxsize=256)
@@ -297,14 +277,3 @@ def gatherer(mesh: Mesh, givers: int | None) -> Any:
     along, everyone = PartitionSpec(mesh.axis_names), PartitionSpec(("community", "own"))
     passed = jax.shard_map(everywhere, mesh=mesh, in_specs=(along, along), out_specs=everyone, check_vma=False)
     return jax.jit(passed)
-
-
-@functools.lru_cache(maxsize=256)
-def passer(mesh: Mesh, pairs: tuple[tuple[int, int], ...]) -> Any:
-    """The jitted (words of each device) → the words that the first process of a pair had, on the second's devices."""
-    along = PartitionSpec(mesh.axis_names)
-
-    def passed(words: Any) -> Any:
-        return lax.ppermute(words, "process", pairs)
-
-    return jax.jit(jax.shard_map(passed, mesh=mesh, in_specs=along, out_specs=along, check_vma=False))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt._format.pieces import Bytes
 from jaxckpt._restore.gathering import Interconnect
 from jaxckpt._restore.plan import ReadStep, read_bytes
 from jaxckpt._restore.pooled import DamagedError, Pooled
@@ -24,6 +25,7 @@ from jaxckpt._restore.surviving import Hop, Request, hops
 from jaxckpt._runtime.errors import JaxckptError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
+from jaxckpt._save.peers import Permutations, rounded_bytes
 from jaxckpt._storage.workers import All, Aside
 
 
@@ -52,7 +54,7 @@ class Arrivals:
                 self._rounds[-1] += asked
                 held += size
             self._last[read] = len(self._rounds) if size else 0
-        self._interconnect: Interconnect | None = None
+        self._permutations: Permutations | None = None
         self._all: list[list[list[Request]]] = []
         self._failure: Exception | None = None
         self.passed_bytes = 0
@@ -66,8 +68,7 @@ class Arrivals:
         sizes = json.loads(self._agreed(json.dumps(len(asked)), lambda texts: f"[{','.join(texts)}]"))
         if any(sizes):
             everyone = tuple(range(self._meeting.group.count))
-            self._interconnect = Interconnect((everyone,), self._process)
-            found = _everyones(self._interconnect, asked, sizes)
+            found = _everyones(Interconnect((everyone,), self._process), asked, sizes)
             self._all = [_requests(text) if text else [] for text in found]
         return self
 
@@ -88,28 +89,30 @@ class Arrivals:
     def _next(self) -> None:
         """The next round. Every process."""
         self._meet()
-        assert self._interconnect is not None
+        if self._permutations is None:
+            self._permutations = Permutations(self._process)
         now = [rounds[self._passed] if self._passed < len(rounds) else [] for rounds in self._all]
         source = self._source
         self._passed += 1
         with Aside(self._options.timeout_seconds) as aside:
             for hop in hops(now, source.held, source.files.request_bytes, source.most_bytes):
-                self._pass(hop, self._interconnect, aside)
+                self._pass(hop, self._permutations, aside)
 
-    def _pass(self, hop: Hop, interconnect: Interconnect, aside: Aside) -> None:
-        n_bytes = interconnect.rounded_bytes(max(parcel.n_bytes for parcel in hop.values()))
-        own = aligned_empty((n_bytes,), np.dtype(np.uint8))
+    def _pass(self, hop: Hop, permutations: Permutations, aside: Aside) -> None:
+        n_bytes = rounded_bytes(max(parcel.n_bytes for parcel in hop.values()))
+        own: Bytes | None = None
         for (giver, _), parcel in hop.items():
             if giver == self._process:
+                own = aligned_empty((n_bytes,), np.dtype(np.uint8))
                 self.passed_bytes += n_bytes
                 wanted = [(request, own[start : start + size]) for request, start, size in parcel.requests]
                 try:  # others wait for it in a program: whatever is wrong is for the next meeting
                     aside.do(f"reading from {self._source.url}", lambda w=wanted: All(self._source.serve(w)).result())
                 except Exception as error:
                     self._failure = self._failure or error
-        got = interconnect.pass_to(tuple(hop), own)
+        got = permutations.run(tuple(hop), n_bytes, own)
         for (_, getter), parcel in hop.items():
-            if getter == self._process:
+            if getter == self._process and got is not None:
                 for request, start, size in parcel.requests:
                     self.got_bytes += size
                     self._source.arrived[request] = got[start : start + size]

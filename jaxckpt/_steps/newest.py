@@ -12,7 +12,7 @@ import logging
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +22,12 @@ from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
 from jaxckpt._restore.plan import read_bytes
 from jaxckpt._restore.pooled import DamagedError, Pooled
-from jaxckpt._restore.surviving import Candidate, Files, candidates, missing
+from jaxckpt._restore.surviving import Candidate, Files, Held, candidates, missing
 from jaxckpt._runtime.errors import DataError, ManifestError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._steps.directory import Directory
+from jaxckpt._steps.local import Local
 from jaxckpt._storage.errors import system_errors
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
@@ -45,10 +46,21 @@ class Chosen:
     source: Pooled | None = None
     """What local folders hold of it; None for the storage's."""
 
+    complete: bool = True
+    """Whether every file of it has all its copies, for as many processes as there are now."""
+
+    @property
+    def save(self) -> tuple[int, str] | None:
+        """The step and the save id of a local step."""
+        return None if self.source is None or self.step is None else (self.step, self.source.manifest.save_id)
+
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A step's folder that this process sees among the local ones."""
+
+    process: str
+    """The id of the folder that it lies in."""
 
     folder: Folder
     step: int
@@ -62,8 +74,7 @@ class _Seen:
 class Newest:
     """Finds the step to restore. Every process makes one."""
 
-    def __init__(self, directory: Directory, local: Callable[[], Iterable[Folder]] | None, options: Options) -> None:
-        """`local` finds the folders of this run's processes that this process sees."""
+    def __init__(self, directory: Directory, local: Local | None, options: Options) -> None:
         self._directory = directory
         self.local = local
         self._options = options
@@ -85,9 +96,9 @@ class Newest:
             stored, offered = json.loads(meeting.share(self._offer(heard, step) if heard else ""))
             for candidate, giver in offered:
                 meeting.renew()
-                source = self._gathered(meeting, Candidate(*candidate), giver, seen, apart=apart)
-                if source is not None:
-                    return Chosen(candidate[0], source)
+                chosen = self._gathered(meeting, Candidate(*candidate), giver, seen, apart=apart)
+                if chosen is not None:
+                    return chosen
         if offered and group.index == 0:
             taken = "no step is left" if stored is None else f"step {stored} is taken from {self._directory.url}"
             _log.warning("no step in the local folders can be restored: %s", taken)
@@ -95,9 +106,9 @@ class Newest:
 
     def _look(self) -> Iterator[_Seen]:
         """The steps in the local folders that this process sees."""
-        for process in self.local() if self.local else ():
+        for name, process in self.local.folders().values() if self.local else ():
             try:
-                yield from [_seen(process.child(step), int(step)) for step in process.names() if is_step(step)]
+                yield from [_seen(name, process.child(step), int(step)) for step in process.names() if is_step(step)]
             except (DataError, StorageError) as error:
                 _log.warning("the local folder %s is not used: %s", process.url, error)
 
@@ -120,7 +131,7 @@ class Newest:
 
     def _gathered(
         self, meeting: Meeting, candidate: Candidate, giver: int | None, seen: Sequence[_Seen], *, apart: bool
-    ) -> Pooled | None:
+    ) -> Chosen | None:
         """A save as the local folders of all processes hold it; None unless they hold it whole."""
         process = meeting.group.index
         content = next((one.content for one in seen if one.candidate == candidate), None)
@@ -133,15 +144,19 @@ class Newest:
             raise ManifestError(f"the manifest of {url} did not arrive as it was sent")
         manifest = decode(content, url)
         files = Files.of(manifest)
-        folders = [one.folder for one in seen if one.step == candidate.step]
+        of_step = [one for one in seen if one.step == candidate.step]
         own = np.full(len(files.keys), -1)
         numbers = {key: number for number, key in enumerate(files.keys)}
-        for number, folder in enumerate(folders):
-            for file in self._usable(folder, manifest.data, files, numbers):
-                own[file] = number
-        texts = meeting.gather(_packed(np.packbits(own >= 0).tobytes()))
-        held = json.loads(meeting.share(json.dumps(texts)))
-        every = np.array([np.frombuffer(_unpacked(text), np.uint8) for text in held])
+        usable: dict[str, str] = {}
+        for number, one in enumerate(of_step):
+            there = self._usable(one.folder, manifest.data, files, numbers)
+            own[there] = number
+            usable[one.process] = _packed(_bits(there, len(own)).tobytes())
+        texts = meeting.gather(json.dumps(usable))
+        held: list[dict[str, str]] = json.loads(meeting.share(f"[{','.join(texts)}]"))
+        by_folder = {name: np.frombuffer(_unpacked(bits), np.uint8) for some in held for name, bits in some.items()}
+        nothing = _bits([], len(own))
+        every = np.array([np.bitwise_or.reduce([nothing, *map(by_folder.__getitem__, some)]) for some in held])
         lacking = missing(every if apart else np.bitwise_and.reduce(every)[None], len(own))
         if lacking:
             if process == 0:
@@ -151,14 +166,21 @@ class Newest:
                     *(candidate.step, why, len(lacking), len(own), files.keys[lacking[0]]),
                 )
             return None
-        for one in seen:
-            if one.folder in folders and one.candidate != candidate and manifest.data in one.folder.names():
+        for one in of_step:
+            if one.candidate != candidate and manifest.data in one.folder.names():
                 _adopt(one.folder, manifest.data, content, sync=self._options.sync)
         if process == 0:
-            _log.info("step %d is whole in the local folders of %d processes", candidate.step, meeting.group.count)
+            _log.info("step %d is whole in the local folders of %d processes", candidate.step, len(by_folder))
         self._known[candidate.step] = manifest
         most_bytes = max(1, read_bytes(self._options.host_bytes) // 4)
-        return Pooled(url, manifest, candidate.digest, files, folders, own.tolist(), every, most_bytes)
+        folders = [one.folder for one in of_step]
+        source = Pooled(url, manifest, candidate.digest, files, folders, own.tolist(), every, most_bytes)
+        counts = sum(
+            (np.unpackbits(bits, count=len(own)).astype(int) for bits in by_folder.values()), np.zeros(len(own), int)
+        )
+        copies = self.local.domains.copies if self.local else 0
+        whole = len(by_folder) == meeting.group.count and bool((counts > copies).all())
+        return Chosen(candidate.step, source, complete=whole)
 
     def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
         """The files of a save that lie in a folder with the right length, and could be read so far."""
@@ -190,7 +212,7 @@ class Newest:
         return self._known.get(step)
 
 
-def _seen(folder: Folder, step: int) -> _Seen:
+def _seen(process: str, folder: Folder, step: int) -> _Seen:
     """A step's folder. A manifest that is damaged, or of another step, counts as none."""
     content = folder.read(MANIFEST)
     if content is not None:
@@ -198,12 +220,12 @@ def _seen(folder: Folder, step: int) -> _Seen:
             manifest = decode(content, folder.url)
             if manifest.step is not None and manifest.step.number == step:
                 found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
-                return _Seen(folder, step, content, found)
+                return _Seen(process, folder, step, content, found)
             why = "it is of another step"
         except ManifestError as error:
             why = str(error)
         _log.warning("the manifest in %s is not used: %s", folder.url, why)
-    return _Seen(folder, step, None, None)
+    return _Seen(process, folder, step, None, None)
 
 
 def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
@@ -218,24 +240,16 @@ def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
         _log.warning("the manifest is not in all local folders: %s", error)
 
 
+def _bits(numbers: Sequence[int], count: int) -> Held:
+    """A bit for each of so many files, set for some."""
+    there = np.zeros(count, bool)
+    there[numbers] = True
+    return np.packbits(there)
+
+
 def _packed(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content, 1)).decode()
 
 
 def _unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
-
-
-def folders_of(local: str, directory: Directory) -> Iterator[Folder]:
-    """STUB until branch local is merged."""
-    import re
-
-    note = directory.store.read("_run.json")
-    run = json.loads(note)["run"] if note else None
-    top = Folder(local, local)
-    for name in top.names():
-        if (
-            re.fullmatch(r"process-\d+", name)
-            and json.loads(top.child(name).read("run.json") or b"{}").get("run") == run
-        ):
-            yield top.child(name)

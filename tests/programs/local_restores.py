@@ -54,7 +54,10 @@ line, square = Mesh(devices, ("data",)), Mesh(devices.reshape(-1, 2), ("data", "
 LAYOUTS: dict[str, tuple[Mesh, Any]] = {
     "fsdp": (line, lambda shape: P("data") if shape and shape[0] % len(devices) == 0 else P()),
     "replicated": (line, lambda shape: P()),
-    "square": (square, lambda shape: P("data", "model") if len(shape) == 2 and not shape[0] % len(square.devices) else P()),
+    "square": (
+        square,
+        lambda shape: P("data", "model") if len(shape) == 2 and not shape[0] % len(square.devices) else P(),
+    ),
     "columns": (square, lambda shape: P(None, "model") if len(shape) == 2 and shape[1] % 2 == 0 else P()),
 }
 
