@@ -33,6 +33,15 @@ def spread(step: Path, hosts: Sequence[Path], storage: Path, *, copies: int = 1,
         shutil.copyfile(step / "manifest.json", mine / "manifest.json")
 
 
+def take(hosts: Path, run: Path, to: Path, storage: Path) -> list[Path]:
+    """The local folders that a run has left, as if it had saved into `storage`."""
+    shutil.copytree(hosts, to)
+    shutil.copytree(run / "_run", storage / "_run", dirs_exist_ok=True)
+    for note in to.glob("*/process-*/run.json"):
+        note.write_text(json.dumps({**json.loads(note.read_text()), "storage": str(storage), "folder": str(note)}))
+    return sorted(to.iterdir())
+
+
 def files(step: Path) -> list[Path]:
     """The files that must be somewhere: objects, and what each process alone knew."""
     objects = (file for file in step.glob("data-*/*/c/**/*") if file.is_file())
