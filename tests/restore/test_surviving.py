@@ -139,7 +139,7 @@ class Job:
     def odd_hosts(self, *, copies: int = 1) -> list[Path]:
         """Four hosts that have the files of the step in an odd way: whoever owned them, one after the other."""
         hosts = [self._scratch / f"case {len(self.cases)}" / f"host {number}" for number in range(4)]
-        local_folders.spread(self.saved / "00000040", hosts, self.path, copies=copies)
+        local_folders.spread(self.saved / "00000040", hosts, self._made / "run", self.path, copies=copies)
         return hosts
 
     def case(self, hosts: list[Path], like: int = 40, **more: Any) -> None:
