@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from joined import args, process_id
 
 import jaxckpt
+from jaxckpt._save import peers
 
 mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
 
@@ -49,9 +50,22 @@ def tree(name: str, step: int) -> dict[str, Any]:
     return {**fsdp, **mixed, "step": step}
 
 
+passed = 0
+run = peers._Permutations.run
+
+
+def counted(self: Any, channel: Any, one: Any, given: Any) -> Any:
+    global passed
+    passed += one.n_bytes if process_id in one.givers else 0
+    return run(self, channel, one, given)
+
+
+peers._Permutations.run = counted
 options = args.get("options", {})
+if "options" in options:
+    options["options"] = jaxckpt.Options(**options["options"])
 with jaxckpt.Checkpointer(args["path"], local=args["local"], on_preemption="ignore", **options) as steps:
-    infos = {}
+    infos, done = {}, []
     for step in args["steps"]:
         state = {"position": f"{process_id}-{step}"}
         saved = steps.save(
@@ -61,7 +75,7 @@ with jaxckpt.Checkpointer(args["path"], local=args["local"], on_preemption="igno
             metrics={"loss": 1 / (1 + step)},
             on_done=lambda info, step=step: infos.update({step: info}),
         )
-        assert saved, step
+        done.append(saved)
         if args.get("wait", True):
             steps.wait()
     held = steps.local_bytes(tree(args["tree"], 0))
@@ -72,7 +86,9 @@ print(
     json.dumps(
         {
             "infos": info,
+            "saved": done,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "passed": passed,
             "own": held.own_bytes,
             "copied": held.copied_bytes,
             "sent": held.sent_bytes,
