@@ -33,9 +33,9 @@ class Domains:
         found = len(set(self.of))
         if found <= self.copies:
             raise InputError(
-                f"copies={self.copies} puts each object into {self.copies + 1} failure domains, and the"
-                f" {counted(len(self.of), 'process')} are in {found}: pass copies={found - 1}, or local_domains= with"
-                " one label a process"
+                f"copies={self.copies} puts each object into {counted(self.copies + 1, 'failure domain')}, and"
+                f" {counted(len(self.of), 'process')} of this job make up {found}: pass copies={found - 1}, or other"
+                " local_domains="
             )
 
 

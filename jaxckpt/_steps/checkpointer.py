@@ -145,6 +145,8 @@ class Checkpointer:
             self._directory = Directory(directory, rules, self._options)
             self._deletion = Deletion(self._directory, self._options, trash=flag(trash, "trash"))
             self._notice = Notice(group.count, seconds(preemption_seconds, "preemption_seconds"))
+            if local is None and (local_domains is not None or local_bytes_per_second is not None):
+                raise InputError("local_domains= and local_bytes_per_second= need local=")
             self._local = None if local is None else Local(local, local_every, copies, local_domains)
             self._newest = Newest(self._directory, self._local, self._options)
             self._saver = Saver(

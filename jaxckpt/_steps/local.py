@@ -41,6 +41,7 @@ from jaxckpt._storage.store import Store
 _log = logging.getLogger("jaxckpt")
 
 _NOTE = "run.json"
+_NEW_NOTE = f"{_NOTE}.new"
 _RUN_ID = "local-"
 """Begins the name of a note in the storage's directory of steps: the rest of the name is the run's id."""
 
@@ -112,6 +113,8 @@ class Local:
         self.folder = Folder(path, path)
         self.every = whole_number(every, "local_every", least=1)
         self._copies = whole_number(copies, "copies", least=0)
+        if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"local_domains must be a sequence of labels, one a process, found {labels!r}")
         self._labels = None if labels is None else [str(label) for label in labels]
         self._whole: tuple[int, str] | None = None
         self._known = False
@@ -142,17 +145,17 @@ class Local:
         name = f"process-{group.index}"
         self.own = self.folder.child(name)
         note = _run_of(self.own)
-        if note is None and self.own.names():
+        if note is None and not {_NEW_NOTE}.issuperset(self.own.names()):
             raise InputError(f"{self.own.url} holds other files: give another local=, or remove them")
-        if note is not None and note.get("run") != self.run:
+        if note is not None and (note.get("run"), note.get("storage")) != (self.run, directory.url):
             raise InputError(
                 f"{self.own.url} holds local steps of another run, which is stored at {note.get('storage')}, expected"
                 f" {directory.url}: remove that folder if the run has ended, or give another local="
             )
         if note is None:
             note = {"run": self.run, "storage": directory.url, "folder": uuid.uuid4().hex}
-            self.folder.made(name).put(f"{_NOTE}.new", json.dumps(note).encode())
-            self.own.rename(f"{_NOTE}.new", _NOTE)
+            self.folder.made(name).put(_NEW_NOTE, json.dumps(note).encode())
+            self.own.rename(_NEW_NOTE, _NOTE)
 
     def folders(self) -> dict[int, tuple[str, Folder]]:
         """The folders of the run's processes that this process sees, each with its own id, by the number that the

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxckpt._format.records import StepRecord
-from jaxckpt._runtime.errors import Preempted
+from jaxckpt._runtime.errors import JaxckptError, Preempted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._save.background import PendingSave
@@ -162,7 +162,7 @@ class Saver:
     def _hurry(self, step: int) -> bool:
         """Wait for the saves before the last one, now that time is short. Returns whether they have saved this step."""
         if self.local is not None and self.local.flush is not None and self.local.flush.step != step:
-            self.local.flush.cancelled = Preempted("a newer step is flushed instead, since the job was told to stop")
+            self.local.flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was told to stop")
         for last in (self.last, self.flushed):
             try:
                 last.wait(self.notice.seconds_left())

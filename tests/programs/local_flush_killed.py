@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import dying
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,6 +20,8 @@ values = np.arange(8 * 4096, dtype=np.float32).reshape(8, -1)
 step, rate = (10, 20_000) if args["first"] else (20, None)
 options = jaxckpt.Options(object_bytes=4096, chunk_bytes=1024)
 folder = args["local"]
+pids = Path(folder).parent / "pids"
+dying.register(pids)
 with jaxckpt.Checkpointer(
     args["path"], every=10, local=folder, local_bytes_per_second=rate, options=options, on_preemption="continue"
 ) as steps:
@@ -35,6 +38,6 @@ with jaxckpt.Checkpointer(
     while args["first"]:
         time.sleep(0.01)
         if list(Path(args["path"]).glob("00000010/data-*/*/c/*/*")) and process_id == args["victim"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            dying.die(pids)
     steps.wait()
     print(step - 1, time.monotonic() - started)

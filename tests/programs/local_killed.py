@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import dying
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,16 +17,13 @@ from jaxckpt._storage.files import FileWriter
 from jaxckpt._storage.folder import Folder
 
 pids = Path(args["local"]).parent / "pids"
-pids.mkdir(exist_ok=True)
-(pids / str(process_id)).write_text(str(os.getpid()))
+dying.register(pids)
 second = False
 
 
 def die() -> None:
     if second and process_id == args["victim"]:
-        others = " ".join(path.read_text() for path in pids.iterdir() if path.name != str(process_id))
-        subprocess.Popen(["sh", "-c", f"sleep {args.get('delay', 0.3)}; kill -9 {others}"], start_new_session=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        dying.die(pids)
 
 
 def around(holder: Any, name: str, *, after: bool = False) -> None:
