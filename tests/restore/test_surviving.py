@@ -279,6 +279,19 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
 
 
 @pytest.mark.child
+def test_only_what_a_process_lacks_is_passed_on_and_only_to_it(job: Job) -> None:
+    hosts = job.hosts()
+    wipe(hosts[3])
+    job.case(hosts, select="layer *")
+    layers = 4 * 96 * 512 * 2
+    (found,) = job.run(4)
+    require_step(found, 40)
+    assert [one["got"] for one in found] == [0, 0, 0, layers // 4]
+    assert layers // 4 <= sum(one["passed"] for one in found) <= 1.02 * layers // 4
+    assert layers <= sum(one["read"] for one in found) <= 1.02 * layers, "each chunk is read once in the whole job"
+
+
+@pytest.mark.child
 def test_the_storage_s_step_counts_if_it_is_newer_or_another_save(job: Job, tmp_path: Path) -> None:
     hosts = job.hosts()
     shutil.copytree(job.saved / "00000040", job.path / "00000040")  # another save of step 40
