@@ -47,6 +47,10 @@ class Round(msgspec.Struct, frozen=True, array_like=True):
     givers: list[int]
     """The processes that give any."""
 
+    def pairs(self, channels: Sequence[Channel]) -> Channel:
+        """The processes that give, each with the one that gets it."""
+        return tuple(pair for pair in channels[self.channel] if pair[0] in self.givers)
+
 
 @dataclass(slots=True)
 class Passing:
@@ -59,19 +63,19 @@ class Passing:
 
 def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int]], most_bytes: int) -> list[Round]:
     """The rounds that pass on so many bytes of each process over each channel."""
-    most_bytes = _rounded(min(ROUND_BYTES, most_bytes))
+    most_bytes = rounded_bytes(min(ROUND_BYTES, most_bytes))
     rounds: list[tuple[int, Round]] = []
     for channel, pairs in enumerate(channels):
         left = {giver: stream_bytes[giver][channel] for giver, _ in pairs}
         for start in range(0, max(left.values(), default=0), most_bytes):
             givers = [giver for giver, n_bytes in left.items() if n_bytes > start]
-            n_bytes = min(most_bytes, _rounded(max(left.values()) - start))
+            n_bytes = min(most_bytes, rounded_bytes(max(left.values()) - start))
             rounds.append((start, Round(channel, n_bytes, givers)))
     rounds.sort(key=lambda one: one[0])  # the channels in turn: what is sent over several is soon let go
     return [one for _, one in rounds]
 
 
-def _rounded(n_bytes: int) -> int:
+def rounded_bytes(n_bytes: int) -> int:
     """A few bytes more, 0.4 % at most above 1 MiB: the sizes of rounds repeat, and with them their programs."""
     unit = max(4 << 10, 1 << max(0, n_bytes.bit_length() - 9))
     return -(-n_bytes // unit) * unit
@@ -112,7 +116,7 @@ def pass_on(
             if getter == process:
                 keep = None if state is None else functools.partial(keep_state, giver)
                 incoming[number] = _Incoming(copies.received[number], stacks, keep)
-    permutations = _Permutations(process)
+    permutations = Permutations(process)
     left = deque(rounds)
     try:
         while left:
@@ -124,7 +128,7 @@ def pass_on(
                 yield found
             given = None if out is None else out.take(one.n_bytes)
             left.popleft()
-            got = permutations.run(copies.channels[one.channel], one, given)
+            got = permutations.run(one.pairs(copies.channels), one.n_bytes, given)
             into = incoming[one.channel]
             if got is not None and into is not None:
                 yield from into.add(got)
@@ -133,7 +137,7 @@ def pass_on(
         staged.close()
         if not isinstance(error, PeerFailedError):
             for one in left:  # the others would wait for ever in a round that this process stayed away from
-                permutations.run(copies.channels[one.channel], one, None)
+                permutations.run(one.pairs(copies.channels), one.n_bytes, None)
         raise
 
 
@@ -221,7 +225,7 @@ class _Incoming:
 # Over the interconnect ------------------------------------------------------------------------------------
 
 
-class _Permutations:
+class Permutations:
     """Permutations of the processes, of which each gives and gets bytes in host memory."""
 
     def __init__(self, process: int) -> None:
@@ -233,10 +237,9 @@ class _Permutations:
         self._mesh = Mesh(np.array([devices[one][: self._width] for one in sorted(devices)]), ("process", "own"))
         self._devices = devices[process][: self._width]
 
-    def run(self, channel: Channel, one: Round, given: Bytes | None) -> Bytes | None:
-        """Give bytes, or zeros, and get those of another process, if one gives any to this. Every process."""
-        pairs = tuple(pair for pair in channel if pair[0] in one.givers)
-        mine = np.zeros(one.n_bytes, np.uint8) if given is None else given
+    def run(self, pairs: Channel, n_bytes: int, given: Bytes | None) -> Bytes | None:
+        """Give so many bytes, or zeros, and get those of another process, if one gives any to this. Every process."""
+        mine = np.zeros(n_bytes, np.uint8) if given is None else given
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         try:
             with moving_bits(self._mesh):

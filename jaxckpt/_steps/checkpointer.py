@@ -16,6 +16,7 @@ from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
+from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Renaming, Request, split_rename
 from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError
@@ -31,6 +32,7 @@ from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.due import Due
 from jaxckpt._steps.initial import target_of
 from jaxckpt._steps.local import Local, LocalBytes, agreed
+from jaxckpt._steps.newest import Chosen, Newest
 from jaxckpt._steps.preemption import Notice
 from jaxckpt._steps.process_states import Resplit, own_state
 from jaxckpt._steps.retention import BestRule, Predicate, Rules
@@ -146,6 +148,7 @@ class Checkpointer:
             if local is None and (local_domains is not None or local_bytes_per_second is not None):
                 raise InputError("local_domains= and local_bytes_per_second= need local=")
             self._local = None if local is None else Local(local, local_every, copies, local_domains)
+            self._newest = Newest(self._directory, self._local, self._options)
             self._saver = Saver(
                 self._directory,
                 self._deletion,
@@ -356,18 +359,25 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; also the error of a background save. A damaged step is an error: no older
                 step is restored in its place.
         """
-        request = Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
-        return self._restore(self._chosen(step), request)
+        asked = Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)[1]
 
-    def _restore(self, chosen: int, asked: Request) -> Tree:
+    def _restore(self, step: int | None, chosen: Chosen, asked: Request) -> tuple[int, Tree]:
+        number = self._required(chosen)
         try:
-            tree = carry_out(self.path(chosen), asked, self._options)
+            tree = carry_out(chosen.source or self.path(number), asked, self._options)
+        except DamagedError as error:
+            assert chosen.source is not None
+            self._newest.avoid(chosen.source, error)
+            return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)
         except JaxckptError as error:
-            for note in self._about(chosen, error):
+            for note in self._about(number, error):
                 error.add_note(note)
             raise
-        self._restored = chosen
-        return tree
+        self._restored = number
+        if self._local is not None:
+            self._local.found(chosen.save, complete=chosen.complete)
+        return number, tree
 
     def _about(self, step: int, error: JaxckptError) -> Iterator[str]:
         others = [found for found in self.steps() if found != step]
@@ -407,12 +417,15 @@ class Checkpointer:
             (step, tree): the number and the tree of the restored step, or None and the result of `init`.
         """
         self._trains = True
-        step = self._agreed_step()
-        if step is None:
+        new_names, rules = split_rename(rename)
+        chosen = self._chosen(None, apart=rules is None)
+        if chosen.step is None:
+            if self._local is not None:
+                self._local.found(None)
             return None, init()
         target, initial = target_of(init)
-        return step, self._restore(
-            step, Request(target, mesh, specs, select, *split_rename(rename), strict, initial=initial)
+        return self._restore(
+            None, chosen, Request(target, mesh, specs, select, new_names, rules, strict, initial=initial)
         )
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
@@ -431,36 +444,38 @@ class Checkpointer:
             InputError: A different number of processes saved, and `resplit` is not given; or no state has that name.
             DataError: The stored state is not what was saved.
         """
-        chosen = self._chosen(self._restored if step is None else step)
-        with (
-            self._calling("Checkpointer.process_state", chosen) as group,
-            group.meeting("restoring each process's own state") as meeting,
-        ):
-            state = own_state(self._directory.child(chosen), name, resplit, group.index, group.count)
-            meeting.barrier()
-        return state
+        step = self._restored if step is None else step
+        while True:
+            chosen = self._chosen(step)
+            source = chosen.source or self._directory.child(self._required(chosen))
+            with (
+                self._calling("Checkpointer.process_state", chosen.step) as group,
+                group.meeting("restoring each process's own state") as meeting,
+            ):
+                try:
+                    state = own_state(source, name, resplit, self._options, meeting)
+                except DamagedError as error:
+                    assert chosen.source is not None
+                    self._newest.avoid(chosen.source, error)
+                    meeting.barrier()
+                    continue
+                meeting.barrier()
+            return state
 
-    def _chosen(self, step: int | None) -> int:
-        """A step, or the newest for None, when it is on the disk. Every process."""
+    def _chosen(self, step: int | None, *, apart: bool = True) -> Chosen:
+        """A step, or the newest for None, after the save under way. Every process; with `apart` as `Newest.find`."""
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
-            self._last.wait()
-        chosen = self._agreed_step() if step is None else step
-        if chosen is None:
-            raise NotACheckpointError(f"{self._directory.url} has no steps")
-        return chosen
+            if self._newest.local is None:
+                self._last.wait()
+                return Chosen(step)
+        with self._calling("Checkpointer.restore") as group:
+            return self._newest.find(group, step, self._last.wait, apart=apart)
 
-    def _agreed_step(self) -> int | None:
-        """The newest step as process 0 finds it, after the save under way: others may list at another moment."""
-        with (
-            self._calling("Checkpointer.restore") as group,
-            group.meeting("looking for the newest step") as meeting,
-        ):
-            self._last.wait()
-            newest = self.latest_step() if self._first else None
-            meeting.gather("")
-            found = meeting.share("" if newest is None else str(newest))
-        return int(found) if found else None
+    def _required(self, chosen: Chosen) -> int:
+        if chosen.step is None:
+            raise NotACheckpointError(f"{self._directory.url} has no steps")
+        return chosen.step
 
     # Looking ---------------------------------------------------------------------------------------------
 
@@ -473,8 +488,8 @@ class Checkpointer:
         return self._directory.steps()
 
     def latest_step(self) -> int | None:
-        """The newest published step, or None."""
-        return max(self.steps(), default=None)
+        """The newest step, which `restore` would restore, or None. With `local`, every process calls this."""
+        return max(self.steps(), default=None) if self._newest.local is None else self._chosen(None).step
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric."""
@@ -487,6 +502,9 @@ class Checkpointer:
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics given to `save` for a step; None for values that were not finite."""
         found = self._directory.look(require_step(step))
-        if found is None:
+        if found is not None:
+            return dict(found.record.metrics)
+        manifest = self._newest.manifest(step)
+        if manifest is None or manifest.step is None:
             raise NotACheckpointError(f"{self._directory.url} has no step {step}")
-        return dict(found.record.metrics)
+        return dict(manifest.step.metrics)

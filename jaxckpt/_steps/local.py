@@ -139,7 +139,7 @@ class Local:
     def open(self, answer: str, directory: Store, group: Group) -> None:
         """Make this process's folder, in a run on whose terms all have agreed. Raises InputError, StorageError."""
         terms = msgspec.json.decode(answer, type=_Terms)
-        self.run, self._index = terms.run, group.index
+        self.run, self._storage, self._index = terms.run, directory.url, group.index
         self.here = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
         self.domains = Domains(tuple(terms.domains), self._copies)
         name = f"process-{group.index}"
@@ -156,6 +156,20 @@ class Local:
             note = {"run": self.run, "storage": directory.url, "folder": uuid.uuid4().hex}
             self.folder.made(name).put(_NEW_NOTE, json.dumps(note).encode())
             self.own.rename(_NEW_NOTE, _NOTE)
+
+    def folders(self) -> dict[int, tuple[str, Folder]]:
+        """The folders of the run's processes that this process sees, each with its own id, by the number that the
+        process had that made it."""
+        found: dict[int, tuple[str, Folder]] = {}
+        for name in self.folder.names():
+            if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
+                folder = self.folder.child(name)
+                note = _run_of(folder) or {}
+                if (note.get("run"), note.get("storage")) == (self.run, self._storage):
+                    found[int(name.removeprefix("process-"))] = str(note.get("folder")), folder
+                else:
+                    _log.warning("%s is ignored: it belongs to another run", folder.url)
+        return dict(sorted(found.items()))
 
     def found(self, whole: tuple[int, str] | None, *, complete: bool = True) -> None:
         """The (step, save id) of the local step that all processes restore, None for one of the storage: what else an
@@ -218,7 +232,7 @@ class Local:
         if kept.known:
             _trim(self.own, kept)
         if kept.is_ours and not self._is_swept:
-            for process in process_folders(self.folder, self.run).keys() - self.here:
+            for process in self.folders().keys() - self.here:
                 _log.info("%s/process-%d is deleted: no such process is on this host now", self.folder.url, process)
                 self.folder.delete(f"process-{process}")
             self._is_swept = True
@@ -261,19 +275,6 @@ def _run_id(directory: Store) -> str:
     if not any(name.startswith(_RUN_ID) for name in notes.names()):
         directory.made(RUN).put(f"{_RUN_ID}{uuid.uuid4().hex}", b"{}", sync=True)
     return min(name for name in notes.names() if name.startswith(_RUN_ID)).removeprefix(_RUN_ID)
-
-
-def process_folders(folder: Folder, run: str) -> dict[int, Folder]:
-    """The folders of processes below a local folder that belong to a run, by the number that each process had."""
-    found: dict[int, Folder] = {}
-    for name in folder.names():
-        if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
-            note = _run_of(folder.child(name))
-            if note is not None and note.get("run") == run:
-                found[int(name.removeprefix("process-"))] = folder.child(name)
-            else:
-                _log.warning("%s/%s is ignored: it belongs to another run", folder.url, name)
-    return dict(sorted(found.items()))
 
 
 def _run_of(own: Folder) -> dict[str, Any] | None:

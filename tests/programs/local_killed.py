@@ -42,7 +42,7 @@ def around(holder: Any, name: str, *, after: bool = False) -> None:
 
 match args["phase"]:
     case "pass":
-        around(peers._Permutations, "run")
+        around(peers.Permutations, "run")
     case "write":
         around(FileWriter, "_write")
     case "written":
