@@ -33,7 +33,7 @@ from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import Report
-from jaxckpt._save.exchange import moving_bits
+from jaxckpt._save.exchange import links, moving_bits
 from jaxckpt._storage.objects import ArrayReader
 from jaxckpt._storage.workers import Aside
 
@@ -258,11 +258,6 @@ class Interconnect:
         rows = ([one[slot] for one in found] for slot in range(len(slots)))
         joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)
         return {process: row.view(np.uint8) for process, row in zip(slots, joined, strict=True)}
-
-
-def links(devices: Sequence[Any]) -> int:
-    """How many devices of a process pass bytes on: one on CPUs, where all have one memory and one connection."""
-    return 1 if devices[0].platform == "cpu" else len(devices)
 
 
 @functools.lru_cache(maxsize=256)

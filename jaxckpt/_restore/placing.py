@@ -25,7 +25,9 @@ from jaxckpt._format.values import KINDS, decode_value
 from jaxckpt._restore.blocks import carrier, come_as_blocks, place_rows
 from jaxckpt._restore.gathering import gather, needs_whole_job, require_agreement
 from jaxckpt._restore.goals import Goal
+from jaxckpt._restore.passing import Arrivals, needed_by
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
+from jaxckpt._restore.pooled import Pooled
 from jaxckpt._restore.reading import Buffers, assign, read, require_metadata, undisturbed
 from jaxckpt._restore.sharing import Partition, Round, digest, members_of, plan_rounds, share
 from jaxckpt._restore.source import Source
@@ -125,7 +127,11 @@ def fetch(
             require_metadata(source, leaves.stacks[process::processes], options)
             if shared and meeting is not None:
                 gather(source, stacks, shared, options, leaves, advance, meeting)
-            read(source, stacks, steps, options, leaves, advance)
+            if isinstance(source, Pooled) and meeting is not None:
+                with Arrivals(source, needed_by(source, steps), options, meeting) as arrivals:
+                    read(source, stacks, steps, options, leaves, advance, arrivals.before)
+            else:
+                read(source, stacks, steps, options, leaves, advance)
         leaves.empty_leaves()
     for number, goal in goals.items():
         if goal.weak:

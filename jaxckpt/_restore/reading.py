@@ -75,8 +75,11 @@ def read(
     options: Options,
     delivery: Delivery,
     report: Report,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
     """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete.
+
+    `before` is called before each read.
 
     Raises StorageError, also if the storage hangs.
     """
@@ -94,6 +97,7 @@ def read(
                 plan = (read.boxes for planned_step in planned[stack] for read in planned_step.reads)
                 arrays[stack] = source.array_reader(stack, plan)
             for read in step.reads:
+                before()
                 held_bytes = arrays[stack].held_bytes(read.boxes)
                 window.take(read.held_bytes + held_bytes)
                 coming = Coming(read.boxes, source, stack, aside)

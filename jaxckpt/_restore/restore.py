@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jaxckpt._format.tree import Tree
 from jaxckpt._restore.gathering import require_agreement
 from jaxckpt._restore.goals import Goal, host_goals, resolve
 from jaxckpt._restore.placing import fetch
+from jaxckpt._restore.pooled import Pooled
 from jaxckpt._restore.source import Location, source_at
 from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
 from jaxckpt._runtime.errors import InputError, PeersDisagreeError
@@ -106,7 +108,7 @@ def restore(
     )
 
 
-def carry_out(path: Location, request: Request, options: Options | None) -> Tree:
+def carry_out(path: Location | Pooled, request: Request, options: Options | None) -> Tree:
     """Restore what is requested. Every process."""
     begun = time.perf_counter()
     with Group.current(options, Call.of("restore", path)) as group:
@@ -114,7 +116,11 @@ def carry_out(path: Location, request: Request, options: Options | None) -> Tree
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(request.mesh)
             require_request(request)
-            source, digest = source_at(path, options)
+            if isinstance(path, Pooled):  # half of the memory is for what other processes pass on
+                source, digest = path, path.digest
+                options = replace(options, host_bytes=max(1, options.host_bytes // 2))
+            else:
+                source, digest = source_at(path, options)
             source = renamed_source(source, request.rules)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.goals.values())

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import msgspec
@@ -34,6 +34,7 @@ from jaxckpt._format.tree import (
     subtree,
     unflatten,
 )
+from jaxckpt._restore.pooled import Pooled
 from jaxckpt._restore.rules import Rules
 from jaxckpt._restore.source import Foreign, Native
 from jaxckpt._runtime.errors import InputError, Problem, show
@@ -446,7 +447,10 @@ def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
     return (None, rename) if isinstance(rename, Rules) else (rename, None)
 
 
-def renamed_source(source: Native | Foreign, rename: Renaming | None) -> Native | Foreign:
+_Opened = TypeVar("_Opened", bound=Native | Foreign | Pooled)
+
+
+def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | Foreign:
     """A checkpoint with its leaves renamed, or as it looks through rules. Raises MismatchError, TreeError."""
     if isinstance(rename, Rules):
         return rename.over(source)

@@ -108,9 +108,7 @@ class Options:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
             if name != "staging_bytes" or self.staging_bytes is not None:
                 object.__setattr__(self, name, whole_number(getattr(self, name), f"Options.{name}", least=1))
-        rate = self.max_bytes_per_second
-        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, numbers.Real) or not rate > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"Options.max_bytes_per_second must be above zero or None, found {reprlib.repr(rate)}")
+        rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
         for name in ("timeout_seconds", "retry_seconds"):
             object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
         for name, allowed in (
@@ -170,6 +168,13 @@ def flag(value: object, what: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}")
     return bool(value)
+
+
+def rate(value: float | None, what: str) -> float | None:
+    """A number of bytes a second, or None for no limit. Raises InputError."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"{what} must be above zero or None, found {reprlib.repr(value)}")
+    return value
 
 
 def seconds(value: object, what: str) -> float:

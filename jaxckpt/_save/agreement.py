@@ -65,7 +65,7 @@ class Bucket:
 
 
 def agreement(
-    draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str], process: int
+    draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
 ) -> tuple[Agreement, list[Bucket]]:
     """What this process gives, and what the values in it are of."""
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
@@ -82,7 +82,7 @@ def agreement(
         "ties": [*draft.ties.items()],
         "options": (plan.stacks, plan.members),  # what the two above have not decided
         "metadata": json.dumps(metadata, sort_keys=True),
-        "process_state": sorted(state_names),
+        "process_state": None if state_names is None else sorted(state_names),
     }
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in given.items()}
     buckets = list(_buckets(draft, process))

@@ -136,9 +136,10 @@ class PendingSave:
         _abandoned = True
         _settled(self)
 
-    def await_end(self) -> None:
-        """Wait until it has ended, well or not."""
+    def await_end(self) -> SaveInfo | None:
+        """Wait until it has ended, well or not; returns what was written, if it ended well."""
         self._await_end(None)
+        return self._info
 
     def _await_end(self, timeout: float | None) -> bool:
         """Wait until it has ended, or for `timeout` seconds; returns whether it has. One whose storage hangs ends."""
@@ -193,10 +194,15 @@ class PendingSave:
 class _Job:
     """A save that the thread is to carry out, or is carrying out."""
 
-    def __init__(self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool) -> None:
+    def __init__(
+        self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, aside: bool
+    ) -> None:
         self.pending = pending
         self.awaited = awaited
         """Whether its caller waits for it, and so hears of its end."""
+
+        self.aside = aside
+        """Whether later saves do not wait for it."""
 
         self._work: Callable[[PendingSave], SaveInfo] | None = work
         self._taken = threading.Lock()
@@ -239,12 +245,22 @@ _abandoned = False
 _exit_status = 0
 
 
-def hand_over(pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool) -> None:
+def hand_over(
+    pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, aside: bool = False
+) -> None:
     """Have the thread carry out a save, or do so here if the interpreter is at its end.
 
-    One that its caller waits for does not wait for those of other threads: it gets a thread of its own.
+    One that its caller waits for does not wait for those of other threads: it gets a thread of its own. So does one
+    `aside`, for which later saves do not wait.
     """
-    job = _Job(pending, work, awaited=awaited)
+    job = _Job(pending, work, awaited=awaited, aside=aside)
+    if aside:
+        if not ending():
+            start_thread(job.run, "jaxckpt-flush")
+        _jobs.append(job)
+        if ending():
+            job.run()
+        return
     others = any(not other.pending.done for other in _jobs.copy())
     _jobs.append(job)
     if awaited and others and not ending():
@@ -290,6 +306,8 @@ def _run(wakes: queue.SimpleQueue[bool], ran_out: Latch) -> None:
     try:
         while wakes.get():
             for job in _jobs.copy():
+                if job.aside:
+                    continue
                 job.run()
                 if job.awaited:
                     _settled(job.pending)
@@ -322,9 +340,9 @@ def _desert(pending: PendingSave, error: StorageError) -> None:
         pending.end(error)
 
 
-def under_way() -> list[PendingSave]:
+def under_way(*, aside: bool = False) -> list[PendingSave]:
     """The saves in the background that have not ended, or of whose end nobody has heard."""
-    return [job.pending for job in _jobs.copy() if not job.awaited]
+    return [job.pending for job in _jobs.copy() if not job.awaited and aside >= job.aside]
 
 
 def settle() -> None:
@@ -363,7 +381,7 @@ def finish_at_exit() -> None:
 def _wait_at_exit() -> None:
     """Wait for the saves under way, and report the failures of those that nobody asked about."""
     global _abandoned, _exit_status, _ran_out
-    for pending in under_way():
+    for pending in under_way(aside=True):
         try:
             pending.wait()
         except KeyboardInterrupt:

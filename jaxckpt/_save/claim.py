@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxckpt._format.names import MANIFEST, WRITER, data_of, is_data
+from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, counted
-from jaxckpt._save.plan import SavePlan
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import is_step, step_meant
 from jaxckpt._storage.store import Store, Writer
@@ -26,6 +27,10 @@ class Claim:
     leftovers: bool = False
     """Whether data lies there whose writer may still live. Once this save is published, it cannot publish any more."""
 
+    own: bool = False
+    """Whether the path is this process's own, in a save that is spread over such: another process may publish it at any
+    moment, so what lies there is cleared away by the next save alone."""
+
     @property
     def data(self) -> str:
         """Name of the data folder."""
@@ -37,8 +42,8 @@ class Claim:
             return
         # What cannot be tidied up now is swept by the next save; it must not hide why a save has failed.
         with contextlib.suppress(StorageError, CorruptError):
-            self.writer.release(keep=keep)
-            if not keep:
+            self.writer.release(keep=keep or self.own)
+            if not keep or self.own:
                 return
             old = None if self.previous is None else data_of(self.previous)
             if old is not None:
@@ -47,16 +52,29 @@ class Claim:
                 self.writer.store.sweep(self.writer.data)
 
 
-def claim(store: Store, plan: SavePlan, *, overwrite: bool) -> Claim:
+def new_save_id() -> str:
+    return uuid.uuid4().hex
+
+
+def claim(store: Store, stacks: Iterable[Stack], save_id: str, *, overwrite: bool) -> Claim:
     """Sweep what dead saves left, and make the data folder with every stack's zarr.json. Process 0.
 
     Raises CheckpointExistsError, StorageError.
     """
     previous = _previous(store, overwrite)
     leftovers = store.sweep(None if previous is None else data_of(previous))
-    made = Claim(save_id := uuid.uuid4().hex, store.begin(save_id, previous), previous, leftovers)
+    return _with_arrays(Claim(save_id, store.begin(save_id, previous), previous, leftovers), store, stacks)
+
+
+def claim_own(store: Store, stacks: Iterable[Stack], save_id: str) -> Claim:
+    """Make the data folder in this process's own folder. Every process. Raises StorageError."""
+    previous = store.read(MANIFEST)
+    return _with_arrays(Claim(save_id, store.begin(save_id, previous), previous, own=True), store, stacks)
+
+
+def _with_arrays(made: Claim, store: Store, stacks: Iterable[Stack]) -> Claim:
     try:
-        for stack in plan.stacks:
+        for stack in stacks:
             store.create_array(made.data, stack)
     except BaseException:
         made.release(keep=False)

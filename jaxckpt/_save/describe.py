@@ -36,6 +36,7 @@ from jaxckpt._format.tree import Container, Leaf, Structure, Tree, flatten, plac
 from jaxckpt._format.values import KINDS, PYTHON, encode_value
 from jaxckpt._runtime.errors import InputError, LayoutError, Problem, SpecError, TreeError, counted, show
 from jaxckpt._runtime.options import Options
+from jaxckpt._save.copies import Copies
 from jaxckpt._save.plan import ArrayLeaf, SavePlan
 
 Value = Any
@@ -58,7 +59,9 @@ class Draft:
     """Leaves that are the same array as an earlier one, and stored alike: the number of that one, whose row they share.
     They have no entry in `arrays` and `values`."""
 
-    plans: list[tuple[Any, SavePlan]] = field(default_factory=list[tuple[Any, SavePlan]], repr=False)
+    plans: list[tuple[Any, SavePlan, Copies | None]] = field(
+        default_factory=list[tuple[Any, SavePlan, "Copies | None"]], repr=False
+    )
     """What the last plan was made for, and that plan; shared by the drafts of trees that are alike."""
 
 

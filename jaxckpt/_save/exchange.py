@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,11 @@ def moving_bits(mesh: Mesh | None) -> Generator[None]:
     on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
     with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
         yield
+
+
+def links(devices: Sequence[Any]) -> int:
+    """How many devices of a process pass bytes on: one on CPUs, where all have one memory and one connection."""
+    return 1 if devices[0].platform == "cpu" else len(devices)
 
 
 def box_everywhere(value: jax.Array, box: Box) -> jax.Array:

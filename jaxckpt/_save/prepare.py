@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -22,11 +23,30 @@ from jaxckpt._runtime.threads import Latch
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, Bucket, agreement
 from jaxckpt._save.background import SaveInfo
+from jaxckpt._save.copies import Copies, Domains, plan_copies
 from jaxckpt._save.describe import Draft, Recent, describe
-from jaxckpt._save.plan import SavePlan, plan_save
+from jaxckpt._save.peers import Passing
+from jaxckpt._save.plan import Object, SavePlan, plan_save
 from jaxckpt._save.reuse import Last, Reuse, plan_reuse
 from jaxckpt._storage.place import store_at
 from jaxckpt._storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a checkpoint is spread over folders, one a process: `SaveRequest.path` is this process's own."""
+
+    domains: Domains
+
+    decide: Callable[[], str]
+    """What process 0 does once all are ready: it returns what all have to clear away first."""
+
+    clear: Callable[[str], None]
+    """What every process does with that, before it writes."""
+
+    published: Callable[[str, Sequence[Object]], None]
+    """What every process does once the checkpoint is published: called with its save id, and the objects of which this
+    process is the owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,9 @@ class SaveRequest:
     deadline: float | None = None
     """Until when, on the monotonic clock, the caller waits for room for copies; then the save fails."""
 
+    spread: Spread | None = None
+    """If the processes write to folders of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -98,6 +121,21 @@ class Prepared:
     threaded: bool
     """Whether a thread writes it; else the caller's does, once all is staged."""
 
+    copies: Copies | None = None
+    """If it is spread, the copies that this process makes, sends and gets. Then `plan.objects` has replicas, too."""
+
+    passing: Passing = field(default_factory=Passing)
+
+    @property
+    def collective(self) -> bool:
+        """Whether the processes exchange data while they stage it."""
+        return any(self.plan.moved) or bool(self.copies and self.copies.channels)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of array data that this process writes."""
+        return self.plan.process_bytes[self.group.index] + (self.copies.written_bytes if self.copies else 0)
+
 
 def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
     """Check all that can be checked without the others, and plan."""
@@ -115,23 +153,36 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
         draft = request.draft or describe(
             request.tree, request.mesh, request.specs, options, request.components, request.recent, request.dtype
         )
-        plan = _planned(draft, options, group)
+        plan, copies = _planned(draft, options, group, request.spread and request.spread.domains)
         reuse = plan_reuse(store, draft, plan, options, request.last)
-        if any(plan.moved) and not threaded:
-            raise InputError("leaves that the processes must exchange cannot be saved while the interpreter ends")
         given, values = Agreement({}, []), list[Bucket]()
         if group.count > 1:
-            names = list(request.process_state or ())
+            names = None if request.process_state is None else list(request.process_state)
             given, values = agreement(draft, plan, request.metadata, names, group.index)
     # What the caller may change, and what should be freed when the caller lets go of it, is not held.
     overwrite = flag(request.overwrite, "overwrite")
     request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
-    return Prepared(request, group, store, draft, plan, reuse, given, values, state, options, clock, Latch(), threaded)
+    save = Prepared(
+        request, group, store, draft, plan, reuse, given, values, state, options, clock, Latch(), threaded, copies
+    )
+    if save.collective and not threaded:
+        raise InputError("leaves that the processes must exchange cannot be saved while the interpreter ends")
+    return save
 
 
-def _planned(draft: Draft, options: Options, group: Group) -> SavePlan:
-    """The plan of a tree, made only if it is not like the last one."""
-    made_for = (options, group.index, group.count)
+def _planned(draft: Draft, options: Options, group: Group, domains: Domains | None) -> tuple[SavePlan, Copies | None]:
+    """The plan of a tree, and of its copies, made only if it is not like the last one."""
+    made_for = (options, group.index, group.count, domains)
     if not draft.plans or draft.plans[0][0] != made_for:
-        draft.plans[:] = [(made_for, plan_save(draft.arrays, options, group.index, group.count))]
-    return draft.plans[0][1]
+        if domains is None:
+            made = plan_save(draft.arrays, options, group.index, group.count), None
+        else:
+            made = plan_spread(draft, options, group.index, domains)
+        draft.plans[:] = [(made_for, *made)]
+    return draft.plans[0][1:]
+
+
+def plan_spread(draft: Draft, options: Options, process: int, domains: Domains) -> tuple[SavePlan, Copies]:
+    """The plan of a tree that is spread over folders of the processes, and of the copies in other failure domains."""
+    plans = functools.partial(plan_save, draft.arrays, options, processes=len(domains.of))
+    return plan_copies(plans(process=process), domains, process, lambda other: plans(process=other))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import functools
 import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
@@ -14,6 +16,7 @@ from jaxckpt._format import manifest as manifests
 from jaxckpt._format.checks import FORMAT, VERSION
 from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._runtime.clock import Clock
+from jaxckpt._runtime.errors import PeersDisagreeError, show
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
@@ -76,11 +79,45 @@ def publish(
             meeting.group.check()  # the last moment at which it can be cancelled
             with watch.doing(f"publishing {meeting.group.call.where}"):
                 store.publish(claimed.data, content, claimed.previous, sync=sync)
-            stored_bytes = sum(length for share in shares for _, _, length, *_ in share.objects)
+            stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
             reused_bytes = sum(share.linked_bytes for share in shares)
             published = Published(stored_bytes, reused_bytes, hashlib.sha256(content).hexdigest())
     with clock.timed("barrier"):
         return msgspec.json.decode(meeting.share(msgspec.json.encode(published).decode()), type=Published)
+
+
+def publish_own(
+    meeting: Meeting,
+    store: Claims,
+    claimed: Claim,
+    share: Share,
+    make: Callable[[Sequence[Share]], Manifest],
+    *,
+    sync: bool,
+    clock: Clock,
+) -> Published:
+    """Every process publishes the manifest in its own folder, once all have written their share: the same one, so that
+    any that is found shows that all of the checkpoint was written."""
+    watch = meeting.group.watch
+    with clock.timed("barrier"):
+        texts = meeting.gather(msgspec.json.encode(share).decode())
+    content = ""
+    if texts:
+        meeting.group.check()  # the last moment at which it can be cancelled
+        shares = [msgspec.json.decode(text, type=Share) for text in texts]
+        content = base64.b64encode(zlib.compress(manifests.encode(make(shares)))).decode()
+    with clock.timed("barrier"):
+        content = zlib.decompress(base64.b64decode(meeting.share(content)))
+        meeting.renew()
+    manifest = manifests.decode(content, meeting.group.call.where)
+    with clock.timed("publish"), watch.doing(f"publishing {meeting.group.call.where}"):
+        if sync:
+            store.sync_data(claimed.data, manifest.arrays)
+        store.publish(claimed.data, content, claimed.previous, sync=sync)
+    with clock.timed("barrier"):
+        meeting.barrier()  # before that, the loss of one folder could be the loss of the only manifest
+    stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
+    return Published(stored_bytes, 0, hashlib.sha256(content).hexdigest())
 
 
 def compose(
@@ -90,12 +127,18 @@ def compose(
     request: SaveRequest,
     shares: Sequence[Share],
 ) -> Manifest:
-    """The manifest, from what every process has written."""
+    """The manifest, from what every process has written. Raises PeersDisagreeError if copies of an object differ."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]
-    for share in shares:
+    for process, share in enumerate(shares):
         for stack, place, length, digest, content in share.objects:
-            objects[stack][place] = (length, digest)
+            if objects[stack].setdefault(place, (length, digest)) != (length, digest):
+                leaves = [draft.records[leaf].path for leaf in plan.members[stack]]
+                raise PeersDisagreeError(
+                    f"process {process} and another one hold different bytes of a replicated array, which is"
+                    f" {show(leaves[0])}{f' or one of {len(leaves) - 1} others like it' if len(leaves) > 1 else ''}:"
+                    " the replicas have diverged, so the training has gone wrong, or a device is faulty"
+                )
             if content:
                 contents[stack][place] = content
     records = list(draft.records)

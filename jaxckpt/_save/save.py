@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from jax.sharding import Mesh
 
+from jaxckpt._format import manifest as manifests
 from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
@@ -32,10 +33,13 @@ from jaxckpt._runtime.threads import POLL_SECONDS, ending
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, require_agreement
 from jaxckpt._save.background import PendingSave, SaveInfo
-from jaxckpt._save.claim import Claim, claim, require_shared
+from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_shared
+from jaxckpt._save.copies import Copies
 from jaxckpt._save.handover import Handover
+from jaxckpt._save.peers import Round, pass_on, plan_rounds, stream_bytes
+from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import Prepared, SaveRequest, prepare
-from jaxckpt._save.publish import Published, compose, publish
+from jaxckpt._save.publish import Published, compose, publish, publish_own
 from jaxckpt._save.staging import stage
 from jaxckpt._save.write import write
 
@@ -152,11 +156,12 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         skipped.skip()
         return skipped
     save = prepare(request, options, group)
-    pending = PendingSave(save.store.url, save.plan.process_bytes[group.index], begun, group.watch)
+    pending = PendingSave(save.store.url, save.written_bytes, begun, group.watch)
     background = background and not ending()  # Python at its end would wait for no other thread
     most_bytes = options.staging_bytes if background else options.host_bytes // 2
     handover = Handover(most_bytes if save.threaded else None, request.deadline, group.watch)
-    rate = options.max_bytes_per_second if background and request.deadline is None else None
+    is_limited = background and request.deadline is None and request.spread is None
+    rate = options.max_bytes_per_second if is_limited else None
     work = functools.partial(_carry_out, save, handover, rate)
     if request.on_done is not None:
         work = functools.partial(_then_call, work, request.on_done)
@@ -173,7 +178,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     try:
         if group.count > 1:
             begin()  # while it stages, however long that takes, the others hear that it is there
-        if any(save.plan.moved):
+        if save.collective:
             # Exchanges are collective, so no process may begin them before all have come through their preparations.
             while not save.claimed.wait(POLL_SECONDS) and not group.watch.stalled():
                 pass
@@ -181,9 +186,13 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
                 pending.wait()  # raises why
         hold = background or not save.threaded
         stack_bytes = options.host_bytes // 2
-        with contextlib.closing(
-            stage(save.plan, save.draft, save.reuse.originals, hold=hold, stack_bytes=stack_bytes)
-        ) as staged:
+        staged = stage(save.plan, save.draft, save.reuse.originals, hold=hold, stack_bytes=stack_bytes)
+        if save.copies:
+            keep_state = functools.partial(_keep_state, save)
+            staged = pass_on(
+                staged, save.plan.stacks, save.copies, save.passing.rounds, group.index, save.state, keep_state
+            )
+        with contextlib.closing(staged):
             handover.feed(staged, begin)
         save.draft.values.clear()  # all is staged: the leaves themselves are the caller's alone again
         if not background:
@@ -251,13 +260,18 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
                             meeting.gather("")
                     raise
                 make = functools.partial(compose, claimed.save_id, save.plan, save.draft, save.request)
-                published = publish(meeting, save.store, claimed, share, make, sync=save.options.sync, clock=clock)
+                publishing = publish_own if claimed.own else publish
+                published = publishing(meeting, save.store, claimed, share, make, sync=save.options.sync, clock=clock)
         except BaseException:
             claimed.release(keep=False)
             raise
         save.reuse.keep(claimed.data, save.plan.stacks, share.objects, share.linked_bytes)
         with clock.timed("publish"):
             claimed.release(keep=True)
+            if save.request.spread is not None:
+                replicas = {*save.copies.replicas} if save.copies else set[Object]()
+                own = [obj for obj in save.plan.objects if obj not in replicas]
+                save.request.spread.published(claimed.save_id, own)
             if group.index == 0 and save.request.then is not None:
                 save.request.then()
         info = _info(save, claimed, published)
@@ -286,6 +300,8 @@ def _reports(pending: PendingSave, show: Report) -> Report:
 
 def _claim(save: Prepared) -> Claim:
     """What the processes must settle before the first byte: one tree, a fresh data folder, and that all see it."""
+    if save.copies is not None:
+        return _claim_own(save, save.copies)
     claimed = Claim()
     group, clock = save.group, save.clock
     try:
@@ -296,7 +312,7 @@ def _claim(save: Prepared) -> Claim:
                 require_agreement([msgspec.json.decode(text, type=Agreement) for text in given], save.values)
             if group.index == 0:
                 with group.watch.doing(f"preparing {save.store.url}"):
-                    claimed = claim(save.store, save.plan, overwrite=save.request.overwrite)
+                    claimed = claim(save.store, save.plan.stacks, new_save_id(), overwrite=save.request.overwrite)
             with clock.timed("barrier"):
                 save_id = meeting.share(claimed.save_id)
         with group.meeting("looking for the checkpoint's folder") as meeting:
@@ -308,6 +324,52 @@ def _claim(save: Prepared) -> Claim:
         claimed.release(keep=False)
         raise
     return replace(claimed, save_id=save_id)
+
+
+class _Terms(msgspec.Struct, frozen=True):
+    """What process 0 settles for a save that is spread."""
+
+    save_id: str
+    cleared: str
+    rounds: list[Round]
+
+
+def _claim_own(save: Prepared, copies: Copies) -> Claim:
+    """As `_claim`, of a save that is spread over folders of the processes; and what passes between them."""
+    claimed = Claim()
+    group, clock, spread = save.group, save.clock, save.request.spread
+    assert spread is not None
+    try:
+        with group.meeting("preparing to save") as meeting:
+            mine = save.agreement, stream_bytes(copies, save.state)
+            with clock.timed("barrier"):
+                texts = meeting.gather(msgspec.json.encode(mine).decode())
+            terms = ""
+            if texts:
+                given = [msgspec.json.decode(text, type=tuple[Agreement, list[int]]) for text in texts]
+                if len(given) > 1:
+                    require_agreement([agreement for agreement, _ in given], save.values)
+                sizes = [n_bytes for _, n_bytes in given]
+                rounds = plan_rounds(copies.channels, sizes, save.options.host_bytes // 8)
+                terms = msgspec.json.encode(_Terms(new_save_id(), spread.decide(), rounds)).decode()
+            with clock.timed("barrier"):
+                agreed = msgspec.json.decode(meeting.share(terms), type=_Terms)
+        with group.meeting("preparing each process's folder") as meeting:
+            with group.watch.doing(f"preparing {save.store.url}"):
+                spread.clear(agreed.cleared)
+                claimed = claim_own(save.store, save.plan.stacks, agreed.save_id)
+            with clock.timed("barrier"):
+                meeting.barrier()
+    except BaseException:
+        claimed.release(keep=False)
+        raise
+    save.passing.rounds, save.passing.data = agreed.rounds, claimed.data
+    return claimed
+
+
+def _keep_state(save: Prepared, process: int, state: bytes) -> None:
+    """Write another process's own state."""
+    save.store.put(f"{save.passing.data}/{manifests.state_name(process)}", state, sync=save.options.sync)
 
 
 def _info(save: Prepared, claimed: Claim, published: Published) -> SaveInfo:

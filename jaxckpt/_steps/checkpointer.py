@@ -12,30 +12,30 @@ from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
-from jaxckpt._format.records import StepRecord
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
+from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Renaming, Request, split_rename
-from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError, Preempted
-from jaxckpt._runtime.options import Options, flag, given, seconds
+from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError
+from jaxckpt._runtime.options import Options, flag, given, rate, seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave, SaveInfo
-from jaxckpt._save.describe import Recent
+from jaxckpt._save.describe import describe
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import Last
-from jaxckpt._save.save import start
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.due import Due
 from jaxckpt._steps.initial import target_of
-from jaxckpt._steps.last_save import LastSave
-from jaxckpt._steps.metrics import recorded
+from jaxckpt._steps.local import Local, LocalBytes, agreed
+from jaxckpt._steps.newest import Chosen, Newest
 from jaxckpt._steps.preemption import Notice
 from jaxckpt._steps.process_states import Resplit, own_state
 from jaxckpt._steps.retention import BestRule, Predicate, Rules
+from jaxckpt._steps.saving import Saver
 from jaxckpt._storage.steps import require_step
 
 _log = logging.getLogger("jaxckpt")
@@ -86,6 +86,17 @@ class Checkpointer:
             returns, and `preempted` is true. "ignore" does not listen: for a second Checkpointer of a job, with other
             step numbers than the first.
         preemption_seconds: How long that last save may take, counted from when this process heard of it.
+        local: A folder of this host, in memory (`/dev/shm/run`) or on a local disk: each step that is due is saved
+            there first, and outlives the process. Each process writes its own objects, and copies of others', so that
+            the folders of any `copies` failure domains may be lost. A process holds two steps at most; `local_bytes`
+            states their bytes. Steps that are due by `every` are then flushed to the directory in the background.
+        local_every: Save the steps that it divides into the local folders.
+        copies: How many other failure domains hold a copy of each object. What none of them holds by its sharding is
+            sent to one over the devices' interconnect.
+        local_domains: The failure domain of each process, such as its rack: a label for each. By default each host is
+            one; if all processes are on one host, each process.
+        local_bytes_per_second: Limit of the rate at which each process flushes; by default
+            `Options.max_bytes_per_second`.
         options: See `Options`.
 
     Examples:
@@ -118,6 +129,11 @@ class Checkpointer:
         fail_fast: bool = False,
         on_preemption: Literal["exit", "continue", "ignore"] = "exit",
         preemption_seconds: float = 30.0,
+        local: str | os.PathLike[str] | None = None,
+        local_every: int = 10,
+        copies: int = 1,
+        local_domains: Sequence[str | int] | None = None,
+        local_bytes_per_second: float | None = None,
         options: Options | None = None,
     ) -> None:
         with Group.current(options, Call.of("Checkpointer", directory)) as group:
@@ -128,15 +144,24 @@ class Checkpointer:
             self._due = Due(every, every_minutes, save_if, group.count)
             self._directory = Directory(directory, rules, self._options)
             self._deletion = Deletion(self._directory, self._options, trash=flag(trash, "trash"))
-            self._background = flag(background, "background")
-            self._fail_fast = flag(fail_fast, "fail_fast")
-            self._on_preemption = on_preemption
             self._notice = Notice(group.count, seconds(preemption_seconds, "preemption_seconds"))
-            self._recent = Recent()
-            self._last = LastSave()
-            self._published = Last(self._directory.newest)
+            self._local = None if local is None else Local(local, local_every, copies, local_domains)
+            self._newest = Newest(self._directory, self._local, self._options)
+            self._saver = Saver(
+                self._directory,
+                self._deletion,
+                self._due,
+                self._notice,
+                self._local,
+                rate(local_bytes_per_second, "local_bytes_per_second"),
+                self._options,
+                flag(background, "background"),
+                flag(fail_fast, "fail_fast"),
+                on_preemption,
+                Last(self._directory.newest),
+            )
+            self._last = self._saver.last
             self._restored: int | None = None
-            self._preempted = False
             self._trains = False
             self._completed = True
             self._first = group.index == 0
@@ -146,7 +171,12 @@ class Checkpointer:
         with group.meeting("opening the directory of steps") as meeting:
             if self._first:
                 self._deletion.open(self._directory.open())
-            meeting.barrier()
+            offers = meeting.gather(self._local.offer(group) if self._local else "")
+            terms = meeting.share(agreed(offers, self._directory.store) if any(offers) else "")
+        if self._local is not None:
+            with group.meeting("opening the local folders") as meeting:
+                self._local.open(terms, self._directory.store, group)
+                meeting.barrier()
 
     def _numbered(self, step: object, verb: str) -> int:
         """A step's number. Raises InputError, after which the next call of all processes finds them in step."""
@@ -226,57 +256,23 @@ class Checkpointer:
         except InputError:
             with self._calling("Checkpointer.save"):
                 raise
-        last_one = self._on_preemption != "ignore" and not self._preempted and self._notice.reached(step)
+        request = SaveRequest(
+            self.path(step), tree, metadata=metadata, overwrite=overwrite, process_state=process_state, on_done=on_done
+        )
         calling = functools.partial(self._calling, "Checkpointer.save")
-        if not (force or last_one or self._due.reached(step, metrics, calling)):
-            # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
-            if self._fail_fast and self._last.pending is not None and self._last.pending.done:
-                self._last.wait()
-            return False
-        saved = False
-        if last_one:
-            self._preempted = True
-            try:
-                self._last.wait(self._notice.seconds_left())
-                saved = step == self._last.step
-            except Exception as error:
-                _log.warning("the save before the last one failed: %s", error)
-        if not saved:
-            with self._calling("Checkpointer.save", step) as group:
-                record = StepRecord(step, recorded(metrics))
-                request = SaveRequest(
-                    self.path(step),
-                    tree,
-                    metadata=metadata,
-                    overwrite=overwrite,
-                    process_state=process_state,
-                    step=record,
-                    components=tuple(self._directory.rules.components),
-                    recent=self._recent,
-                    last=self._published,
-                    check=functools.partial(self._admit, record, overwrite=overwrite, last_one=last_one),
-                    then=functools.partial(self._deletion.begin, record),
-                    on_done=on_done,
-                    deadline=self._notice.deadline if last_one else None,
-                )
-                pending = start(request, self._options, group, background=self._background or last_one)
-            saved = not pending.skipped
-            if saved:
-                self._last.begun(pending, step)
-                self._due.saved()
-            if not (self._background or last_one):
-                self._last.wait()
-                self._deletion.wait()
-        if last_one:
-            self._leave(step, saved)
-        return saved
+        return self._saver.save(step, metrics, request, calling, force=force)
 
-    def _admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
-        """Raise unless a step may be saved, and keep it from being deleted until it is. Process 0."""
-        if not last_one:
-            self._deletion.raise_failure()
-        self._deletion.spare(record.number)
-        self._directory.admit(record, overwrite=overwrite, last_one=last_one)
+    def local_bytes(self, tree: Tree) -> LocalBytes:
+        """What a local step of a tree takes in this process: stated before anything is saved, without communication.
+
+        Raises:
+            InputError: The Checkpointer has no `local=`.
+            TreeError: As for `jaxckpt.save`.
+        """
+        if self._local is None:
+            raise InputError("local_bytes(tree) needs Checkpointer(local=…)")
+        draft = describe(tree, None, None, self._options, tuple(self._directory.rules.components))
+        return self._local.plan(draft, self._options)
 
     def delete(self, step: int) -> None:
         """Delete a step. Every process; a step that does not exist is no error, but the only one is not deleted.
@@ -296,26 +292,19 @@ class Checkpointer:
                 self._deletion.delete(step)
             meeting.share("")
 
-    def _leave(self, step: int, saved: bool) -> None:
-        in_time = self._last.wait(self._notice.seconds_left())
-        told = f"step {step} is saved" if saved and in_time else f"step {step} was not saved within the deadline"
-        _log.warning("the job was told to stop: %s", told)
-        if self._on_preemption == "exit":
-            raise Preempted(f"the job was told to stop: {told} in {self._directory.url}")
-
     @property
     def preempted(self) -> bool:
         """Whether the job was told to stop, and the last step has been saved."""
-        return self._preempted
+        return self._saver.preempted
 
     @property
     def pending(self) -> PendingSave | None:
         """The last save in the background, if nobody has waited for it."""
-        return self._last.pending
+        return self._saver.pending
 
     def wait(self) -> None:
         """Wait until the last save is published and what no rule keeps is deleted. Raises what either raised."""
-        self._last.wait()
+        self._saver.wait()
         self._deletion.wait()
         self._deletion.raise_failure()
 
@@ -328,13 +317,13 @@ class Checkpointer:
         `restore_or_init` leaves the note as it found it.
         """
         self._notice.close()
-        self._last.wait()
+        self._saver.wait()
         if self._first:
             uninterrupted(self._close)
 
     def _close(self) -> None:
-        self._directory.close(ended=self._completed and not self._preempted if self._trains else None)
-        self._deletion.close(self._notice.seconds_left() if self._preempted else None)
+        self._directory.close(ended=self._completed and not self._saver.preempted if self._trains else None)
+        self._deletion.close(self._notice.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 
     # Restoring -------------------------------------------------------------------------------------------
@@ -359,17 +348,25 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; and what ended a save in the background. A damaged step is an error, never
                 passed over for an older one.
         """
-        return self._restore(self._chosen(step), Request(target, mesh, specs, select, *split_rename(rename), strict))
+        asked = Request(target, mesh, specs, select, *split_rename(rename), strict)
+        return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)[1]
 
-    def _restore(self, chosen: int, asked: Request) -> Tree:
+    def _restore(self, step: int | None, chosen: Chosen, asked: Request) -> tuple[int, Tree]:
+        number = self._required(chosen)
         try:
-            tree = carry_out(self.path(chosen), asked, self._options)
+            tree = carry_out(chosen.source or self.path(number), asked, self._options)
+        except DamagedError as error:
+            assert chosen.source is not None
+            self._newest.avoid(chosen.source, error)
+            return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)
         except JaxckptError as error:
-            for note in self._about(chosen, error):
+            for note in self._about(number, error):
                 error.add_note(note)
             raise
-        self._restored = chosen
-        return tree
+        self._restored = number
+        if self._local is not None:
+            self._local.found(chosen.save, complete=chosen.complete)
+        return number, tree
 
     def _about(self, step: int, error: JaxckptError) -> Iterator[str]:
         others = [found for found in self.steps() if found != step]
@@ -409,12 +406,15 @@ class Checkpointer:
             (step, tree): the number of the step that was restored and its tree, or None and what `init` made.
         """
         self._trains = True
-        step = self._agreed_step()
-        if step is None:
+        new_names, rules = split_rename(rename)
+        chosen = self._chosen(None, apart=rules is None)
+        if chosen.step is None:
+            if self._local is not None:
+                self._local.found(None)
             return None, init()
         target, initial = target_of(init)
-        return step, self._restore(
-            step, Request(target, mesh, specs, select, *split_rename(rename), strict, initial=initial)
+        return self._restore(
+            None, chosen, Request(target, mesh, specs, select, new_names, rules, strict, initial=initial)
         )
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
@@ -433,36 +433,38 @@ class Checkpointer:
             InputError: Another number of processes saved, and there is no `resplit`; nothing was saved by that name.
             DataError: It is not as it was saved.
         """
-        chosen = self._chosen(self._restored if step is None else step)
-        with (
-            self._calling("Checkpointer.process_state", chosen) as group,
-            group.meeting("restoring each process's own state") as meeting,
-        ):
-            state = own_state(self._directory.child(chosen), name, resplit, group.index, group.count)
-            meeting.barrier()
-        return state
+        step = self._restored if step is None else step
+        while True:
+            chosen = self._chosen(step)
+            source = chosen.source or self._directory.child(self._required(chosen))
+            with (
+                self._calling("Checkpointer.process_state", chosen.step) as group,
+                group.meeting("restoring each process's own state") as meeting,
+            ):
+                try:
+                    state = own_state(source, name, resplit, self._options, meeting)
+                except DamagedError as error:
+                    assert chosen.source is not None
+                    self._newest.avoid(chosen.source, error)
+                    meeting.barrier()
+                    continue
+                meeting.barrier()
+            return state
 
-    def _chosen(self, step: int | None) -> int:
-        """A step, or the newest for None, when it is on the disk. Every process."""
+    def _chosen(self, step: int | None, *, apart: bool = True) -> Chosen:
+        """A step, or the newest for None, after the save under way. Every process; with `apart` as `Newest.find`."""
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
-            self._last.wait()
-        chosen = self._agreed_step() if step is None else step
-        if chosen is None:
-            raise NotACheckpointError(f"no step is in {self._directory.url}")
-        return chosen
+            if self._newest.local is None:
+                self._last.wait()
+                return Chosen(step)
+        with self._calling("Checkpointer.restore") as group:
+            return self._newest.find(group, step, self._last.wait, apart=apart)
 
-    def _agreed_step(self) -> int | None:
-        """The newest step as process 0 finds it, after the save under way: others may list at another moment."""
-        with (
-            self._calling("Checkpointer.restore") as group,
-            group.meeting("looking for the newest step") as meeting,
-        ):
-            self._last.wait()
-            newest = self.latest_step() if self._first else None
-            meeting.gather("")
-            found = meeting.share("" if newest is None else str(newest))
-        return int(found) if found else None
+    def _required(self, chosen: Chosen) -> int:
+        if chosen.step is None:
+            raise NotACheckpointError(f"no step is in {self._directory.url}")
+        return chosen.step
 
     # Looking ---------------------------------------------------------------------------------------------
 
@@ -475,8 +477,8 @@ class Checkpointer:
         return self._directory.steps()
 
     def latest_step(self) -> int | None:
-        """The newest step that is there."""
-        return max(self.steps(), default=None)
+        """The newest step that is there: the one that `restore` would take. With `local`, every process calls it."""
+        return max(self.steps(), default=None) if self._newest.local is None else self._chosen(None).step
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The best step by `keep_best`, by its first rule or by that of a metric; None if no step has the metric."""
@@ -489,6 +491,9 @@ class Checkpointer:
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics that were given when a step was saved; None for those that were not finite."""
         found = self._directory.look(require_step(step))
-        if found is None:
+        if found is not None:
+            return dict(found.record.metrics)
+        manifest = self._newest.manifest(step)
+        if manifest is None or manifest.step is None:
             raise NotACheckpointError(f"no step {step} is in {self._directory.url}")
-        return dict(found.record.metrics)
+        return dict(manifest.step.metrics)

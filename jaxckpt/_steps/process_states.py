@@ -5,27 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxckpt._format.manifest import decode_state
+from jaxckpt._restore.passing import Arrivals
+from jaxckpt._restore.pooled import Pooled
 from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Meeting
 from jaxckpt._storage.manifests import load_manifest, load_states
 from jaxckpt._storage.store import Store
 
 Resplit = Callable[[list[Any], int], Sequence[Any]]
 
 
-def own_state(store: Store, name: str, resplit: Resplit | None, process: int, processes: int) -> Any:
-    """What a process, or the one in its place, gave as `process_state[name]`. Raises InputError, DataError."""
-    manifest, _ = load_manifest(store)
+def own_state(source: Store | Pooled, name: str, resplit: Resplit | None, options: Options, meeting: Meeting) -> Any:
+    """What a process, or the one in its place, gave as `process_state[name]`. Every process.
+
+    Raises InputError, DataError; DamagedError if a local folder is damaged.
+    """
+    process, processes = meeting.group.index, meeting.group.count
+    manifest = source.manifest if isinstance(source, Pooled) else load_manifest(source)[0]
     # Of thousands of files each process reads only its own, unless all must be split again.
     same = len(manifest.process_states) == processes
-    states = load_states(store, manifest, [process] if same else None)
+    numbers = [process] if same else range(len(manifest.process_states))
+    if isinstance(source, Pooled):
+        with Arrivals(source, [source.lacking_states(numbers)], options, meeting) as arrivals:
+            arrivals.before()
+            states = [decode_state(source.state(number)) for number in numbers]
+    else:
+        states = load_states(source, manifest, numbers)
     if not states or any(name not in state for state in states):
         found = sorted(states[0]) if states else "none"
-        raise InputError(f"{store.url} has no process_state {name!r}; it has {found}")
+        raise InputError(f"{source.url} has no process_state {name!r}; it has {found}")
     items = [state[name] for state in states]
     if not same:
         if resplit is None:
             raise InputError(
-                f"{len(items)} processes saved {name!r} in {store.url}, and here are {processes}: pass resplit=, a"
+                f"{len(items)} processes saved {name!r} in {source.url}, and here are {processes}: pass resplit=, a"
                 " function that makes one state for each process here out of those saved"
             )
         items = list(resplit(items, processes))

@@ -1,0 +1,152 @@
+"""Passes on what processes lack of a checkpoint that lies in folders of several of them, as they come to need it.
+
+requests of all ─▶ each round: all processes meet ─▶ each hop: givers read ─▶ a program passes it on ─▶ arrived
+
+A round has about as many bytes as a process may hold until it needs them. What a process cannot read, it says in the
+next meeting: then all raise DamagedError, and nobody gets what was passed on instead.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._format.pieces import Bytes
+from jaxckpt._restore.gathering import Interconnect
+from jaxckpt._restore.plan import ReadStep, read_bytes
+from jaxckpt._restore.pooled import DamagedError, Pooled
+from jaxckpt._restore.reading import aligned_empty
+from jaxckpt._restore.sharing import Piece
+from jaxckpt._restore.surviving import Hop, Request, hops
+from jaxckpt._runtime.errors import JaxckptError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Meeting
+from jaxckpt._save.peers import Permutations, rounded_bytes
+from jaxckpt._storage.workers import All, Aside
+
+
+class Arrivals:
+    """What this process needs, in the order in which it needs it. Every process makes one, and enters it."""
+
+    def __init__(self, source: Pooled, needed: Sequence[Sequence[Request]], options: Options, meeting: Meeting) -> None:
+        """`needed` has what this process lacks for each of its reads, in their order."""
+        self._source = source
+        self._options = options
+        self._meeting = meeting
+        self._process = meeting.group.index
+        self._last = [0] * len(needed)
+        """For each read, how many rounds must have passed before it."""
+
+        self._rounds: list[list[Request]] = []
+        self._reads = 0
+        self._passed = 0
+        held = read_bytes(options.host_bytes)
+        for read, asked in enumerate(needed):
+            size = sum(map(source.files.request_bytes, asked))
+            if size and (not self._rounds or held + size > read_bytes(options.host_bytes)):
+                self._rounds.append([])
+                held = 0
+            if size:
+                self._rounds[-1] += asked
+                held += size
+            self._last[read] = len(self._rounds) if size else 0
+        self._permutations: Permutations | None = None
+        self._all: list[list[list[Request]]] = []
+        self._failure: Exception | None = None
+        self.passed_bytes = 0
+        """Bytes that this process has given to others, with what fills up the programs."""
+
+        self.got_bytes = 0
+        """Bytes that it has asked others for."""
+
+    def __enter__(self) -> Arrivals:
+        asked = zlib.compress(json.dumps(self._rounds).encode(), 1) if self._rounds else b""
+        sizes = json.loads(self._agreed(json.dumps(len(asked)), lambda texts: f"[{','.join(texts)}]"))
+        if any(sizes):
+            everyone = tuple(range(self._meeting.group.count))
+            found = _everyones(Interconnect((everyone,), self._process), asked, sizes)
+            self._all = [_requests(text) if text else [] for text in found]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            while self._passed < max(map(len, self._all), default=0):
+                self._next()
+        if error is None or (self._source.damaged and isinstance(error, JaxckptError)):
+            self._meet()
+
+    def before(self) -> None:
+        """Have what the next read needs. In the order of the reads."""
+        rounds = self._last[self._reads]
+        self._reads += 1
+        while self._passed < rounds:
+            self._next()
+
+    def _next(self) -> None:
+        """The next round. Every process."""
+        self._meet()
+        if self._permutations is None:
+            self._permutations = Permutations(self._process)
+        now = [rounds[self._passed] if self._passed < len(rounds) else [] for rounds in self._all]
+        source = self._source
+        self._passed += 1
+        with Aside(self._options.timeout_seconds) as aside:
+            for hop in hops(now, source.held, source.files.request_bytes, source.most_bytes):
+                self._pass(hop, self._permutations, aside)
+
+    def _pass(self, hop: Hop, permutations: Permutations, aside: Aside) -> None:
+        n_bytes = rounded_bytes(max(parcel.n_bytes for parcel in hop.values()))
+        own: Bytes | None = None
+        for (giver, _), parcel in hop.items():
+            if giver == self._process:
+                own = aligned_empty((n_bytes,), np.dtype(np.uint8))
+                self.passed_bytes += n_bytes
+                wanted = [(request, own[start : start + size]) for request, start, size in parcel.requests]
+                try:  # others wait for it in a program: whatever is wrong is for the next meeting
+                    aside.do(f"reading from {self._source.url}", lambda w=wanted: All(self._source.serve(w)).result())
+                except Exception as error:
+                    self._failure = self._failure or error
+        got = permutations.run(tuple(hop), n_bytes, own)
+        for (_, getter), parcel in hop.items():
+            if getter == self._process and got is not None:
+                for request, start, size in parcel.requests:
+                    self.got_bytes += size
+                    self._source.arrived[request] = got[start : start + size]
+
+    def _meet(self) -> None:
+        """Raise what this process could not give; and DamagedError in all, if some could not read a file."""
+        if self._failure is not None and not self._source.damaged:
+            raise self._failure
+        damaged = "; ".join(f"{path}: {why}" for path, why in self._source.damaged.items())
+        found = self._agreed(damaged, lambda texts: "; ".join(filter(None, texts)))
+        if found:
+            raise DamagedError(found)
+
+    def _agreed(self, text: str, merge: Callable[[list[str]], str]) -> str:
+        """The texts of all processes, as process 0 merges them."""
+        texts = self._meeting.gather(text)
+        agreed = self._meeting.share(merge(texts) if texts else "")
+        self._meeting.renew()
+        return agreed
+
+
+def needed_by(source: Pooled, steps: Sequence[ReadStep]) -> list[list[Request]]:
+    """What a process lacks for each of its reads."""
+    return [source.lacking(source.manifest.stacks[step.stack], read.boxes) for step in steps for read in step.reads]
+
+
+def _everyones(interconnect: Interconnect, text: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """What each process gives, all of it in every process."""
+    own = np.frombuffer(text, np.uint8)
+    piece = Piece([], {process: (0, size) for process, size in enumerate(sizes) if size})
+    found = interconnect.gather(piece, (interconnect.given_bytes(piece), len(piece.spans)), own)
+    return [found[process][:size].tobytes() if size else b"" for process, size in enumerate(sizes)]
+
+
+def _requests(text: bytes) -> list[list[Request]]:
+    rounds: Any = json.loads(zlib.decompress(text))
+    return [[(number, tuple(map(tuple, box))) for number, box in asked] for asked in rounds]

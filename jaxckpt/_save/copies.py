@@ -1,0 +1,173 @@
+"""Who holds a copy of which object: a pure function from the save plan and the failure domains to a frozen plan.
+
+A save that is spread over folders of its processes writes each object in its owner's folder, and `copies` times more in
+folders of other failure domains: first in those of processes that hold the object's data by its sharding, which write
+it from their own replica; what is still missing goes to the owner's peers, over the devices' interconnect.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from jaxckpt._format.grid import cell_shape
+from jaxckpt._runtime.errors import InputError, counted
+from jaxckpt._save.plan import Object, SavePlan
+
+Channel = tuple[tuple[int, int], ...]
+"""(from, to) of processes: each sends to one other at most, and gets from one other at most, so that one permutation
+moves what all of them send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Domains:
+    """The failure domain of each process, and in how many others each object has a copy."""
+
+    of: tuple[str, ...]
+    copies: int
+
+    def require_enough(self) -> None:
+        """Raise InputError if there are not enough domains for so many copies."""
+        found = len(set(self.of))
+        if found <= self.copies:
+            raise InputError(
+                f"copies={self.copies} puts each object into {self.copies + 1} failure domains, and the"
+                f" {counted(len(self.of), 'process')} are in {found}: pass copies={found - 1}, or local_domains= with"
+                " one label a process"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies that one process makes, sends and gets in a save."""
+
+    replicas: tuple[Object, ...]
+    """Other processes' objects that it writes from its own data."""
+
+    channels: tuple[Channel, ...]
+    """All of the job's."""
+
+    sent: tuple[tuple[Object, ...], ...]
+    """Of its own objects, those that it sends over each channel, in order."""
+
+    received: tuple[tuple[Object, ...], ...]
+    """The objects that it gets over each channel, in order."""
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(obj.n_bytes for obj in itertools.chain(*self.sent))
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the copies that this process holds for others."""
+        return sum(obj.n_bytes for obj in itertools.chain(self.replicas, *self.received))
+
+
+def plan_copies(
+    plan: SavePlan, domains: Domains, process: int, plan_of: Callable[[int], SavePlan]
+) -> tuple[SavePlan, Copies]:
+    """The plan with all that this process writes from its own data, and its copies; `plan_of` makes another process's
+    plan."""
+    peers, channels = _peers(domains), _channels(domains)
+    number = {pair: channel for channel, pairs in enumerate(channels) for pair in pairs}
+    sent: list[list[Object]] = [[] for _ in channels]
+    received: list[list[Object]] = [[] for _ in channels]
+    replicas: list[Object] = []
+    for obj in plan.objects:
+        for peer in _copy_holders(domains, process, _holders(plan, obj))[1]:
+            sent[number[process, peer]].append(obj)
+    sources = {owner for owner in range(len(domains.of)) if process in peers[owner]}
+    for group in {group for layout in plan.layouts for group in layout.groups if process in group}:
+        sources.update(owner for owner in group if process in _copy_holders(domains, owner, group)[0])
+    for owner in sorted(sources):
+        for obj in plan_of(owner).objects:
+            by_replica, by_peer = _copy_holders(domains, owner, _holders(plan, obj))
+            if process in by_replica:
+                replicas.append(obj)
+            elif process in by_peer:
+                received[number[owner, process]].append(obj)
+    copies = Copies(tuple(replicas), channels, tuple(map(tuple, sent)), tuple(map(tuple, received)))
+    return replace(plan, objects=(*plan.objects, *replicas)), copies
+
+
+def _holders(plan: SavePlan, obj: Object) -> tuple[int, ...]:
+    """The processes that hold an object's data by its sharding."""
+    layout = plan.layouts[obj.stack]
+    if len(layout.groups) == 1:
+        return layout.groups[0]
+    number = 0
+    sides = cell_shape(layout, plan.stacks[obj.stack].shape)
+    for (start, _), side, count in zip(obj.box[1:], sides, layout.grid, strict=True):
+        number = number * count + start // side
+    return layout.holders[number]
+
+
+@lru_cache(maxsize=1 << 16)
+def _copy_holders(domains: Domains, owner: int, holders: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(holders by sharding, peers) that keep the copies of an object: all in different domains."""
+    used = {domains.of[owner]}
+    ring, place = _ring(domains, holders)
+    following = itertools.chain(ring[place[owner] + 1 :], ring[: place[owner]])
+    replicas = _first_in_new_domains(following, domains, used, domains.copies)
+    peers = _first_in_new_domains(_peers(domains)[owner], domains, used, domains.copies - len(replicas))
+    return replicas, peers
+
+
+def _first_in_new_domains(
+    processes: itertools.chain[int] | Sequence[int], domains: Domains, used: set[str], count: int
+) -> tuple[int, ...]:
+    found: list[int] = []
+    for process in processes:
+        if len(found) == count:
+            break
+        if domains.of[process] not in used:
+            used.add(domains.of[process])
+            found.append(process)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _ring(domains: Domains, holders: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Some processes, domain by domain, and the place of each: who follows a process differs for each."""
+    ring = tuple(sorted(holders, key=lambda process: (domains.of[process], process)))
+    return ring, {process: place for place, process in enumerate(ring)}
+
+
+@lru_cache(maxsize=64)
+def _peers(domains: Domains) -> tuple[tuple[int, ...], ...]:
+    """For each process as many peers as there are copies: its own domain and theirs are all different."""
+    count = len(domains.of)
+    ring, place = _ring(domains, tuple(range(count)))
+    sizes = {label: domains.of.count(label) for label in set(domains.of)}
+    shift = max(sizes.values())
+    if (domains.copies + 1) * shift <= count:  # a turn of the ring by that leaves every domain, and loads all alike
+        turns = range(1, domains.copies + 1)
+        return tuple(tuple(ring[(place[p] + turn * shift) % count] for turn in turns) for p in range(count))
+    members = {label: [process for process in ring if domains.of[process] == label] for label in sizes}
+    taken = dict.fromkeys(sizes, 0)
+    chosen: dict[int, tuple[int, ...]] = {}
+    for process in sorted(ring, key=lambda process: -sizes[domains.of[process]]):
+        others = sorted((taken[label] / sizes[label], label) for label in sizes if label != domains.of[process])
+        found: list[int] = []
+        for _, label in others[: domains.copies]:
+            found.append(members[label][taken[label] % sizes[label]])
+            taken[label] += 1
+        chosen[process] = tuple(found)
+    return tuple(chosen[process] for process in range(count))
+
+
+@lru_cache(maxsize=64)
+def _channels(domains: Domains) -> tuple[Channel, ...]:
+    """The ways from each process to its peers, in as few permutations as that takes."""
+    channels: list[tuple[dict[int, int], set[int]]] = []
+    for turn in range(domains.copies):
+        for process, peers in enumerate(_peers(domains)):
+            peer = peers[turn]
+            free = next((one for one in channels if process not in one[0] and peer not in one[1]), None)
+            if free is None:
+                channels.append(free := ({}, set()))
+            free[0][process] = peer
+            free[1].add(peer)
+    return tuple(tuple(sorted(pairs.items())) for pairs, _ in channels)

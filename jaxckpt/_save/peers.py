@@ -1,0 +1,266 @@
+"""Passes objects' data to peers over the devices' interconnect: permutations of a bounded number of bytes.
+
+each channel:   own objects ─▶ one stream of bytes ─▶ rounds of a jitted permutation ─▶ a stream ─▶ a peer's objects
+
+The caller's thread runs the permutations, as JAX demands of collectives, once all processes have come through their
+preparations. Whatever happens to one of them then, it takes part in all rounds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.grid import extent
+from jaxckpt._format.pieces import Bytes
+from jaxckpt._format.stacks import Stack
+from jaxckpt._runtime.errors import PeerFailedError
+from jaxckpt._save.copies import Channel, Copies
+from jaxckpt._save.exchange import links, moving_bits
+from jaxckpt._save.plan import Object
+from jaxckpt._save.staging import Staged
+
+ROUND_BYTES = 32 << 20
+"""Of a round, from each process. Its device needs memory for twice as many, the host for three times."""
+
+_STATE_HEAD = 8
+"""Bytes that state the length of a process's own state, which goes first in each of its streams."""
+
+
+class Round(msgspec.Struct, frozen=True, array_like=True):
+    """One permutation."""
+
+    channel: int
+    n_bytes: int
+    """What each process gives; the last round of a stream is filled up, so that few programs serve all saves."""
+
+    givers: list[int]
+    """The processes that give any."""
+
+    def pairs(self, channels: Sequence[Channel]) -> Channel:
+        """The processes that give, each with the one that gets it."""
+        return tuple(pair for pair in channels[self.channel] if pair[0] in self.givers)
+
+
+@dataclass(slots=True)
+class Passing:
+    """What passes between the processes of a save, settled when its path is claimed."""
+
+    rounds: Sequence[Round] = ()
+    data: str = ""
+    """Name of the data folder."""
+
+
+def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int]], most_bytes: int) -> list[Round]:
+    """The rounds that pass on so many bytes of each process over each channel."""
+    most_bytes = rounded_bytes(min(ROUND_BYTES, most_bytes))
+    rounds: list[tuple[int, Round]] = []
+    for channel, pairs in enumerate(channels):
+        left = {giver: stream_bytes[giver][channel] for giver, _ in pairs}
+        for start in range(0, max(left.values(), default=0), most_bytes):
+            givers = [giver for giver, n_bytes in left.items() if n_bytes > start]
+            n_bytes = min(most_bytes, rounded_bytes(max(left.values()) - start))
+            rounds.append((start, Round(channel, n_bytes, givers)))
+    rounds.sort(key=lambda one: one[0])  # the channels in turn: what is sent over several is soon let go
+    return [one for _, one in rounds]
+
+
+def rounded_bytes(n_bytes: int) -> int:
+    """A few bytes more, 6 % at most above 64 KiB: the sizes of rounds repeat, and with them their programs."""
+    unit = max(4 << 10, 1 << max(0, n_bytes.bit_length() - 5))
+    return -(-n_bytes // unit) * unit
+
+
+def stream_bytes(copies: Copies, state: bytes | None) -> list[int]:
+    """Bytes that this process sends over each channel."""
+    head = 0 if state is None else _STATE_HEAD + len(state)
+    return [head + sum(obj.n_bytes for obj in sent) for sent in copies.sent]
+
+
+def pass_on(
+    staged: Generator[Staged],
+    stacks: Sequence[Stack],
+    copies: Copies,
+    rounds: Sequence[Round],
+    process: int,
+    state: bytes | None,
+    keep_state: Callable[[int, bytes], None],
+) -> Generator[Staged]:
+    """What is staged here, and what peers send. Every process, to the end or closed.
+
+    `keep_state` is called with the number of another process and its own state.
+    """
+    if not rounds:
+        yield from staged
+        return
+    head = b"" if state is None else len(state).to_bytes(_STATE_HEAD, "little") + state
+    outgoing: list[_Outgoing | None] = [None] * len(copies.channels)
+    incoming: list[_Incoming | None] = [None] * len(copies.channels)
+    wanted: dict[Object, list[_Outgoing]] = {}
+    for number, pairs in enumerate(copies.channels):
+        for giver, getter in pairs:
+            if giver == process:
+                outgoing[number] = out = _Outgoing(head)
+                for obj in copies.sent[number]:
+                    wanted.setdefault(obj, []).append(out)
+            if getter == process:
+                keep = None if state is None else functools.partial(keep_state, giver)
+                incoming[number] = _Incoming(copies.received[number], stacks, keep)
+    permutations = Permutations(process)
+    left = deque(rounds)
+    try:
+        while left:
+            one = left[0]
+            out = outgoing[one.channel] if process in one.givers else None
+            while out is not None and out.waiting < one.n_bytes and (found := next(staged, None)) is not None:
+                for stream in wanted.get(found.obj, ()):
+                    stream.add(replace(found, groups=[*found.groups]))
+                yield found
+            given = None if out is None else out.take(one.n_bytes)
+            left.popleft()
+            got = permutations.run(one.pairs(copies.channels), one.n_bytes, given)
+            into = incoming[one.channel]
+            if got is not None and into is not None:
+                yield from into.add(got)
+        yield from staged
+    except (Exception, GeneratorExit) as error:
+        staged.close()
+        if not isinstance(error, PeerFailedError):
+            for one in left:  # the others would wait for ever in a round that this process stayed away from
+                permutations.run(one.pairs(copies.channels), one.n_bytes, None)
+        raise
+
+
+class _Outgoing:
+    """What a process sends over a channel, as one stream."""
+
+    def __init__(self, head: bytes) -> None:
+        self._parts = deque[Bytes | Staged]([np.frombuffer(head, np.uint8)])
+        self.waiting = len(head)
+        """Bytes that are there, and not taken yet."""
+
+    def add(self, one: Staged) -> None:
+        self._parts.append(one)
+        self.waiting += one.obj.n_bytes
+
+    def take(self, n_bytes: int) -> Bytes:
+        """The next bytes; zeros where none are left."""
+        taken = np.empty(n_bytes, np.uint8)
+        filled = 0
+        while filled < n_bytes and self._parts:
+            part = self._parts.popleft()
+            if isinstance(part, Staged):
+                part = np.ascontiguousarray(part.data().array()).reshape(-1).view(np.uint8)
+            now = part[: n_bytes - filled]
+            taken[filled : filled + len(now)] = now
+            filled += len(now)
+            self.waiting -= len(now)
+            if len(now) < len(part):
+                self._parts.appendleft(part[len(now) :])
+        taken[filled:] = 0
+        return taken
+
+
+@dataclass(slots=True)
+class _Filled:
+    """Bytes that come in several rounds."""
+
+    data: Bytes
+    count: int = 0
+
+
+class _Incoming:
+    """What a process gets over a channel, as one stream."""
+
+    def __init__(
+        self, objects: Sequence[Object], stacks: Sequence[Stack], keep_state: Callable[[bytes], None] | None
+    ) -> None:
+        self._objects = deque(objects)
+        self._stacks = stacks
+        self._keep_state = keep_state
+        self._state: _Filled | None = None
+        self._current: _Filled | None = None if keep_state is None else _Filled(np.empty(_STATE_HEAD, np.uint8))
+
+    def add(self, got: Bytes) -> Generator[Staged]:
+        """More of it; yields the objects that are complete."""
+        while len(got):
+            if self._current is None:
+                if not self._objects:
+                    return  # what is left only fills up the round
+                self._current = _Filled(np.empty(self._objects[0].n_bytes, np.uint8))
+            current = self._current
+            now = got[: len(current.data) - current.count]
+            current.data[current.count : current.count + len(now)] = now
+            current.count += len(now)
+            got = got[len(now) :]
+            if current.count < len(current.data):
+                return
+            self._current = None
+            if self._keep_state is None:
+                yield self._staged(self._objects.popleft(), current.data)
+            elif self._state is None:
+                self._state = self._current = _Filled(
+                    np.empty(int.from_bytes(current.data.tobytes(), "little"), np.uint8)
+                )
+            else:
+                self._keep_state(current.data.tobytes())
+                self._keep_state = None
+
+    def _staged(self, obj: Object, data: Bytes) -> Staged:
+        dtype = np.dtype(DTYPES[self._stacks[obj.stack].dtype])
+        array = data.view(dtype).reshape(extent(obj.box))
+        return Staged(obj, dtype, extent(obj.box)[0], [[(obj.box, array, ...)]], obj.n_bytes)
+
+
+# Over the interconnect ------------------------------------------------------------------------------------
+
+
+class Permutations:
+    """Permutations of the processes, of which each gives and gets bytes in host memory."""
+
+    def __init__(self, process: int) -> None:
+        devices: dict[int, list[Any]] = {}
+        for device in jax.devices():
+            devices.setdefault(device.process_index, []).append(device)
+        self._process = process
+        self._width = 1 << min(map(links, devices.values())).bit_length() - 1
+        self._mesh = Mesh(np.array([devices[one][: self._width] for one in sorted(devices)]), ("process", "own"))
+        self._devices = devices[process][: self._width]
+
+    def run(self, pairs: Channel, n_bytes: int, given: Bytes | None) -> Bytes | None:
+        """Give so many bytes, or zeros, and get those of another process, if one gives any to this. Every process."""
+        mine = np.zeros(n_bytes, np.uint8) if given is None else given
+        along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        try:
+            with moving_bits(self._mesh):
+                places = [SingleDeviceSharding(device) for device in self._devices]
+                parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
+                words = jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), along, parts)
+                moved = jax.block_until_ready(_permuter(self._mesh, pairs)(words))
+        except (RuntimeError, ValueError) as error:  # XLA's: of a peer that died, for example
+            raise PeerFailedError(f"process {self._process} could not pass copies on: {error}") from error
+        if all(getter != self._process for _, getter in pairs):
+            return None
+        by_device = {shard.device: np.asarray(shard.data) for shard in moved.addressable_shards}
+        return np.concatenate([by_device[device] for device in self._devices]).view(np.uint8)
+
+
+@functools.lru_cache(maxsize=256)
+def _permuter(mesh: Mesh, pairs: Channel) -> Any:
+    """The jitted words of each process → the words of that which gives to it."""
+
+    def permuted(words: Any) -> Any:
+        return lax.ppermute(words, "process", pairs)
+
+    along = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(permuted, mesh=mesh, in_specs=along, out_specs=along, check_vma=False))

@@ -1,0 +1,176 @@
+"""Flushing: a step of the local folders reaches the storage, as files, at a bounded rate and without the devices.
+
+local save published ─▶ claim the path ─▶ each process copies the files that it owns ─▶ all meet ─▶ process 0 publishes
+
+What is published is the manifest of the local step itself, so the two are one checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxckpt._format import zarr
+from jaxckpt._format.manifest import state_name
+from jaxckpt._format.records import Manifest, StackRecord
+from jaxckpt._format.stacks import Stack
+from jaxckpt._runtime.errors import DataError, PeerError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Group
+from jaxckpt._runtime.threads import POLL_SECONDS, ending
+from jaxckpt._save.background import PendingSave, SaveInfo, finish_at_exit, hand_over
+from jaxckpt._save.claim import Claim, claim, require_shared
+from jaxckpt._save.plan import Object
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.store import Store
+
+
+@dataclass(slots=True)
+class Flush:
+    """A local step on its way to the storage."""
+
+    step: int
+    source: Folder
+    """This process's share of the step."""
+
+    store: Store
+    group: Group
+    options: Options
+    rate: float | None
+    """Bytes a second, at most."""
+
+    overwrite: bool
+    then: Callable[[], None]
+    """What process 0 does once it is published."""
+
+    on_done: Callable[[SaveInfo], object] | None
+
+    save_id: str = ""
+    owned: Sequence[Object] = ()
+    """The objects of which this process is the owner. Like the save id they are known once the local save is
+    published."""
+
+    pending: PendingSave | None = None
+    cancelled: BaseException | None = None
+
+    def begin(self, local: PendingSave) -> PendingSave:
+        """Begin to wait for the local save, and to copy its files."""
+        self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watch)
+        finish_at_exit()
+        hand_over(self.pending, functools.partial(self._run, local), awaited=False, aside=True)
+        self.pending.returned()
+        return self.pending
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its files are needed still."""
+        return self.pending is not None and not self.pending.done
+
+    def check(self) -> None:
+        """Raise what it was cancelled for, if it was."""
+        if self.cancelled is not None:
+            raise self.cancelled
+
+    def _run(self, local: PendingSave, pending: PendingSave) -> SaveInfo:
+        """Wait for the local save, and copy it."""
+        group, claimed = self.group, Claim()
+        group.check = self.check
+        with group:
+            try:
+                with group.meeting("preparing to flush a local step") as meeting:
+                    info = local.await_end()
+                    self.check()
+                    if info is None:
+                        raise local.error or AssertionError("no outcome")
+                    manifest, content = load_manifest(self.source)
+                    assert manifest.save_id == self.save_id, self.source.url
+                    meeting.gather("")
+                    if group.index == 0:
+                        with group.watch.doing(f"preparing {self.store.url}"):
+                            claimed = claim(self.store, manifest.arrays, manifest.save_id, overwrite=self.overwrite)
+                    meeting.share("")
+                with group.meeting("flushing a local step") as meeting:
+                    try:
+                        require_shared(self.store, manifest.data, group.index)
+                        self._copy(manifest, pending)
+                    except BaseException:
+                        if group.index == 0:  # not to delete the data before the others have ended their writing
+                            with contextlib.suppress(PeerError):
+                                meeting.gather("")
+                        raise
+                    meeting.gather("")
+                    if group.index == 0:
+                        with group.watch.doing(f"publishing {self.store.url}"):
+                            if self.options.sync:
+                                self.store.sync_data(manifest.data, manifest.arrays)
+                            self.check()
+                            self.store.publish(manifest.data, content, claimed.previous, sync=self.options.sync)
+                    meeting.share("")
+            except BaseException:
+                claimed.release(keep=False)
+                raise
+            claimed.release(keep=True)
+            if group.index == 0:
+                self.then()
+        info = replace(info, path=self.store.url)
+        if self.on_done is not None:
+            self.on_done(pending.timed(info))
+        return info
+
+    def _copy(self, manifest: Manifest, pending: PendingSave) -> None:
+        """Copy the files that this process owns, each checked."""
+        made = set[str]()
+        paced_until = 0.0
+        indices: dict[int, list[tuple[int, ...]]] = {}
+        if manifest.process_states:
+            key = f"{manifest.data}/{state_name(self.group.index)}"
+            self.store.put(key, self._read(key), sync=self.options.sync)
+        for obj in self.owned:
+            self.check()
+            if self.rate is not None:
+                _sleep_until(paced_until, self.check)
+                paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / self.rate
+            stack = manifest.arrays[obj.stack]
+            key = f"{manifest.data}/{zarr.object_key(stack, obj.index)}"
+            content = self._read(key)
+            _require_sound(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
+            folder, _, name = key.rpartition("/")
+            with self.group.watch.doing(f"writing to {self.store.url}"):
+                below = self.store.child(folder) if folder in made else self.store.made(folder)
+                below.put(name, content, sync=self.options.sync)
+            made.add(folder)
+            indices.setdefault(obj.stack, []).append(obj.index)
+            pending.moved(obj.n_bytes)
+        if self.options.sync:
+            with self.group.watch.doing(f"syncing {self.store.url}"):
+                for number, found in indices.items():
+                    self.store.sync_folders(manifest.data, manifest.arrays[number], found)
+
+    def _read(self, key: str) -> bytes:
+        content = self.source.read(key)
+        if content is None:
+            raise DataError(f"{self.source.url}/{key} is missing, and was to be flushed to {self.store.url}")
+        return content
+
+
+def _require_sound(where: str, content: bytes, stack: Stack, index: tuple[int, ...], record: StackRecord) -> None:
+    """Raise DataError unless an object is as it was saved."""
+    data = np.frombuffer(content, np.uint8)
+    length, digest = record.stored(index)
+    if len(data) != length:
+        raise DataError(f"{where} is {len(data)} bytes long, expected {length}")
+    for _, problem in zarr.problems(lambda start, stop: data[start:stop], stack, index, length, digest):
+        raise DataError(f"{where} {problem}")
+
+
+def _sleep_until(moment: float, check: Callable[[], None]) -> None:
+    """Sleep, unless the interpreter waits for the flush in order to end."""
+    while (left := moment - time.monotonic()) > 0 and not ending():
+        check()
+        time.sleep(min(left, POLL_SECONDS))

@@ -1,0 +1,277 @@
+"""The local tier: steps in a folder of each process's host, with copies in other failure domains.
+
+    <local>/process-<index>/run.json                        the run that it belongs to
+    <local>/process-<index>/00000040/manifest.json          the same in every process: of the whole step
+    <local>/process-<index>/00000040/data-<save id>/…       the objects that the process holds
+
+All folders together hold an ordinary checkpoint. Each process publishes the manifest once all have written their
+objects: any manifest that is found proves that its save is whole. A process holds two steps at most: before it writes
+one, it deletes all but one older step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxckpt._format.names import MANIFEST, is_data, names_data
+from jaxckpt._runtime.errors import InputError, PeersDisagreeError
+from jaxckpt._runtime.options import Options, whole_number
+from jaxckpt._runtime.processes import Group, process_names
+from jaxckpt._save.copies import Domains
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.plan import Object
+from jaxckpt._save.prepare import Spread, plan_spread
+from jaxckpt._steps.flush import Flush
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.place import local_path
+from jaxckpt._storage.steps import RUN, is_step, step_name
+from jaxckpt._storage.store import Store
+
+_log = logging.getLogger("jaxckpt")
+
+_NOTE = "run.json"
+_RUN_ID = "local-"
+"""Begins the name of a note in the storage's directory of steps: the rest of the name is the run's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBytes:
+    """What one local step takes, in bytes of array data."""
+
+    own_bytes: int
+    """Of the objects that this process owns."""
+
+    copied_bytes: int
+    """Of the copies that this process holds for others."""
+
+    sent_bytes: int
+    """Of this process's objects that go to peers over the devices' interconnect, each once for each copy; the other
+    copies are made from replicas."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that this process's local folder holds: two steps."""
+        return 2 * (self.own_bytes + self.copied_bytes)
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What a process brings to the local tier."""
+
+    host: str
+    copies: int
+    every: int
+    labels: list[str] | None
+
+
+class _Terms(msgspec.Struct, frozen=True):
+    """What process 0 answers."""
+
+    run: str
+    hosts: list[int]
+    """A number for each process's host."""
+
+    domains: list[str]
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """What stays in the local folders when a step is saved."""
+
+    known: bool
+    """Whether all else can go. Otherwise nobody has looked yet at what an earlier Checkpointer left."""
+
+    is_ours: bool
+    """Whether this Checkpointer has made a local step: then folders of processes that are not here now can go, too."""
+
+    step: int
+    """-1: none stays."""
+
+    save_id: str
+
+
+class Local:
+    """The local folders of a run, as one process sees them."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], every: object, copies: object, labels: Sequence[object] | None
+    ) -> None:
+        """Raises InputError."""
+        path = local_path(folder, "local")
+        if path is None:
+            raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
+        self.folder = Folder(path, path)
+        self.every = whole_number(every, "local_every", least=1)
+        self._copies = whole_number(copies, "copies", least=0)
+        self._labels = None if labels is None else [str(label) for label in labels]
+        self._whole: tuple[int, str] | None = None
+        self._known = False
+        self._hurries = False
+        self._made: tuple[int, str] | None = None
+        self._is_swept = False
+        self.flush: Flush | None = None
+        """The last step that was to be flushed."""
+
+    # Opening ---------------------------------------------------------------------------------------------
+
+    def offer(self, group: Group) -> str:
+        """What this process brings, for process 0. Raises InputError."""
+        labels = self._labels
+        if labels is not None and len(labels) != group.count:
+            raise InputError(
+                f"local_domains has {len(labels)} labels, expected one for each of {group.count} processes"
+            )
+        return msgspec.json.encode(_Offer(socket.gethostname(), self._copies, self.every, labels)).decode()
+
+    def open(self, answer: str, directory: Store, group: Group) -> None:
+        """Make this process's folder, in a run on whose terms all have agreed. Raises InputError, StorageError."""
+        terms = msgspec.json.decode(answer, type=_Terms)
+        self.run, self._storage, self._index = terms.run, directory.url, group.index
+        self.here = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
+        self.domains = Domains(tuple(terms.domains), self._copies)
+        name = f"process-{group.index}"
+        self.own = self.folder.child(name)
+        note = _run_of(self.own)
+        if note is None and self.own.names():
+            raise InputError(f"{self.own.url} holds other files: give another local=, or remove them")
+        if note is not None and note.get("run") != self.run:
+            raise InputError(
+                f"{self.own.url} holds local steps of another run, which is stored at {note.get('storage')}, expected"
+                f" {directory.url}: remove that folder if the run has ended, or give another local="
+            )
+        if note is None:
+            note = {"run": self.run, "storage": directory.url, "folder": uuid.uuid4().hex}
+            self.folder.made(name).put(f"{_NOTE}.new", json.dumps(note).encode())
+            self.own.rename(f"{_NOTE}.new", _NOTE)
+
+    def folders(self) -> dict[int, tuple[str, Folder]]:
+        """The folders of the run's processes that this process sees, each with its own id, by the number that the
+        process had that made it."""
+        found: dict[int, tuple[str, Folder]] = {}
+        for name in self.folder.names():
+            if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
+                folder = self.folder.child(name)
+                note = _run_of(folder) or {}
+                if (note.get("run"), note.get("storage")) == (self.run, self._storage):
+                    found[int(name.removeprefix("process-"))] = str(note.get("folder")), folder
+                else:
+                    _log.warning("%s is ignored: it belongs to another run", folder.url)
+        return dict(sorted(found.items()))
+
+    def found(self, whole: tuple[int, str] | None, *, complete: bool = True) -> None:
+        """The (step, save id) of the local step that all processes restore, None for one of the storage: what else an
+        earlier Checkpointer left can go. Unless all copies of it are there (`complete`), the next step is saved."""
+        self._whole, self._known, self._hurries = whole, True, not complete
+
+    # Saving ----------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        hurries, self._hurries = self._hurries, False
+        return hurries or step % self.every == 0
+
+    def spread(self, step: int, flush: Flush | None) -> Spread:
+        """How a step is saved here, and what it needs to be flushed."""
+        published = functools.partial(self._published, step, flush)
+        return Spread(self.domains, functools.partial(self._decide, step), self._clear, published)
+
+    def child(self, step: int) -> Folder:
+        """Where this process's share of a step is."""
+        return self.own.child(step_name(step))
+
+    def plan(self, draft: Draft, options: Options) -> LocalBytes:
+        """What a step of a tree takes."""
+        plan, copies = plan_spread(draft, options, self._index, self.domains)
+        return LocalBytes(plan.process_bytes[self._index], copies.written_bytes, copies.sent_bytes)
+
+    def _decide(self, step: int) -> str:
+        """Which older step stays. Process 0."""
+        kept = self._made or self._whole
+        if kept is not None and kept[0] > step:
+            kept = None  # whoever goes back to an older step wants none of the newer ones
+        if self.flush is not None and self.flush.is_under_way:
+            kept = self.flush.step, self.flush.save_id
+        known, is_ours = self._known or self._made is not None, self._made is not None
+        return msgspec.json.encode(_Kept(known, is_ours, *(kept or (-1, "")))).decode()
+
+    def _clear(self, text: str) -> None:
+        """Delete all steps but the one that stays."""
+        kept = msgspec.json.decode(text, type=_Kept)
+        if kept.known:
+            _trim(self.own, kept)
+        if kept.is_ours and not self._is_swept:
+            for process in self.folders().keys() - self.here:
+                _log.info("%s/process-%d is deleted: no such process is on this host now", self.folder.url, process)
+                self.folder.delete(f"process-{process}")
+            self._is_swept = True
+
+    def _published(self, step: int, flush: Flush | None, save_id: str, owned: Sequence[Object]) -> None:
+        self._made = step, save_id
+        if flush is not None:
+            flush.save_id, flush.owned = save_id, owned
+
+
+def agreed(texts: Sequence[str], directory: Store) -> str:
+    """The terms of the local tier, from what every process offers ("": it has none). Process 0.
+
+    Raises InputError, PeersDisagreeError, StorageError.
+    """
+    without = [process for process, text in enumerate(texts) if not text]
+    if without:
+        raise PeersDisagreeError(f"{process_names(without)} made the Checkpointer without local=, the others with it")
+    offers = [msgspec.json.decode(text, type=_Offer) for text in texts]
+    for what in ("copies", "every", "labels"):
+        name = {"every": "local_every", "labels": "local_domains"}.get(what, what)
+        others = [process for process, offer in enumerate(offers) if getattr(offer, what) != getattr(offers[0], what)]
+        if others:
+            raise PeersDisagreeError(
+                f"{process_names(others)} made the Checkpointer with another {name} than process 0"
+            )
+    names = [offer.host for offer in offers]
+    hosts = [names.index(name) for name in names]
+    # On one host alone, this is a test: each process stands for a host.
+    default = [str(number) for number in (hosts if len(set(hosts)) > 1 else range(len(hosts)))]
+    labels = offers[0].labels or default
+    Domains(tuple(labels), offers[0].copies).require_enough()
+    return msgspec.json.encode(_Terms(_run_id(directory), hosts, labels)).decode()
+
+
+def _run_id(directory: Store) -> str:
+    """The id of a run, which is made once. Of two that were made at the same time, the first by name counts from then
+    on: then the local folders of the other one are foreign, which is safe."""
+    notes = directory.child(RUN)
+    if not any(name.startswith(_RUN_ID) for name in notes.names()):
+        directory.made(RUN).put(f"{_RUN_ID}{uuid.uuid4().hex}", b"{}", sync=True)
+    return min(name for name in notes.names() if name.startswith(_RUN_ID)).removeprefix(_RUN_ID)
+
+
+def _run_of(own: Folder) -> dict[str, Any] | None:
+    """What a process's folder says of its run."""
+    content = own.read(_NOTE)
+    try:
+        note = None if content is None else json.loads(content)
+    except ValueError:
+        return {}
+    return note if note is None or isinstance(note, dict) else {}
+
+
+def _trim(own: Folder, kept: _Kept) -> None:
+    """Delete all saves in a process's folder but one, each one's manifest first."""
+    for name in filter(is_step, own.names()):
+        child = own.child(name)
+        stays = f"data-{kept.save_id}" if int(name) == kept.step else ""
+        if not names_data(child.read(MANIFEST), stays):
+            child.unpublish(sync=False)
+        if not stays:
+            own.delete(name)
+        for data in filter(is_data, child.names()):
+            if data != stays:
+                child.delete(data)

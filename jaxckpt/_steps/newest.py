@@ -1,0 +1,255 @@
+"""Which step a restore takes, agreed by all processes: the newest that local folders hold whole, else the storage's.
+
+what each process sees ─▶ process 0: saves, the newest first ─▶ each: who holds which file ─▶ the first that is whole
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxckpt._format.manifest import decode
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.records import Manifest
+from jaxckpt._restore.plan import read_bytes
+from jaxckpt._restore.pooled import DamagedError, Pooled
+from jaxckpt._restore.surviving import Candidate, Files, Held, candidates, missing
+from jaxckpt._runtime.errors import DataError, ManifestError, StorageError
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Group, Meeting
+from jaxckpt._steps.directory import Directory
+from jaxckpt._steps.local import Local
+from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.folder import Folder
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.steps import is_step, step_name
+
+_log = logging.getLogger("jaxckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A step, and where to read it."""
+
+    step: int | None
+    """None if there is none."""
+
+    source: Pooled | None = None
+    """What local folders hold of it; None for the storage's."""
+
+    complete: bool = True
+    """Whether every file of it has all its copies, for as many processes as there are now."""
+
+    @property
+    def save(self) -> tuple[int, str] | None:
+        """The step and the save id of a local step."""
+        return None if self.source is None or self.step is None else (self.step, self.source.manifest.save_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A step's folder that this process sees among the local ones."""
+
+    process: str
+    """The id of the folder that it lies in."""
+
+    folder: Folder
+    step: int
+
+    content: bytes | None
+    """Its manifest."""
+
+    candidate: Candidate | None
+
+
+class Newest:
+    """Finds the step to restore. Every process makes one."""
+
+    def __init__(self, directory: Directory, local: Local | None, options: Options) -> None:
+        self._directory = directory
+        self.local = local
+        self._options = options
+        self._unusable = set[str]()
+        """Local files that this process could not read, by their paths."""
+
+        self._known: dict[int, Manifest] = {}
+        """The local steps that were agreed on."""
+
+    # Agreeing, every process -----------------------------------------------------------------------------
+
+    def find(self, group: Group, step: int | None, ready: Callable[[], object], *, apart: bool = True) -> Chosen:
+        """A step, or the newest for None, once it is `ready`. Unless `apart`, only local steps count that each process
+        sees whole."""
+        with group.meeting("looking for the newest step") as meeting:
+            ready()
+            seen = list(self._look())
+            heard = meeting.gather(json.dumps([one.candidate for one in seen if one.candidate]))
+            stored, offered = json.loads(meeting.share(self._offer(heard, step) if heard else ""))
+            for candidate, giver in offered:
+                meeting.renew()
+                chosen = self._gathered(meeting, Candidate(*candidate), giver, seen, apart=apart)
+                if chosen is not None:
+                    return chosen
+        if offered and group.index == 0:
+            taken = "no step is left" if stored is None else f"step {stored} is taken from {self._directory.url}"
+            _log.warning("no step in the local folders can be restored: %s", taken)
+        return Chosen(stored)
+
+    def _look(self) -> Iterator[_Seen]:
+        """The steps in the local folders that this process sees."""
+        for name, process in self.local.folders().values() if self.local else ():
+            try:
+                yield from [_seen(name, process.child(step), int(step)) for step in process.names() if is_step(step)]
+            except (DataError, StorageError) as error:
+                _log.warning("the local folder %s is not used: %s", process.url, error)
+
+    def _offer(self, heard: Sequence[str], step: int | None) -> str:
+        """The storage's step; and saves that are to be preferred if they are whole, the newest first, each with the
+        process that passes on its manifest, if some lack it. Process 0."""
+        found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
+        steps = self._directory.steps()
+        stored = max(steps, default=None) if step is None else step
+        offered: list[tuple[Candidate, int | None]] = []
+        for one in candidates(found):
+            if one.step != step if step is not None else stored is not None and one.step < stored:
+                continue
+            # Of two saves of one step, the storage's counts.
+            if one.step in steps and load_manifest(self._directory.child(one.step))[0].save_id != one.save_id:
+                continue
+            having = [process for process, some in enumerate(found) if one in some]
+            offered.append((one, having[0] if len(having) < len(found) else None))
+        return json.dumps((stored, offered))
+
+    def _gathered(
+        self, meeting: Meeting, candidate: Candidate, giver: int | None, seen: Sequence[_Seen], *, apart: bool
+    ) -> Chosen | None:
+        """A save as the local folders of all processes hold it; None unless they hold it whole."""
+        process = meeting.group.index
+        content = next((one.content for one in seen if one.candidate == candidate), None)
+        if giver is not None:
+            texts = meeting.gather(_packed(content) if content is not None and process == giver else "")
+            content = _unpacked(meeting.share(texts[giver] if texts else ""))
+            meeting.renew()
+        url = f"{self._directory.url}/{step_name(candidate.step)} (local)"
+        if content is None or hashlib.sha256(content).hexdigest() != candidate.digest:
+            raise ManifestError(f"the manifest of {url} did not arrive as it was sent")
+        manifest = decode(content, url)
+        files = Files.of(manifest)
+        of_step = [one for one in seen if one.step == candidate.step]
+        own = np.full(len(files.keys), -1)
+        numbers = {key: number for number, key in enumerate(files.keys)}
+        usable: dict[str, str] = {}
+        for number, one in enumerate(of_step):
+            there = self._usable(one.folder, manifest.data, files, numbers)
+            own[there] = number
+            usable[one.process] = _packed(_bits(there, len(own)).tobytes())
+        texts = meeting.gather(json.dumps(usable))
+        held: list[dict[str, str]] = json.loads(meeting.share(f"[{','.join(texts)}]"))
+        by_folder = {name: np.frombuffer(_unpacked(bits), np.uint8) for some in held for name, bits in some.items()}
+        nothing = _bits([], len(own))
+        every = np.array([np.bitwise_or.reduce([nothing, *map(by_folder.__getitem__, some)]) for some in held])
+        lacking = missing(every if apart else np.bitwise_and.reduce(every)[None], len(own))
+        if lacking:
+            if process == 0:
+                why = "no local folder holds" if apart else "one process does not see, which rename=Rules(…) needs,"
+                _log.warning(
+                    "local step %d is not used: %s %d of its %d files, %s for example",
+                    *(candidate.step, why, len(lacking), len(own), files.keys[lacking[0]]),
+                )
+            return None
+        for one in of_step:
+            if one.candidate != candidate and manifest.data in one.folder.names():
+                _adopt(one.folder, manifest.data, content, sync=self._options.sync)
+        if process == 0:
+            _log.info("step %d is whole in the local folders of %d processes", candidate.step, len(by_folder))
+        self._known[candidate.step] = manifest
+        most_bytes = max(1, read_bytes(self._options.host_bytes) // 4)
+        folders = [one.folder for one in of_step]
+        source = Pooled(url, manifest, candidate.digest, files, folders, own.tolist(), every, most_bytes)
+        counts = sum(
+            (np.unpackbits(bits, count=len(own)).astype(int) for bits in by_folder.values()), np.zeros(len(own), int)
+        )
+        copies = self.local.domains.copies if self.local else 0
+        whole = len(by_folder) == meeting.group.count and bool((counts > copies).all())
+        return Chosen(candidate.step, source, complete=whole)
+
+    def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
+        """The files of a save that lie in a folder with the right length, and could be read so far."""
+        there = {
+            numbers[key]: key
+            for path, _, names in os.walk(os.path.join(folder.folder, data))
+            for name in names
+            if (key := os.path.relpath(os.path.join(path, name), folder.folder)) in numbers
+            and f"{folder.url}/{key}" not in self._unusable
+        }
+        misfits = folder.misfits({key: files.lengths[number] for number, key in there.items()})
+        for key, why in misfits.items():
+            _log.warning("the local file %s/%s is not used: it %s", folder.url, key, why)
+        return [number for number, key in there.items() if key not in misfits]
+
+    # Of this process alone -------------------------------------------------------------------------------
+
+    def avoid(self, source: Pooled, error: DamagedError) -> None:
+        """Files that this process has read of a local step are damaged: other processes may hold them too."""
+        _log.warning("local files of %s are damaged, and are not used: %s", source.url, error)
+        self._unusable.update(source.damaged)
+
+    def manifest(self, step: int) -> Manifest | None:
+        """What is known of a local step: of one that was agreed on, or as this process's folders say."""
+        if step not in self._known:
+            for one in self._look():
+                if one.step == step and one.content is not None:
+                    return decode(one.content, one.folder.url)
+        return self._known.get(step)
+
+
+def _seen(process: str, folder: Folder, step: int) -> _Seen:
+    """A step's folder. A manifest that is damaged, or of another step, counts as none."""
+    content = folder.read(MANIFEST)
+    if content is not None:
+        try:
+            manifest = decode(content, folder.url)
+            if manifest.step is not None and manifest.step.number == step:
+                found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
+                return _Seen(process, folder, step, content, found)
+            why = "it is of another step"
+        except ManifestError as error:
+            why = str(error)
+        _log.warning("the manifest in %s is not used: %s", folder.url, why)
+    return _Seen(process, folder, step, None, None)
+
+
+def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
+    """Publish the manifest of a save, which is whole, in a folder that has data of it: with one manifest lost, the save
+    would be lost."""
+    name = f"{data}/{MANIFEST}.{uuid.uuid4().hex}"
+    try:
+        folder.put(name, content, sync=sync)
+        with system_errors(f"cannot publish {folder.url}/{MANIFEST}"):
+            os.rename(os.path.join(folder.folder, name), os.path.join(folder.folder, MANIFEST))
+    except StorageError as error:
+        _log.warning("the manifest is not in all local folders: %s", error)
+
+
+def _bits(numbers: Sequence[int], count: int) -> Held:
+    """A bit for each of so many files, set for some."""
+    there = np.zeros(count, bool)
+    there[numbers] = True
+    return np.packbits(there)
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content, 1)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))

@@ -1,0 +1,192 @@
+"""Saving the steps of a run: those that are due, in the background, into local folders first if there are any, and the
+last one in time when the job is told to stop."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jaxckpt._format.records import StepRecord
+from jaxckpt._runtime.errors import Preempted
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.processes import Call, Group
+from jaxckpt._save.background import PendingSave
+from jaxckpt._save.describe import Recent
+from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.reuse import Last
+from jaxckpt._save.save import start
+from jaxckpt._steps.deletion import Deletion
+from jaxckpt._steps.directory import Directory
+from jaxckpt._steps.due import Due
+from jaxckpt._steps.flush import Flush
+from jaxckpt._steps.last_save import LastSave
+from jaxckpt._steps.local import Local
+from jaxckpt._steps.metrics import recorded
+from jaxckpt._steps.preemption import Notice
+
+_log = logging.getLogger("jaxckpt")
+
+
+@dataclass(slots=True)
+class Saver:
+    """Saves the steps of a run; every process has one."""
+
+    directory: Directory
+    deletion: Deletion
+    due: Due
+    notice: Notice
+    local: Local | None
+    rate: float | None
+    """Bytes a second that each process flushes, at most."""
+
+    options: Options
+    background: bool
+    fail_fast: bool
+    on_preemption: Literal["exit", "continue", "ignore"]
+    published: Last
+    last: LastSave = field(default_factory=LastSave)
+    """The last save: of a local step, if there are local folders."""
+
+    flushed: LastSave = field(default_factory=LastSave)
+    """The last flush of a local step."""
+
+    recent: Recent = field(default_factory=Recent)
+    preempted: bool = False
+
+    def save(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        request: SaveRequest,
+        calling: Callable[..., Group],
+        *,
+        force: bool,
+    ) -> bool:
+        """Save a step if it is due; `request` has what the caller gave. Returns whether it is being saved."""
+        last_one = self.on_preemption != "ignore" and not self.preempted and self.notice.reached(step)
+        stored = force or last_one or self.due.reached(step, metrics, calling)
+        if not (stored or (self.local is not None and self.local.due(step))):
+            # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
+            if self.fail_fast and self.last.pending is not None and self.last.pending.done:
+                self.last.wait()
+            return False
+        saved = False
+        if last_one:
+            self.preempted = True
+            saved = self._hurry(step)
+        if not saved:
+            record = StepRecord(step, recorded(metrics))
+            request = replace(
+                request,
+                step=record,
+                components=tuple(self.directory.rules.components),
+                recent=self.recent,
+                deadline=self.notice.deadline if last_one else None,
+            )
+            if stored:
+                check = functools.partial(self._admit, record, overwrite=request.overwrite, last_one=last_one)
+                request = replace(request, check=check, then=functools.partial(self.deletion.begin, record))
+            saved = self._begin(
+                step,
+                request,
+                functools.partial(calling, step),
+                stored=stored,
+                awaited=not (self.background or last_one),
+            )
+            if saved and stored:
+                self.due.saved()
+            if not (self.background or last_one):
+                self.last.wait()
+                self.flushed.wait()
+                self.deletion.wait()
+        if last_one:
+            self._leave(step, saved)
+        return saved
+
+    def _begin(
+        self, step: int, request: SaveRequest, calling: Callable[[], Group], *, stored: bool, awaited: bool
+    ) -> bool:
+        """Begin to save a step. Returns whether it is being saved."""
+        if self.local is None:
+            with calling() as group:
+                request = replace(request, last=self.published)
+                pending = start(request, self.options, group, background=not awaited)
+            if not pending.skipped:
+                self.last.begun(pending, step)
+            return not pending.skipped
+        flush = self._flush(step, request) if stored else None
+        with calling() as group:
+            if flush is not None or (self.flushed.pending is not None and self.flushed.pending.done):
+                self.flushed.wait()
+            request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
+            if flush is not None:
+                request = replace(request, then=None, on_done=None)
+            pending = start(request, self.options, group, background=not awaited)
+        if pending.skipped:
+            return False
+        self.last.begun(pending, step)
+        if flush is not None:
+            self.local.flush = flush
+            self.flushed.begun(flush.begin(pending), step)
+        return True
+
+    def _flush(self, step: int, request: SaveRequest) -> Flush:
+        """What brings a step from the local folders to the storage. Every process: it is a call of its own."""
+        assert self.local is not None
+        store = self.directory.child(step)
+        return Flush(
+            step,
+            self.local.child(step),
+            store,
+            Group.current(self.options, Call.of("flush", store.url)),
+            self.options,
+            None if request.deadline is not None else self.rate or self.options.max_bytes_per_second,
+            request.overwrite,
+            request.then or (lambda: None),
+            request.on_done,
+        )
+
+    def _admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
+        """Raise unless a step may be saved, and keep it from being deleted until it is. Process 0."""
+        if not last_one:
+            self.deletion.raise_failure()
+        self.deletion.spare(record.number)
+        self.directory.admit(record, overwrite=overwrite, last_one=last_one)
+
+    # The last one ----------------------------------------------------------------------------------------
+
+    def _hurry(self, step: int) -> bool:
+        """Wait for the saves before the last one, now that time is short. Returns whether they have saved this step."""
+        if self.local is not None and self.local.flush is not None and self.local.flush.step != step:
+            self.local.flush.cancelled = Preempted("a newer step is flushed instead, since the job was told to stop")
+        for last in (self.last, self.flushed):
+            try:
+                last.wait(self.notice.seconds_left())
+            except Exception as error:
+                _log.warning("the save before the last one failed: %s", error)
+        return step == (self.last if self.local is None else self.flushed).step
+
+    def _leave(self, step: int, saved: bool) -> None:
+        here = saved and self.last.wait(self.notice.seconds_left())
+        in_time = here and self.flushed.wait(self.notice.seconds_left())
+        told = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
+        if here and not in_time:
+            told = f"step {step} is saved in the local folders, and was not flushed within the deadline"
+        _log.warning("the job was told to stop: %s", told)
+        if self.on_preemption == "exit":
+            raise Preempted(f"the job was told to stop: {told} in {self.directory.url}")
+
+    # Waiting ---------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The last save in the background, if nobody has waited for it."""
+        return self.flushed.pending or self.last.pending
+
+    def wait(self) -> None:
+        """Wait until the last save is published. Raises what it raised."""
+        self.last.wait()
+        self.flushed.wait()

@@ -1,0 +1,115 @@
+"""Restores from local folders in the processes of a job, and compares every bit; prints what each case came to.
+
+args: path, cases: [{"hosts": for each process, "like": the checkpoint that must come back, "layout", …}]
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from joined import args, process_id
+
+import jaxckpt
+from jaxckpt._restore import passing, placing
+
+preadv = os.preadv
+counts: list[int] = []
+
+
+def counted(*arguments: Any) -> int:
+    counts.append(preadv(*arguments))
+    return counts[-1]
+
+
+os.preadv = counted
+lines: list[str] = []
+
+
+class Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+logging.getLogger("jaxckpt").addHandler(Lines())
+logging.getLogger("jaxckpt").setLevel(logging.INFO)
+arrivals: list[passing.Arrivals] = []
+
+
+class Counted(passing.Arrivals):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        arrivals.append(self)
+
+
+placing.Arrivals = Counted
+devices = np.array(jax.devices())
+line, square = Mesh(devices, ("data",)), Mesh(devices.reshape(-1, 2), ("data", "model"))
+LAYOUTS: dict[str, tuple[Mesh, Any]] = {
+    "fsdp": (line, lambda shape: P("data") if shape and shape[0] % len(devices) == 0 else P()),
+    "replicated": (line, lambda shape: P()),
+    "square": (
+        square,
+        lambda shape: P("data", "model") if len(shape) == 2 and not shape[0] % len(square.devices) else P(),
+    ),
+    "columns": (square, lambda shape: P(None, "model") if len(shape) == 2 and shape[1] % 2 == 0 else P()),
+}
+
+
+def bits(value: Any) -> bytes:
+    return np.ascontiguousarray(np.asarray(value)).tobytes()
+
+
+def compare(tree: Any, host: Any) -> None:
+    assert set(tree) == set(host)
+    for path, leaf in tree.items():
+        if path == "key":
+            leaf = jax.random.key_data(leaf)
+        if isinstance(leaf, jax.Array):
+            for shard in leaf.addressable_shards:
+                assert bits(shard.data) == bits(np.asarray(host[path])[shard.index]), path
+        else:
+            assert bits(leaf) == bits(host[path]), path
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    host = jaxckpt.load_numpy(case["like"])
+    saved = jaxckpt.open(case["like"])
+    mesh, spec = LAYOUTS[case.get("layout", "fsdp")]
+    target = {
+        path: host[path] if path in ("host", "number") else NamedSharding(mesh, spec(leaf.shape))
+        for path, leaf in saved.leaves.items()
+    }
+    for some in (counts, lines, arrivals):
+        some.clear()
+    options = jaxckpt.Options(host_bytes=case.get("host_bytes", 256 << 20), timeout_seconds=20)
+    with jaxckpt.Checkpointer(args["path"], local=case["hosts"][process_id], options=options) as steps:
+        counts.clear()
+        tree = steps.restore(case.get("step"), target)
+        n_bytes = sum(counts)
+        compare(tree, host)
+        number = steps._restored
+        found = {
+            "step": number,
+            "latest": steps.latest_step(),
+            "metrics": steps.metrics(number),
+            "state": steps.process_state("at", resplit=lambda states, count: states[:count]),
+            "read": n_bytes,
+            "got": sum(one.got_bytes for one in arrivals),
+            "passed": sum(one.passed_bytes for one in arrivals),
+            "lines": [line for line in lines if not line.startswith("INFO restored")],
+        }
+    return found
+
+
+for case in args["cases"]:
+    try:
+        print(json.dumps(run(case)), flush=True)
+    except jaxckpt.JaxckptError as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
