@@ -76,8 +76,8 @@ def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int
 
 
 def rounded_bytes(n_bytes: int) -> int:
-    """A few bytes more, 6 % at most above 64 KiB: the sizes of rounds repeat, and with them their programs."""
-    unit = max(4 << 10, 1 << max(0, n_bytes.bit_length() - 5))
+    """A few bytes more, 0.4 % at most above 1 MiB: the sizes of rounds repeat, and with them their programs."""
+    unit = max(4 << 10, 1 << max(0, n_bytes.bit_length() - 9))
     return -(-n_bytes // unit) * unit
 
 

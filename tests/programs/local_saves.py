@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from joined import args, process_id
 
 import jaxckpt
+from jaxckpt._save import peers
 
 mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
 
@@ -49,6 +50,17 @@ def tree(name: str, step: int) -> dict[str, Any]:
     return {**fsdp, **mixed, "step": step}
 
 
+passed = 0
+run = peers._Permutations.run
+
+
+def counted(self: Any, channel: Any, one: Any, given: Any) -> Any:
+    global passed
+    passed += one.n_bytes if process_id in one.givers else 0
+    return run(self, channel, one, given)
+
+
+peers._Permutations.run = counted
 options = args.get("options", {})
 with jaxckpt.Checkpointer(args["path"], local=args["local"], on_preemption="ignore", **options) as steps:
     infos = {}
@@ -73,6 +85,7 @@ print(
         {
             "infos": info,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "passed": passed,
             "own": held.own_bytes,
             "copied": held.copied_bytes,
             "sent": held.sent_bytes,

@@ -1,0 +1,120 @@
+"""Who holds copies of which object, and what passes between the processes for that."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt._format.grid import Layout
+from jaxckpt._runtime.errors import InputError
+from jaxckpt._runtime.options import Options
+from jaxckpt._save.copies import Copies, Domains, plan_copies
+from jaxckpt._save.peers import plan_rounds
+from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
+
+OPTIONS = Options(object_bytes=1 << 12, chunk_bytes=1 << 10)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Domains, list[ArrayLeaf]]:
+    count = draw(st.integers(1, 9))
+    labels = draw(
+        st.lists(st.sampled_from("abcdefghi"), min_size=count, max_size=count) | st.just(list("abcdefghi")[:count])
+    )
+    copies = draw(st.integers(0, len(set(labels)) - 1))
+    leaves: list[ArrayLeaf] = []
+    for number in range(draw(st.integers(1, 6))):
+        cells = draw(st.sampled_from([1, 2, 4]))
+        holders = st.sets(st.integers(0, count - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+        layout = Layout((cells,), tuple(draw(st.lists(holders, min_size=cells, max_size=cells))))
+        leaves.append(ArrayLeaf(number, "float32", (cells * draw(st.integers(1, 3000)),), layout))
+    return Domains(tuple(labels), copies), leaves
+
+
+def planned(domains: Domains, leaves: list[ArrayLeaf]) -> list[tuple[SavePlan, SavePlan, Copies]]:
+    count = len(domains.of)
+    plans = [plan_save(leaves, OPTIONS, process, count) for process in range(count)]
+    return [(plans[p], *plan_copies(plans[p], domains, p, plans.__getitem__)) for p in range(count)]
+
+
+@given(jobs())
+def test_every_object_lies_in_as_many_domains_as_asked_for(job: tuple[Domains, list[ArrayLeaf]]) -> None:
+    domains, leaves = job
+    held = collections.defaultdict(list)
+    for process, (own, written, copies) in enumerate(planned(domains, leaves)):
+        assert written.objects == (*own.objects, *copies.replicas)
+        for obj in (*written.objects, *(obj for received in copies.received for obj in received)):
+            held[obj].append(process)
+    everything = {obj for own, _, _ in planned(domains, leaves) for obj in own.objects}
+    assert held.keys() == everything
+    for processes in held.values():
+        labels = [domains.of[process] for process in processes]
+        assert len(labels) == len(set(labels)) == domains.copies + 1
+
+
+@given(jobs())
+def test_what_is_sent_over_a_channel_is_what_its_other_end_gets(job: tuple[Domains, list[ArrayLeaf]]) -> None:
+    domains, leaves = job
+    plans = planned(domains, leaves)
+    for _, _, copies in plans:
+        assert copies.channels == plans[0][2].channels
+    for number, pairs in enumerate(plans[0][2].channels):
+        assert len({giver for giver, _ in pairs}) == len({getter for _, getter in pairs}) == len(pairs)
+        for giver, getter in pairs:
+            assert plans[giver][2].sent[number] == plans[getter][2].received[number]
+
+
+@given(jobs())
+def test_only_what_no_other_domain_holds_by_its_sharding_is_sent(job: tuple[Domains, list[ArrayLeaf]]) -> None:
+    domains, leaves = job
+    replicated = [
+        leaf
+        for leaf in leaves
+        if all(len({domains.of[process] for process in holders}) > domains.copies for holders in leaf.layout.holders)
+    ]
+    for _, _, copies in planned(domains, replicated):
+        assert copies.sent_bytes == 0
+
+
+@pytest.mark.parametrize(("labels", "copies"), [("abcd", 1), ("abcdefgh", 3), ("aabbccdd", 2), ("aaabbbc", 1)])
+def test_peers_share_the_copies_evenly(labels: str, copies: int) -> None:
+    count = len(labels)
+    leaf = ArrayLeaf(0, "float32", (count * 1000,), Layout((count,), tuple((p,) for p in range(count))))
+    plans = planned(Domains(tuple(labels), copies), [leaf])
+    assert {found.written_bytes for _, _, found in plans} == {copies * 4000}
+    assert {found.sent_bytes for _, _, found in plans} == {copies * 4000}
+
+
+def test_domains_of_other_sizes_are_loaded_by_their_sizes() -> None:
+    leaf = ArrayLeaf(0, "float32", (4000,), Layout((4,), tuple((p,) for p in range(4))))
+    plans = planned(Domains(("a", "a", "a", "b"), 1), [leaf])
+    assert [found.written_bytes for _, _, found in plans] == [4000, 0, 0, 12000]
+
+
+def test_too_few_domains_are_an_error() -> None:
+    Domains(("a", "a", "b"), 1).require_enough()
+    with pytest.raises(InputError, match=r"copies=2 puts each object into 3 failure domains.* are in 2: pass copies=1"):
+        Domains(("a", "a", "b"), 2).require_enough()
+
+
+@given(
+    st.lists(st.integers(0, 10_000), min_size=3, max_size=3),
+    st.integers(1, 5000),
+)
+def test_rounds_carry_all_streams(streams: list[int], most_bytes: int) -> None:
+    rounds = plan_rounds([((0, 1), (1, 2), (2, 0))], [[n_bytes] for n_bytes in streams], most_bytes)
+    for giver, n_bytes in enumerate(streams):
+        room = sum(one.n_bytes for one in rounds if giver in one.givers)
+        assert n_bytes <= room
+        assert all(one.givers for one in rounds)
+
+
+def test_a_round_is_filled_up_by_a_few_percent_at_most() -> None:
+    total = 100_000_003
+    rounds = plan_rounds([((0, 1), (1, 0))], [[total], [total - 9]], 32 << 20)
+    assert sum(one.n_bytes for one in rounds) / total < 1.01
+    assert functools.reduce(max, (one.n_bytes for one in rounds)) == 32 << 20

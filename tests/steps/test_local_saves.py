@@ -1,0 +1,130 @@
+"""The local tier: what lies in the folders of real processes, and what of it reaches the storage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import PROGRAMS, RunProcesses
+
+import jaxckpt
+from jaxckpt._format.names import MANIFEST
+
+SAVES = PROGRAMS / "local_saves.py"
+
+
+def run(run_processes: RunProcesses, folder: Path, tree: str, steps: list[int], **args: Any) -> list[dict[str, Any]]:
+    options = {"every": 100, **args.pop("options", {})}
+    given = {"path": str(folder / "run"), "local": str(folder / "local"), "tree": tree, "steps": steps, **args}
+    given["options"] = options
+    done = run_processes(SAVES, processes=4, devices_per_process=2, args=given)
+    return [json.loads(one.stdout) for one in done]
+
+
+def files(folder: Path) -> dict[str, Path]:
+    return {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+
+
+def union(local: Path, step: int, without: tuple[int, ...], target: Path) -> Path:
+    """A checkpoint of the files in the folders of all processes but some."""
+    for process in sorted({0, 1, 2, 3}.difference(without)):
+        share = local / f"process-{process}" / f"{step:08d}"
+        if share.exists():
+            shutil.copytree(share, target, dirs_exist_ok=True)
+    return target
+
+
+def described(path: Path) -> dict[str, Any]:
+    """A manifest but for what differs between two saves of the same."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    return {
+        name: manifest[name]
+        for name in manifest
+        if name not in ("save_id", "created", "sha256", "step", "phase_seconds")
+    }
+
+
+@pytest.mark.parametrize("tree", ["fsdp", "data", "mixed"])
+def test_any_folder_may_be_lost(run_processes: RunProcesses, tmp_path: Path, tree: str) -> None:
+    plain = tmp_path / "plain"
+    run(run_processes, tmp_path, tree, [10], plain=str(plain))
+    for lost in range(4):
+        whole = union(tmp_path / "local", 10, (lost,), tmp_path / f"without-{lost}")
+        assert described(whole) == described(plain)
+        assert jaxckpt.verify(whole).ok
+        assert jaxckpt.diff(whole, plain).identical
+    manifests = {(tmp_path / f"local/process-{process}/00000010/{MANIFEST}").read_bytes() for process in range(4)}
+    assert len(manifests) == 1
+
+
+def test_two_copies_in_two_other_domains(run_processes: RunProcesses, tmp_path: Path) -> None:
+    run(run_processes, tmp_path, "mixed", [10], options={"copies": 2})
+    for lost in itertools.combinations(range(4), 2):
+        assert jaxckpt.verify(union(tmp_path / "local", 10, lost, tmp_path / f"without-{lost}")).ok
+
+
+def test_copies_lie_in_another_domain(run_processes: RunProcesses, tmp_path: Path) -> None:
+    run(run_processes, tmp_path, "mixed", [10], options={"local_domains": ["left", "left", "right", "right"]})
+    for lost in ((0, 1), (2, 3)):
+        assert jaxckpt.verify(union(tmp_path / "local", 10, lost, tmp_path / f"without-{lost}")).ok
+
+
+def test_without_copies_each_object_is_written_once(run_processes: RunProcesses, tmp_path: Path) -> None:
+    found = run(run_processes, tmp_path, "mixed", [10], options={"copies": 0}, plain=str(tmp_path / "plain"))
+    assert sum(one["passed"] for one in found) == 0
+    objects = [name for process in range(4) for name in files(tmp_path / f"local/process-{process}") if "/c/" in name]
+    assert len(objects) == len(set(objects)) == sum("/c/" in name for name in files(tmp_path / "plain"))
+
+
+def test_what_passes_between_processes_is_what_needs_a_copy(run_processes: RunProcesses, tmp_path: Path) -> None:
+    found = run(run_processes, tmp_path, "fsdp", [10], rows=1 << 14)
+    needed = sum(one["own"] for one in found)
+    assert sum(one["sent"] for one in found) == sum(one["copied"] for one in found) == needed
+    assert 1.0 <= sum(one["passed"] for one in found) / needed < 1.01
+
+
+def test_at_most_two_steps_stay(run_processes: RunProcesses, tmp_path: Path) -> None:
+    run(run_processes, tmp_path, "data", [10, 20, 30, 40])
+    for process in range(4):
+        own = tmp_path / f"local/process-{process}"
+        assert sorted(path.name for path in own.iterdir()) == ["00000030", "00000040", "run.json"]
+    assert not (tmp_path / "run/00000010").exists()
+
+
+def test_a_flushed_step_is_an_ordinary_checkpoint(run_processes: RunProcesses, tmp_path: Path) -> None:
+    plain, stored = tmp_path / "plain", tmp_path / "run/00000100"
+    run(run_processes, tmp_path, "mixed", [90, 100], plain=str(plain))
+    assert jaxckpt.verify(stored).ok
+    assert described(stored) == described(plain)
+    (data,), (expected,) = stored.glob("data-*"), plain.glob("data-*")
+    assert {name: path.read_bytes() for name, path in files(data).items()} == {
+        name: path.read_bytes() for name, path in files(expected).items()
+    }
+    assert (stored / MANIFEST).read_bytes() == (tmp_path / f"local/process-1/00000100/{MANIFEST}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [("pass", 2), ("write", 1), ("written", 0), ("written", 3), ("publish", 0), ("published", 0), ("published", 2)],
+)
+def test_whoever_is_killed_the_older_step_or_the_new_one_is_whole(
+    run_processes: RunProcesses, tmp_path: Path, phase: str, victim: int
+) -> None:
+    """Some time after the others, since JAX aborts them; and then its folder is lost, too."""
+    given = {"path": str(tmp_path / "run"), "local": str(tmp_path / "local"), "phase": phase, "victim": victim}
+    done = run_processes(PROGRAMS / "local_killed.py", processes=4, devices_per_process=2, args=given, check=False)
+    assert done[victim].returncode == -signal.SIGKILL, done[victim]
+    for lost in ((), (victim,)):
+        found = union(tmp_path / "local", 20, lost, tmp_path / f"new-{lost}")
+        if (found / MANIFEST).exists():
+            assert jaxckpt.verify(found).ok
+            step = 20
+        else:
+            assert jaxckpt.verify(union(tmp_path / "local", 10, lost, tmp_path / f"old-{lost}")).ok
+            step = 10
+        assert step == 20 or phase != "published" or lost
