@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
@@ -38,7 +38,7 @@ def loss_of(params: dict, x: jax.Array) -> jax.Array:
 
 def train(folder: Path, host: int) -> None:
     """What every process runs, however many there are."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    mesh = Mesh(jax.devices(), ("data",))
     shardings = {"in": NamedSharding(mesh, P(None, "data")), "out": NamedSharding(mesh, P("data"))}
 
     def init() -> dict:
@@ -65,11 +65,11 @@ def train(folder: Path, host: int) -> None:
     tier = {"local": folder / f"host-{host}", "local_every": LOCAL_EVERY} if jax.process_count() > 1 else {}
     with jaxckpt.Checkpointer(folder / "storage", every=EVERY, **tier) as checkpoints:
         last, params = checkpoints.restore_or_init(jax.jit(init, out_shardings=shardings))
-        print("from", last or 0, flush=True)
+        print("resumed", last or 0, flush=True)
         for step in range((last or 0) + 1, STEPS + 1):
             params, loss = jitted(params, step)
             checkpoints.save(step, params)
-            print(step, float(loss).hex(), flush=True)
+            print("loss", step, float(loss).hex(), flush=True)
 
 
 def run(folder: Path, hosts: Sequence[int], until: int = STEPS, dies: int | None = None) -> dict[int, str]:
@@ -85,20 +85,26 @@ def run(folder: Path, hosts: Sequence[int], until: int = STEPS, dies: int | None
             [sys.executable, __file__, str(folder), str(host), address, str(len(hosts)), str(index)],
             env=environment,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if until < STEPS else None,  # JAX reports a dead peer at length
             text=True,
         )
         for index, host in enumerate(hosts)
     ]
     losses: dict[int, str] = {}
+    begin = None
     try:
-        begin = next(job[0].stdout, "").strip()
         for line in job[0].stdout:
-            step, loss = line.split()
-            losses[int(step)] = loss
-            if int(step) == until < STEPS:
-                break
+            match line.split():
+                case ["resumed", step]:
+                    begin = int(step)
+                case ["loss", step, loss]:
+                    losses[int(step)] = loss
+                    if int(step) == until < STEPS:
+                        break
+                case _:
+                    pass  # gloo's
         else:
-            assert [process.wait(60) for process in job] == [0] * len(job)
+            assert [process.wait(300) for process in job] == [0] * len(job)
     finally:
         for process in job:
             with contextlib.suppress(ProcessLookupError):
@@ -107,12 +113,12 @@ def run(folder: Path, hosts: Sequence[int], until: int = STEPS, dies: int | None
     if dies is not None:
         shutil.rmtree(folder / f"host-{dies}")
     told = f", then host {dies} is lost" if dies is not None else ""
-    print(f"{len(hosts)} processes {begin} to step {max(losses)}{told}", flush=True)
+    print(f"{len(hosts)} processes: step {begin} to step {max(losses)}{told}", flush=True)
     return losses
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="jaxckpt-elastic-", dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(prefix="jaxckpt-elastic-") as folder:
         expected = run(Path(folder, "undisturbed"), [0])
         elastic = Path(folder, "elastic")
         parts = [
