@@ -58,6 +58,8 @@ class Flush:
 
     pending: PendingSave | None = None
     cancelled: BaseException | None = None
+    is_warned: bool = False
+    """Whether the log has said what does not happen until it ends."""
 
     def begin(self, local: PendingSave) -> PendingSave:
         """Begin to wait for the local save, and to copy its files."""

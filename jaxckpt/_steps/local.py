@@ -118,8 +118,9 @@ class Local:
         self._hurries = False
         self._made: tuple[int, str] | None = None
         self._is_swept = False
+        self._begun = -1
         self.flush: Flush | None = None
-        """The last step that was to be flushed."""
+        """The step that is being flushed, as far as all processes know."""
 
     # Opening ---------------------------------------------------------------------------------------------
 
@@ -178,8 +179,30 @@ class Local:
         hurries, self._hurries = self._hurries, False
         return hurries or step % self.every == 0
 
+    def is_held_up(self, step: int, group: Group) -> bool:
+        """Whether a step is not saved here now: one older than the newest is still being flushed, and it would be the
+        third. Every process."""
+        flush = self.flush
+        if flush is None or self._begun == flush.step <= step:
+            return False
+        with group.meeting("asking whether a local step is still being flushed") as meeting:
+            meeting.gather("")
+            if meeting.share("flushing" if flush.is_under_way else "free") == "free":
+                self.flush = None
+                return False
+        if not flush.is_warned:
+            flush.is_warned = True
+            _log.warning(
+                "step %d is not saved in the local folders, nor are later ones until step %d has reached the storage:"
+                " at most two steps are held. A larger every=, local_every= or local_bytes_per_second= avoids this",
+                step,
+                flush.step,
+            )
+        return True
+
     def spread(self, step: int, flush: Flush | None) -> Spread:
         """How a step is saved here, and what it needs to be flushed."""
+        self._begun = step
         published = functools.partial(self._published, step, flush)
         return Spread(self.domains, functools.partial(self._decide, step), self._clear, published)
 
@@ -197,8 +220,6 @@ class Local:
         kept = self._made or self._whole
         if kept is not None and kept[0] > step:
             kept = None  # whoever goes back to an older step wants none of the newer ones
-        if self.flush is not None and self.flush.is_under_way:
-            kept = self.flush.step, self.flush.save_id
         known, is_ours = self._known or self._made is not None, self._made is not None
         return msgspec.json.encode(_Kept(known, is_ours, *(kept or (-1, "")))).decode()
 

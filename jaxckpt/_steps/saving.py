@@ -1,5 +1,4 @@
-"""Saving the steps of a run: those that are due, in the background, into local folders first if there are any, and the
-last one in time when the job is told to stop."""
+"""Saving the steps of a run: those that are due, in local folders first if any are given, and a last one in time."""
 
 from __future__ import annotations
 
@@ -119,6 +118,8 @@ class Saver:
             return not pending.skipped
         flush = self._flush(step, request) if stored else None
         with calling() as group:
+            if flush is None and self.local.is_held_up(step, group):
+                return False
             if flush is not None or (self.flushed.pending is not None and self.flushed.pending.done):
                 self.flushed.wait()
             request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))

@@ -62,8 +62,10 @@ def counted(self: Any, channel: Any, one: Any, given: Any) -> Any:
 
 peers._Permutations.run = counted
 options = args.get("options", {})
+if "options" in options:
+    options["options"] = jaxckpt.Options(**options["options"])
 with jaxckpt.Checkpointer(args["path"], local=args["local"], on_preemption="ignore", **options) as steps:
-    infos = {}
+    infos, done = {}, []
     for step in args["steps"]:
         state = {"position": f"{process_id}-{step}"}
         saved = steps.save(
@@ -73,7 +75,7 @@ with jaxckpt.Checkpointer(args["path"], local=args["local"], on_preemption="igno
             metrics={"loss": 1 / (1 + step)},
             on_done=lambda info, step=step: infos.update({step: info}),
         )
-        assert saved, step
+        done.append(saved)
         if args.get("wait", True):
             steps.wait()
     held = steps.local_bytes(tree(args["tree"], 0))
@@ -84,6 +86,7 @@ print(
     json.dumps(
         {
             "infos": info,
+            "saved": done,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             "passed": passed,
             "own": held.own_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -128,3 +129,40 @@ def test_whoever_is_killed_the_older_step_or_the_new_one_is_whole(
             assert jaxckpt.verify(union(tmp_path / "local", 10, lost, tmp_path / f"old-{lost}")).ok
             step = 10
         assert step == 20 or phase != "published" or lost
+
+
+def test_a_third_step_is_not_saved_while_the_first_is_flushed(run_processes: RunProcesses, tmp_path: Path) -> None:
+    options = {"every": 40, "local_bytes_per_second": 5000, "options": {"object_bytes": 4096, "chunk_bytes": 1024}}
+    found = run(run_processes, tmp_path, "fsdp", [40, 50, 60, 70], options=options, wait=False, rows=320)
+    assert [one["saved"] for one in found] == [[True, True, False, False]] * 4
+    assert jaxckpt.verify(tmp_path / "run/00000040").ok
+    for process in range(4):
+        own = tmp_path / f"local/process-{process}"
+        assert sorted(path.name for path in own.iterdir()) == ["00000040", "00000050", "run.json"]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_flush_that_is_killed_publishes_nothing_and_is_swept(
+    run_processes: RunProcesses, tmp_path: Path, victim: int
+) -> None:
+    given = {"path": str(tmp_path / "run"), "local": str(tmp_path / "local"), "victim": victim, "stop": False}
+    program = PROGRAMS / "local_flush_killed.py"
+    with contextlib.suppress(AssertionError):  # the others are left, until the harness ends them
+        run_processes(
+            program, processes=4, devices_per_process=2, args={**given, "first": True}, check=False, timeout=25
+        )
+    stored = tmp_path / "run/00000010"
+    assert list(stored.glob("data-*"))
+    assert not (stored / MANIFEST).exists()
+    assert jaxckpt.verify(union(tmp_path / "local", 10, (victim,), tmp_path / "whole")).ok
+    run_processes(program, processes=4, devices_per_process=2, args={**given, "first": False})
+    assert not stored.exists()
+    assert jaxckpt.verify(tmp_path / "run/00000020").ok
+
+
+def test_told_to_stop_the_local_step_is_made_then_flushed(run_processes: RunProcesses, tmp_path: Path) -> None:
+    given = {"path": str(tmp_path / "run"), "local": str(tmp_path / "local"), "stop": True, "first": False}
+    done = run_processes(PROGRAMS / "local_flush_killed.py", processes=4, devices_per_process=2, args=given)
+    (last,) = {int(one.stdout.split()[0]) for one in done}
+    assert jaxckpt.verify(tmp_path / f"run/{last:08d}").ok
+    assert (tmp_path / f"local/process-2/{last:08d}" / MANIFEST).exists()
