@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from typing import Any
 
 import jax
@@ -40,12 +41,20 @@ class Lines(logging.Handler):
 logging.getLogger("jaxckpt").addHandler(Lines())
 logging.getLogger("jaxckpt").setLevel(logging.INFO)
 arrivals: list[passing.Arrivals] = []
+fault = ""
 
 
 class Counted(passing.Arrivals):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         arrivals.append(self)
+
+    def _next(self) -> None:
+        if fault and process_id == 1 and self._passed == 1:
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("in the middle")
+        super()._next()
 
 
 placing.Arrivals = Counted
@@ -79,6 +88,8 @@ def compare(tree: Any, host: Any) -> None:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
+    global fault
+    fault = case.get("fault", "")
     host = jaxckpt.load_numpy(case["like"])
     saved = jaxckpt.open(case["like"])
     mesh, spec = LAYOUTS[case.get("layout", "fsdp")]
@@ -111,5 +122,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 for case in args["cases"]:
     try:
         print(json.dumps(run(case)), flush=True)
-    except jaxckpt.JaxckptError as error:
+    except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)

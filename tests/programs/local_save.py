@@ -1,4 +1,5 @@
-"""Saves two steps from the processes of a job, in many layouts."""
+"""Saves two steps from the processes of a job, in many layouts: both into a directory, and in a run with local folders
+one into its directory and one into these."""
 
 from __future__ import annotations
 
@@ -40,6 +41,10 @@ def state(step: int) -> dict[str, Any]:
 
 
 options = jaxckpt.Options(chunk_bytes=16 << 10, object_bytes=64 << 10)
-with jaxckpt.Checkpointer(args["path"], options=options) as steps:
+with jaxckpt.Checkpointer(args["saved"], options=options) as steps:
+    for step in (30, 40):
+        steps.save(step, state(step), metrics={"loss": 1 / step}, process_state={"at": [step, process_id]})
+host = f"{args['hosts']}/host {process_id}"
+with jaxckpt.Checkpointer(args["run"], every=30, local=host, local_every=40, options=options) as steps:
     for step in (30, 40):
         steps.save(step, state(step), metrics={"loss": 1 / step}, process_state={"at": [step, process_id]})

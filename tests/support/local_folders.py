@@ -7,17 +7,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-RUN = "0123456789abcdef0123456789abcdef"
 
-
-def spread(step: Path, hosts: Sequence[Path], storage: Path, *, copies: int = 1, run: str = RUN) -> None:
+def spread(step: Path, hosts: Sequence[Path], run: Path, storage: Path, *, copies: int = 1) -> None:
     """Spread the files of a checkpoint over a folder for each process, each file with copies in the next ones."""
-    (storage / "_run").mkdir(exist_ok=True)
-    (storage / "_run" / f"local-{RUN}").touch()
+    shutil.copytree(run / "_run", storage / "_run", dirs_exist_ok=True)
+    (name,) = (note.name for note in (run / "_run").glob("local-*"))
     for process, host in enumerate(hosts):
         folder = host / f"process-{process}"
         folder.mkdir(parents=True, exist_ok=True)
-        note = {"run": run, "storage": str(storage), "folder": str(folder)}
+        note = {"run": name.removeprefix("local-"), "storage": str(storage), "folder": str(folder)}
         (folder / "run.json").write_text(json.dumps(note))
         mine = folder / step.name
         mine.mkdir()
@@ -31,6 +29,15 @@ def spread(step: Path, hosts: Sequence[Path], storage: Path, *, copies: int = 1,
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(described, place)
         shutil.copyfile(step / "manifest.json", mine / "manifest.json")
+
+
+def take(hosts: Path, run: Path, to: Path, storage: Path) -> list[Path]:
+    """The local folders that a run has left, as if it had saved into `storage`."""
+    shutil.copytree(hosts, to)
+    shutil.copytree(run / "_run", storage / "_run", dirs_exist_ok=True)
+    for note in to.glob("*/process-*/run.json"):
+        note.write_text(json.dumps({**json.loads(note.read_text()), "storage": str(storage), "folder": str(note)}))
+    return sorted(to.iterdir())
 
 
 def files(step: Path) -> list[Path]:
