@@ -21,6 +21,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,8 +57,7 @@ def train(folder: Path, host: int) -> None:
 
     everywhere = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
 
-    def train_step(params: dict, step: int) -> tuple[dict, jax.Array]:
-        batch = jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (BATCH, 12))
+    def train_step(params: dict, batch: jax.Array) -> tuple[dict, jax.Array]:
         loss, gradients = everywhere(params, batch)
         return jax.tree.map(lambda value, by: value - by / 2, params, gradients), loss
 
@@ -67,7 +67,8 @@ def train(folder: Path, host: int) -> None:
         last, params = checkpoints.restore_or_init(jax.jit(init, out_shardings=shardings))
         print("resumed", last or 0, flush=True)
         for step in range((last or 0) + 1, STEPS + 1):
-            params, loss = jitted(params, step)
+            batch = np.random.default_rng(step).standard_normal((BATCH, 12), np.float32)
+            params, loss = jitted(params, batch)
             checkpoints.save(step, params)
             print("loss", step, float(loss).hex(), flush=True)
 

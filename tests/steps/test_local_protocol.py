@@ -35,11 +35,10 @@ def test_sampled_lives_of_four_hosts():
 NEEDED = {
     "written_barrier": ("a torn object is restored", Bounds(hosts=3, crashes=1, saves=1)),
     "confirmed_barrier": ("a step that was given to the caller is lost", Bounds(hosts=2, crashes=1, saves=1)),
-    "delete_last": ("a step that was given to the caller is lost", Bounds(hosts=2, crashes=1, saves=2)),
+    "keep_confirmed": ("a step that was given to the caller is lost", Bounds(hosts=2, crashes=1, saves=2)),
     "adopt": ("a step that was given to the caller is lost", Bounds(hosts=2, crashes=2, saves=2)),
     "keep_by_id": ("three steps are held in one folder", Bounds(hosts=2, crashes=2, saves=2)),
-    "spare_flushed": ("a flushed step reaches the storage torn", Bounds(hosts=2, crashes=1, saves=2)),
-    "skip_third": ("three steps are held in one folder", Bounds(hosts=2, crashes=1, saves=3)),
+    "skip_third": ("a flushed step reaches the storage torn", Bounds(hosts=2, crashes=1, saves=3)),
     "own_run_only": ("a foreign run's step is restored", Bounds(hosts=2, crashes=1, saves=1)),
     "match_ids": ("objects of two saves are mixed", Bounds(hosts=3, crashes=2, saves=1)),
     "storage_if_newer": ("the storage has a newer step", Bounds(hosts=2, crashes=2, saves=1)),

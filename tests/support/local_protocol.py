@@ -4,8 +4,7 @@
     found.states, found.violation       # how many states, and None or the first trace that breaks a promise
 
 A host has one folder. A job runs one process on each of its hosts, and each process is a program of a few steps: sweep,
-write, synchronize, publish, trim, and a flush that runs beside them. The search takes every interleaving of these
-steps. At any moment a crash ends all processes; then no folder or any one folder is lost, and a job of any hosts starts.
+write, synchronize and publish, with a flush at the same time. The search takes every interleaving of these steps. At any moment a crash ends all processes; then no folder or any one folder is lost, and a job of any hosts starts.
 Each rule of the protocol is a field of `Rules`. With a rule switched off, the search has to find what the rule is for.
 """
 
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 # Where a process is in its program.
-ADOPT, IDLE, SWEEP, WRITE, SYNC, WRITTEN, PUBLISH, PUBLISHED, TRIM = range(9)
+ADOPT, IDLE, SWEEP, WRITE, SYNC, WRITTEN, PUBLISH, PUBLISHED = range(8)
 
 FOREIGN_STEP = 1000
 """Another run's step, newer than any of ours, lies on the last host from the start."""
@@ -33,16 +32,14 @@ class Rules:
     """No process publishes before all have written."""
     confirmed_barrier: bool = True
     """A save returns only after all processes have published."""
-    delete_last: bool = True
-    """The older step is deleted only after that second barrier."""
+    keep_confirmed: bool = True
+    """The step that was restored or confirmed last is kept until a newer one is confirmed."""
     adopt: bool = True
     """Before a restored step is relied upon, every folder that has data of it gets its manifest."""
     keep_by_id: bool = True
-    """What is kept is the save that was restored or confirmed last, not the highest step number."""
-    spare_flushed: bool = True
-    """A process does not delete what it is still flushing."""
+    """Which step that is, its save id says, not the highest step number."""
     skip_third: bool = True
-    """No local save begins while two steps are held because the older one is being flushed."""
+    """No local save begins while an older step than the one to keep is still being flushed."""
     own_run_only: bool = True
     """A folder of another run is not read."""
     match_ids: bool = True
@@ -343,7 +340,7 @@ def _together(job: Job, rules: Rules) -> Iterator[tuple[str, Job]]:
     if where == {PUBLISHED}:
         assert job.current is not None
         yield "all have published: the save returns", job._replace(
-            at=(TRIM,) * everywhere,
+            at=(IDLE,) * everywhere,
             keep=job.current,
             last=job.current.step,
             promise=Promise(job.current),
@@ -386,10 +383,10 @@ def _alone(job: Job, process: int, rules: Rules) -> Iterator[tuple[str, Job]]:
                     yield f"process {process} adopts the step in folder {folder}", to(ADOPT, folders=adopted)
                     return
         yield f"process {process} has adopted the step", to(IDLE)
-    if at in (SWEEP, TRIM):
+    if at == SWEEP:
         for folder in _served(job, process):
             for held in job.folders[folder]:
-                if held.save.foreign or _kept(job, process, folder, held, rules):
+                if held.save.foreign or _kept(job, folder, held, rules):
                     continue
                 less = held._replace(manifest=False) if held.manifest else None
                 what = "the manifest" if held.manifest else "the data"
@@ -397,7 +394,7 @@ def _alone(job: Job, process: int, rules: Rules) -> Iterator[tuple[str, Job]]:
                 label = f"process {process} deletes {what} of step {held.save.step} in folder {folder}"
                 yield label, to(at, folders=deleted)
                 return
-        yield f"process {process} has nothing left to delete", to(WRITE if at == SWEEP else IDLE)
+        yield f"process {process} has nothing left to delete", to(WRITE)
     if save is None:
         return
     if at == WRITE:
@@ -427,11 +424,8 @@ def _served(job: Job, process: int) -> Iterator[int]:
     yield from rest[process :: len(job.writers)]
 
 
-def _kept(job: Job, process: int, folder: int, held: Held, rules: Rules) -> bool:
-    own_flush_done = job.flush is not None and bool(job.flush.done >> process & 1)
-    if rules.spare_flushed and job.flush and held.save == job.flush.save and not own_flush_done:
-        return True
-    if not rules.delete_last and job.at[process] == SWEEP:
+def _kept(job: Job, folder: int, held: Held, rules: Rules) -> bool:
+    if not rules.keep_confirmed:
         return False
     if not rules.keep_by_id:
         return held.save.step == max(other.save.step for other in job.folders[folder] if not other.save.foreign)
