@@ -1,0 +1,206 @@
+"""Jobs that save into the local tier, lose a host and resume: `FOLDER`, and on standard input a JSON list of crashes.
+
+Each crash is {"victim", "phase", "counts"}: a job of four processes of two devices each is killed when its process
+`victim` comes to a phase of a save; the victim's folder is deleted; and jobs of so many processes resume, each from
+a copy of what is left. Prints one line for each of these: what was promised, and what was restored.
+
+Each process is a fork, so that Python and JAX are imported once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+import jaxckpt._steps.local  # noqa: F401  what PHASES names
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks
+
+PROCESSES, DIES_AT, EVERY = 4, 4, 2
+SPECS = {
+    "fsdp": P(("replica", "shard")),  # no replica: half of the bytes of this state need a copy
+    "hybrid": P("shard"),  # replicas on other hosts
+    "columns": P(None, ("shard", "replica")),
+    "replicated": P(),
+}
+SHAPES = {"fsdp": (48, 1000), "hybrid": (24, 1000), "columns": (10, 24, 30), "replicated": (77,)}
+
+PHASES: dict[str, tuple[str, int]] = {
+    "before the exchange": ("_steps.local.Local.save", 1),
+}
+"""The function, and which of its calls in the save of step DIES_AT, at which the victim is killed."""
+
+
+def value(name: str, step: int) -> np.ndarray:
+    size = int(np.prod(SHAPES[name]))
+    bits = np.arange(size, dtype=np.uint32) * np.uint32(2654435761) + np.uint32(step * 40503 + len(name))
+    return bits.reshape(SHAPES[name])
+
+
+def state(mesh: Mesh, step: int) -> dict[str, Any]:
+    leaves = {
+        name: jax.make_array_from_callback(
+            SHAPES[name], NamedSharding(mesh, spec), lambda index, name=name: value(name, step)[index]
+        )
+        for name, spec in SPECS.items()
+    }
+    return leaves | {"step": step, "numpy": np.full(5, step)}
+
+
+def exact(tree: dict[str, Any], step: int) -> bool:
+    return (
+        tree["step"] == step
+        and bool((np.asarray(tree["numpy"]) == step).all())
+        and all(
+            np.array_equal(shard.data, value(name, step)[shard.index])
+            for name in SPECS
+            for shard in tree[name].addressable_shards
+        )
+    )
+
+
+def strike_at(phase: str) -> None:
+    """Have this process killed when it comes to a phase."""
+    place, calls = PHASES[phase]
+    owner, _, name = place.rpartition(".")
+    owner = operator.attrgetter(owner)(jaxckpt)
+    original, counted = getattr(owner, name), []
+
+    def struck(*arguments: Any, **named: Any) -> Any:
+        counted.append(1)
+        if len(counted) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+
+    setattr(owner, name, struck)
+
+
+def work(folder: Path, hosts: Sequence[int], index: int, port: int, until: int, phase: str | None) -> dict[str, Any]:
+    """One process: resume, check, save steps up to `until`, and say what was restored."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", len(hosts), index, initialization_timeout=60)
+    mesh = Mesh(np.reshape(jax.devices(), (2, -1)), ("replica", "shard"))
+    with jaxckpt.Checkpointer(
+        folder / "storage",
+        every=EVERY,
+        local=folder / f"host-{hosts[index]}",
+        local_every=1,
+        copies=1,
+        options=jaxckpt.Options(timeout_seconds=30),
+    ) as checkpoints:
+        last, tree = checkpoints.restore_or_init(lambda: state(mesh, 0))
+        said = {"restored": last, "exact": exact(tree, last or 0)}
+        if last is not None:
+            said["metrics"] = checkpoints.metrics(last) == {"loss": float(last)}
+            seeds = checkpoints.process_state("seed", resplit=lambda states, count: [states] * count)
+            said["states"] = seeds in (last * 10 + index, [last * 10 + i for i in range(PROCESSES)])
+        for step in range((last or 0) + 1, until + 1):
+            if phase is not None and step == DIES_AT:
+                strike_at(phase)
+            checkpoints.save(step, state(mesh, step), metrics={"loss": step}, process_state={"seed": step * 10 + index})
+            checkpoints.wait()
+            Path(folder, f"saved-{step}").touch()
+    return said
+
+
+def free_port() -> int:
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def live(folder: Path, hosts: Sequence[int], until: int, victim: int = -1, phase: str | None = None) -> list[Any]:
+    """Run a job; all its processes are killed once one has died. What each said, or None."""
+    port, children = free_port(), list[int]()
+    for index in range(len(hosts)):
+        child = os.fork()
+        if child == 0:
+            try:
+                log = os.open(folder / f"log-{hosts[index]}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                said = work(folder, hosts, index, port, until, phase if hosts[index] == victim else None)
+                Path(folder, f"said-{index}").write_text(json.dumps(said))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(9)
+        children.append(child)
+    deadline, left, failed = time.monotonic() + 90, set(children), False
+    while left:
+        for child in tuple(left):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                left.discard(child)
+                failed |= status != 0
+        if left and (failed or time.monotonic() > deadline):
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    said = [Path(folder, f"said-{index}") for index in range(len(hosts))]
+    return [json.loads(path.read_text()) if path.exists() else None for path in said]
+
+
+def crash(folder: Path, victim: int, phase: str, counts: Sequence[int]) -> None:
+    folder.mkdir(parents=True)
+    said = live(folder, range(PROCESSES), DIES_AT + 1, victim, phase)
+    struck = None in said
+    promised = max((int(path.name[6:]) for path in folder.glob("saved-*")), default=None)
+    for path in folder.glob("said-*"):
+        path.unlink()
+    shutil.rmtree(folder / f"host-{victim}", ignore_errors=True)
+    for count in counts:
+        copy = folder.parent / f"{folder.name}-{count}"
+        shutil.copytree(folder, copy)
+        # The storage is named by its path, so the copy takes the place of the original for this job.
+        kept = folder.rename(folder.parent / "kept")
+        copy.rename(folder)
+        hosts = [host for host in range(PROCESSES) if host != victim or count == PROCESSES][:count]
+        found = live(folder, hosts, DIES_AT + 3)
+        log = "".join(path.read_text()[-3000:] for path in sorted(folder.glob("log-*"))) if None in found else ""
+        shutil.rmtree(folder)
+        kept.rename(folder)
+        print(
+            json.dumps(
+                {
+                    "victim": victim,
+                    "phase": phase,
+                    "count": count,
+                    "struck": struck,
+                    "promised": promised,
+                    "found": found,
+                    "log": log,
+                }
+            ),
+            flush=True,
+        )
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    for number, one in enumerate(json.load(sys.stdin)):
+        crash(Path(sys.argv[1], f"crash-{number}"), one["victim"], one["phase"], one["counts"])
