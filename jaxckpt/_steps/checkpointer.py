@@ -6,7 +6,7 @@ import datetime
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -19,8 +19,8 @@ from jaxckpt._format.tree import Tree
 from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Renaming, Request, split_rename
-from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError
-from jaxckpt._runtime.options import Options, flag, given, rate, seconds
+from jaxckpt._runtime.errors import InputError, JaxckptError, NotACheckpointError
+from jaxckpt._runtime.options import Options, flag, given, seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave, SaveInfo
@@ -90,9 +90,9 @@ class Checkpointer:
             there first, and survives the process. Each process writes its own objects and copies of others', so that
             the folders of any `copies` failure domains may be lost. A process holds at most two steps; `local_bytes`
             reports their size. Steps that are due by `every` are then flushed to the directory in the background.
-        local_every: Save the steps that are multiples of this number into the local folders.
-        copies: How many other failure domains hold a copy of each object. Objects that no other domain holds by its
-            sharding are sent to one over the devices' interconnect.
+        local_every: Save the steps that are multiples of this number into the local folders. None: 10.
+        copies: How many other failure domains hold a copy of each object. None: 1. Objects that no other domain holds
+            by its sharding are sent to one over the devices' interconnect.
         local_domains: The failure domain of each process, such as its rack: one label for each process. By default
             each host is a domain; if all processes are on one host, each process is one.
         local_bytes_per_second: Limit of the rate at which each process flushes; by default
@@ -130,8 +130,8 @@ class Checkpointer:
         on_preemption: Literal["exit", "continue", "ignore"] = "exit",
         preemption_seconds: float = 30.0,
         local: str | os.PathLike[str] | None = None,
-        local_every: int = 10,
-        copies: int = 1,
+        local_every: int | None = None,
+        copies: int | None = None,
         local_domains: Sequence[str | int] | None = None,
         local_bytes_per_second: float | None = None,
         options: Options | None = None,
@@ -145,9 +145,13 @@ class Checkpointer:
             self._directory = Directory(directory, rules, self._options)
             self._deletion = Deletion(self._directory, self._options, trash=flag(trash, "trash"))
             self._notice = Notice(group.count, seconds(preemption_seconds, "preemption_seconds"))
-            if local is None and (local_domains is not None or local_bytes_per_second is not None):
-                raise InputError("local_domains= and local_bytes_per_second= need local=")
-            self._local = None if local is None else Local(local, local_every, copies, local_domains)
+            self._local = Local.of(
+                local,
+                local_every=local_every,
+                copies=copies,
+                local_domains=local_domains,
+                local_bytes_per_second=local_bytes_per_second,
+            )
             self._newest = Newest(self._directory, self._local, self._options)
             self._saver = Saver(
                 self._directory,
@@ -155,7 +159,6 @@ class Checkpointer:
                 self._due,
                 self._notice,
                 self._local,
-                rate(local_bytes_per_second, "local_bytes_per_second"),
                 self._options,
                 flag(background, "background"),
                 flag(fail_fast, "fail_fast"),
@@ -363,7 +366,7 @@ class Checkpointer:
         return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)[1]
 
     def _restore(self, step: int | None, chosen: Chosen, asked: Request) -> tuple[int, Tree]:
-        number = self._required(chosen)
+        number = self._newest.required(chosen)
         try:
             tree = carry_out(chosen.source or self.path(number), asked, self._options)
         except DamagedError as error:
@@ -371,21 +374,13 @@ class Checkpointer:
             self._newest.avoid(chosen.source, error)
             return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)
         except JaxckptError as error:
-            for note in self._about(number, error):
+            for note in self._directory.hints(number, error):
                 error.add_note(note)
             raise
         self._restored = number
         if self._local is not None:
             self._local.found(chosen.save, complete=chosen.complete)
         return number, tree
-
-    def _about(self, step: int, error: JaxckptError) -> Iterator[str]:
-        others = [found for found in self.steps() if found != step]
-        if isinstance(error, (CorruptError, NotACheckpointError)) and others:
-            yield f"other steps in {self._directory.url}: {others}; restore(step=…) takes one of them"
-        found = self._directory.look(step)
-        if found is not None and found.record.dropped and not isinstance(error, CorruptError):
-            yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def restore_or_init(
         self,
@@ -447,7 +442,7 @@ class Checkpointer:
         step = self._restored if step is None else step
         while True:
             chosen = self._chosen(step)
-            source = chosen.source or self._directory.child(self._required(chosen))
+            source = chosen.source or self._directory.child(self._newest.required(chosen))
             with (
                 self._calling("Checkpointer.process_state", chosen.step) as group,
                 group.meeting("restoring each process's own state") as meeting,
@@ -471,11 +466,6 @@ class Checkpointer:
                 return Chosen(step)
         with self._calling("Checkpointer.restore") as group:
             return self._newest.find(group, step, self._last.wait, apart=apart)
-
-    def _required(self, chosen: Chosen) -> int:
-        if chosen.step is None:
-            raise NotACheckpointError(f"{self._directory.url} has no steps")
-        return chosen.step
 
     # Looking ---------------------------------------------------------------------------------------------
 

@@ -6,10 +6,18 @@ import datetime
 import json
 import logging
 import os
+from collections.abc import Iterator
 
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import StepRecord
-from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, NotACheckpointError, StorageError
+from jaxckpt._runtime.errors import (
+    CheckpointExistsError,
+    CorruptError,
+    InputError,
+    JaxckptError,
+    NotACheckpointError,
+    StorageError,
+)
 from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import Best, Rules, SavedStep
 from jaxckpt._storage.folder import Folder
@@ -49,6 +57,15 @@ class Directory:
         """The store of the newest step."""
         steps = self.steps()
         return self.child(steps[-1]) if steps else None
+
+    def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
+        """What else there is to restore, after a restore of a step has failed."""
+        others = [found for found in self.steps() if found != step]
+        if isinstance(error, (CorruptError, NotACheckpointError)) and others:
+            yield f"other steps in {self.url}: {others}; restore(step=…) takes one of them"
+        found = self.look(step)
+        if found is not None and found.record.dropped and not isinstance(error, CorruptError):
+            yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def look(self, step: int) -> SavedStep | None:
         """What a step's manifest says, read once; None if it is missing or damaged."""

@@ -20,13 +20,13 @@ import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from jaxckpt._format.names import MANIFEST, is_data, names_data
 from jaxckpt._runtime.errors import InputError, PeersDisagreeError
-from jaxckpt._runtime.options import Options, whole_number
+from jaxckpt._runtime.options import Options, rate, whole_number
 from jaxckpt._runtime.processes import Group, process_names
 from jaxckpt._save.copies import Domains
 from jaxckpt._save.describe import Draft
@@ -103,16 +103,35 @@ class _Kept(msgspec.Struct, frozen=True):
 class Local:
     """The local folders of a run, as one process sees them."""
 
+    @classmethod
+    def of(cls, folder: str | os.PathLike[str] | None, **asked: Any) -> Self | None:
+        """The local tier that a caller asks for by these arguments, None if by none. Raises InputError."""
+        if folder is not None:
+            return cls(
+                folder, asked["local_every"], asked["copies"], asked["local_domains"], asked["local_bytes_per_second"]
+            )
+        if useless := [f"{name}=" for name, value in asked.items() if value is not None]:
+            raise InputError(f"{', '.join(useless)} without local=: there is no local folder to save to")
+        return None
+
     def __init__(
-        self, folder: str | os.PathLike[str], every: object, copies: object, labels: Sequence[object] | None
+        self,
+        folder: str | os.PathLike[str],
+        every: object,
+        copies: object,
+        labels: Sequence[object] | None,
+        bytes_per_second: float | None,
     ) -> None:
         """Raises InputError."""
         path = local_path(folder, "local")
         if path is None:
             raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
         self.folder = Folder(path, path)
-        self.every = whole_number(every, "local_every", least=1)
-        self._copies = whole_number(copies, "copies", least=0)
+        self.every = whole_number(10 if every is None else every, "local_every", least=1)
+        self.rate = rate(bytes_per_second, "local_bytes_per_second")
+        """Bytes a second that this process flushes, at most."""
+
+        self._copies = whole_number(1 if copies is None else copies, "copies", least=0)
         if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"local_domains must be a sequence of labels, one a process, found {labels!r}")
         self._labels = None if labels is None else [str(label) for label in labels]

@@ -23,7 +23,7 @@ from jaxckpt._format.records import Manifest
 from jaxckpt._restore.plan import read_bytes
 from jaxckpt._restore.pooled import DamagedError, Pooled
 from jaxckpt._restore.surviving import Candidate, Files, Held, candidates, missing
-from jaxckpt._runtime.errors import DataError, ManifestError, StorageError
+from jaxckpt._runtime.errors import DataError, ManifestError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._steps.directory import Directory
@@ -202,6 +202,12 @@ class Newest:
         """Files that this process has read of a local step are damaged: other processes may hold them too."""
         _log.warning("local files of %s are damaged, and are not used: %s", source.url, error)
         self._unusable.update(source.damaged)
+
+    def required(self, chosen: Chosen) -> int:
+        """The number of a step that was found. Raises NotACheckpointError if none was."""
+        if chosen.step is None:
+            raise NotACheckpointError(f"{self._directory.url} has no steps")
+        return chosen.step
 
     def manifest(self, step: int) -> Manifest | None:
         """What is known of a local step: of one that was agreed on, or as this process's folders say."""

@@ -38,9 +38,6 @@ class Saver:
     due: Due
     notice: Notice
     local: Local | None
-    rate: float | None
-    """Bytes a second that each process flushes, at most."""
-
     options: Options
     background: bool
     fail_fast: bool
@@ -144,7 +141,7 @@ class Saver:
             store,
             Group.current(self.options, Call.of("flush", store.url)),
             self.options,
-            None if request.deadline is not None else self.rate or self.options.max_bytes_per_second,
+            None if request.deadline is not None else self.local.rate or self.options.max_bytes_per_second,
             request.overwrite,
             request.then or (lambda: None),
             request.on_done,
