@@ -174,11 +174,13 @@ def _planned(draft: Draft, options: Options, group: Group, domains: Domains | No
     """The plan of a tree, and of its copies, made only if it is not like the last one."""
     made_for = (options, group.index, group.count, domains)
     if not draft.plans or draft.plans[0][0] != made_for:
+        plan: SavePlan
+        copies: Copies | None = None
         if domains is None:
-            made = plan_save(draft.arrays, options, group.index, group.count), None
+            plan = plan_save(draft.arrays, options, group.index, group.count)
         else:
-            made = plan_spread(draft, options, group.index, domains)
-        draft.plans[:] = [(made_for, *made)]
+            plan, copies = plan_spread(draft, options, group.index, domains)
+        draft.plans[:] = [(made_for, plan, copies)]
     return draft.plans[0][1:]
 
 
