@@ -155,7 +155,8 @@ def _report(stdin: int, stdout: int, stderr: int, reports: int) -> bool:
     for file in (stdin, stdout, stderr):
         os.close(file)
     _, status = os.waitpid(child, 0)
-    os.write(reports, status.to_bytes(_WORD))
+    with contextlib.suppress(BrokenPipeError):  # the tests were killed
+        os.write(reports, status.to_bytes(_WORD))
     os._exit(0)
 
 
