@@ -21,8 +21,6 @@ import jaxckpt
 from jaxckpt._save import staging as _staging
 from jaxckpt._storage.files import FileWriter
 
-ROUNDS = 200
-
 
 def state() -> Any:
     """Leaves of every layout; the 80 small ones make 640 pieces, enough to be stacked by a jitted call."""
@@ -83,10 +81,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.slow
-def test_200_rounds_of_a_step_that_donates(tmp_path: Path) -> None:
+def test_rounds_of_a_step_that_donates(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """However the step and the copies race; the next test holds the writes back, and needs no luck."""
     tree = state()
     options = jaxckpt.Options(sync=False)
-    for _ in range(ROUNDS):
+    for _ in range(200 if request.config.getoption("--campaign") else 60):
         wanted = values(tree)
         pending = jaxckpt.save_async(tmp_path / "c", tree, overwrite=True, options=options)
         tree = step(tree)
