@@ -202,7 +202,7 @@ class FileReader(ArrayReader):
             box = zarr.chunk_box(self.stack, index, numbers[int(damaged[0])])
             raise DataError(f"{path} has a damaged chunk ({box} of the stack): its crc32c does not match")
         if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
-            raise DataError(f"{path} has Boolean values other than 0 and 1")
+            raise DataError(f"{path} has values that are neither true nor false")
         found.note(path, numbers, sums)
 
     def _index(self, path: str, handle: int, index: tuple[int, ...]) -> _Index:
