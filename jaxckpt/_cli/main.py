@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -88,7 +89,8 @@ def _message(error: Exception) -> tuple[str, int]:
     """(message, exit code) of an error."""
     match error:
         case InputError() | CheckpointExistsError():
-            return str(error).replace("pass overwrite=True to replace", "--overwrite replaces"), BAD_INPUT
+            text = str(error).replace("pass overwrite=True to replace", "--overwrite replaces")
+            return re.sub(r"\b(select|rename|mesh|specs|format)(?:_shape)?=(?![\w(\"'…])", r"--\1", text), BAD_INPUT
         case CorruptError():
             return str(error), DAMAGED
         case NotACheckpointError():

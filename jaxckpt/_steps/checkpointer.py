@@ -404,7 +404,8 @@ class Checkpointer:
                 checkpoint is read, except for these leaves.
             mesh: As for `jaxckpt.restore`; needed only if `init` returns uncommitted arrays that were saved from
                 several devices.
-            specs, rename: As for `jaxckpt.restore`.
+            specs: As for `jaxckpt.restore`.
+            rename: As for `jaxckpt.restore`.
             select: As for `jaxckpt.restore`; `init` makes the other leaves.
             strict: As for `jaxckpt.restore`. With False, `init` makes the leaves that the checkpoint does not have.
 

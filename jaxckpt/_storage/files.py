@@ -245,7 +245,7 @@ class _Opened:
             box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
             raise DataError(f"{self.path} has a damaged chunk ({box} of the stack): its crc32c does not match")
         if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
-            raise DataError(f"{self.path} has Boolean values other than 0 and 1")
+            raise DataError(f"{self.path} has values that are neither true nor false")
         self.found.note(self.path, numbers, sums)
 
 

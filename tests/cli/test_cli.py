@@ -453,3 +453,11 @@ def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
     assert "pinned names: none" in run("unpin", f"{path}@paper", code=4).stderr
     run("rm", f"{path}@10", "--yes")
     assert jaxckpt.steps(path) == [20]
+
+
+def test_messages_name_the_options_of_the_command_line(here: Path) -> None:
+    message = run("convert", "run1/00000300", "weights.npz", code=2).stderr
+    assert "leave them out with --select:" in message
+    message = run("convert", "run1/00000300", "weights.pt", code=2).stderr
+    assert "pass --format with one of" in message
+    assert "select=" not in message

@@ -1021,7 +1021,7 @@ def test_what_jax_takes_for_a_leaf_is_not_left_as_it_is_for_a_container(path: Pa
         where = "params" if isinstance(target, dict) and "step" in target else ""
         with pytest.raises(
             jaxckpt.MismatchError,
-            match=rf"'{where}' .*is a .* and a container in the checkpoint: JAX takes .* for a leaf",
+            match=rf"'{where}' .*is a .* and a container in the checkpoint: JAX treats .* as a leaf",
         ):
             jaxckpt.restore(path, target, strict=strict)
     # What is not asked for, and what the checkpoint does not have, stays.

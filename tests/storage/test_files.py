@@ -370,7 +370,7 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "a bit of the index's checksum": (flip(-1), "damaged index"),
     "a chunk that is not there": (with_entry(2**64 - 1, 2**64 - 1), "lacks a chunk"),
     "a chunk outside of the file": (with_entry(1 << 40, CHUNK_BYTES + 4), "points outside"),
-    "a chunk of another size": (with_entry(0, CHUNK_BYTES), "of another size"),
+    "a chunk of another size": (with_entry(0, CHUNK_BYTES), "whose size is not"),
     "other data": (forged, "does not hold the data that was saved there"),
     "cut": (lambda content: content.pop(), "bytes long, expected"),
     "longer": (lambda content: content.append(0), "bytes long, expected"),

@@ -86,7 +86,7 @@ def test_a_link_to_nothing_is_told_as_such(tmp_path: Path) -> None:
         ("s3://bucket/x#HUSH", "query or a fragment"),
         ("s3://me:HUSH@bucket/x", "credentials"),
         ("http://HUSH@127.0.0.1/x", "credentials"),
-        ("nonsense://bucket/x", "no URL"),
+        ("nonsense://bucket/x", "not a URL"),
         ("file://tmp/x", r"is not absolute.*file:///tmp/x"),
         ("file://./x", "is not absolute"),
         ("file://~/x", "is not absolute"),
