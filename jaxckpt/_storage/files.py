@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxckpt._format import zarr
 from jaxckpt._format.chunks import chunks_of, in_place, scatter
-from jaxckpt._format.grid import Box, box_at, hull, touched, within
+from jaxckpt._format.grid import Box, box_at, hull, touched, volume, within
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.zarr import Bytes, Chunks
@@ -183,33 +183,36 @@ class _Opened:
         """Fill arrays. What lies in memory as in the file is read in place, much of it at once; other chunks are read
         aside, as many as stay in the core's cache, checked, and copied from there."""
         places, aside = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[_Wanted]]]()
+        scattered: list[list[_Wanted]] = []
         for together in _sharing_chunks(wanted, self.stack.chunk):
-            for chunks, place in self._cut(together):
-                if place is None:
-                    aside.append((chunks, together))
-                else:
-                    places.append((chunks.numbers, place))
+            if (runs := self._runs_in_place(together)) is None:
+                scattered.append(together)
+                continue
+            places += ((chunks.numbers, place) for chunks, place in runs if place is not None)
+            aside += ((chunks, together) for chunks, place in runs if place is None)
+        for together in _tiling(scattered, self.stack.chunk):
+            part = hull(box for box, _ in together)
+            blocks = zarr.chunk_blocks(self.stack, self.index, part, self.found.starts)
+            aside += ((chunks, together) for chunks in blocks)
         places.sort(key=lambda one: self.found.starts[one[0][0]])
         aside.sort(key=lambda one: self.found.starts[one[0].numbers[0]])
         self._read_in_place(places)
         self._read_aside(aside)
 
-    def _cut(self, wanted: Sequence[_Wanted]) -> Iterator[tuple[Chunks, Bytes | None]]:
-        """The chunks of boxes that share them, and where in memory they are read to; None if not in place."""
-        part, target = hull(box for box, _ in wanted), wanted[0][1]
-        if len(wanted) == 1:
-            run = zarr.numbers_in_one_run(self.stack, self.index, part) if target.flags.c_contiguous else None
-            if run is not None:
-                yield Chunks(run, part, range(len(part))), target.reshape(-1).view(np.uint8)
-                return
-            firsts = (-(-start // side) * side for (start, _), side in zip(part, self.stack.chunk, strict=True))
-            first = box_at(firsts, self.stack.chunk)
-            if in_place(first, part, target) is not None:
-                for chunks in zarr.chunk_runs(self.stack, self.index, part):
-                    yield chunks, in_place(chunks.box, part, target)
-                return
-        for chunks in zarr.chunk_blocks(self.stack, self.index, part, self.found.starts):
-            yield chunks, None
+    def _runs_in_place(self, wanted: Sequence[_Wanted]) -> list[tuple[Chunks, Bytes | None]] | None:
+        """The chunks of boxes that share them, and where in memory they are read to if they are there in one piece;
+        None if none is."""
+        if len(wanted) > 1:
+            return None
+        ((part, target),) = wanted
+        run = zarr.numbers_in_one_run(self.stack, self.index, part) if target.flags.c_contiguous else None
+        if run is not None:
+            return [(Chunks(run, part, range(len(part))), target.reshape(-1).view(np.uint8))]
+        firsts = (-(-start // side) * side for (start, _), side in zip(part, self.stack.chunk, strict=True))
+        if in_place(box_at(firsts, self.stack.chunk), part, target) is None:
+            return None
+        runs = zarr.chunk_runs(self.stack, self.index, part)
+        return [(chunks, in_place(chunks.box, part, target)) for chunks in runs]
 
     def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
         numbers = [number for some, _ in places for number in some]
@@ -301,6 +304,14 @@ def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator
         group.append(one)
     if group:
         yield group
+
+
+def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wanted]]:
+    """Boxes of chunks of their own as one group if together they are one box: it is read as it lies in the file."""
+    found = [touched(hull(box for box, _ in group), sides) for group in groups]
+    if len(groups) > 1 and sum(map(volume, found)) == volume(hull(found)):
+        return [[one for group in groups for one in group]]
+    return groups
 
 
 def _together(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:

@@ -255,6 +255,7 @@ def test_chunks_of_two_devices_are_read_once_and_copied_by_who_read_them(
     for shard in restored.addressable_shards:
         assert bits(shard.data) == bits(array[shard.index])
     assert sum(count for _, count in calls) < 1.01 * array.nbytes
+    assert sum(count > 4096 for _, count in calls) <= 8, "what all devices want of an object is read as it lies there"
 
 
 def test_what_is_scattered_is_read_many_chunks_at_a_time(tmp_path: Path) -> None:
