@@ -335,7 +335,7 @@ def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
     pieces = len(values) * len(_held(first))
     if lies_in_host_memory(first):
         fitting = pieces >= STACK_PIECES and _stacks_whole(first)
-        fitting = fitting and not (dtype and any(_is_widened(value, dtype) for value in values))
+        fitting = fitting and not (dtype is not None and any(_is_widened(value, dtype) for value in values))
     else:
         # XLA's compiler for TPUs aborts the process if it is to stack what lies in the host's memory.
         fitting = pieces >= SEND_PIECES and memory_kind(first.sharding) is None
