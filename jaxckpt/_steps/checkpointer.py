@@ -343,7 +343,8 @@ class Checkpointer:
     ) -> Tree:
         """Restore a step, the newest if `step` is None. Every process; the arguments are those of `jaxckpt.restore`.
 
-        It waits for the save under way, which may be that of this step.
+        It waits for the save under way, which may be that of this step. With `local`, a step is read from the local
+        folders if together they hold it whole; a damaged file there is passed over for a copy, or for the storage.
 
         Raises:
             NotACheckpointError: No such step, or no step at all.
@@ -366,8 +367,7 @@ class Checkpointer:
                 error.add_note(note)
             raise
         self._restored = number
-        if self._local is not None:
-            self._local.found(chosen.save, complete=chosen.complete)
+        self._newest.taken(chosen)
         return number, tree
 
     def _about(self, step: int, error: JaxckptError) -> Iterator[str]:
@@ -411,8 +411,7 @@ class Checkpointer:
         new_names, rules = split_rename(rename)
         chosen = self._chosen(None, apart=rules is None)
         if chosen.step is None:
-            if self._local is not None:
-                self._local.found(None)
+            self._newest.taken(chosen)
             return None, init()
         target, initial = target_of(init)
         return self._restore(
@@ -457,7 +456,7 @@ class Checkpointer:
         """A step, or the newest for None, after the save under way. Every process; with `apart` as `Newest.find`."""
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
-            if self._newest.local is None:
+            if self._local is None:
                 self._last.wait()
                 return Chosen(step)
         with self._calling("Checkpointer.restore") as group:
@@ -480,7 +479,7 @@ class Checkpointer:
 
     def latest_step(self) -> int | None:
         """The newest step that is there: the one that `restore` would take. With `local`, every process calls it."""
-        return max(self.steps(), default=None) if self._newest.local is None else self._chosen(None).step
+        return max(self.steps(), default=None) if self._local is None else self._chosen(None).step
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The best step by `keep_best`, by its first rule or by that of a metric; None if no step has the metric."""
@@ -495,7 +494,4 @@ class Checkpointer:
         found = self._directory.look(require_step(step))
         if found is not None:
             return dict(found.record.metrics)
-        manifest = self._newest.manifest(step)
-        if manifest is None or manifest.step is None:
-            raise NotACheckpointError(f"no step {step} is in {self._directory.url}")
-        return dict(manifest.step.metrics)
+        return self._newest.metrics(step)
