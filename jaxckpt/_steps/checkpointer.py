@@ -19,7 +19,7 @@ from jaxckpt._format.tree import Tree
 from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Renaming, Request, split_rename
-from jaxckpt._runtime.errors import InputError, JaxckptError, NotACheckpointError
+from jaxckpt._runtime.errors import InputError, JaxckptError
 from jaxckpt._runtime.options import Options, flag, given, seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
@@ -355,7 +355,8 @@ class Checkpointer:
     ) -> Tree:
         """Restore a step, by default the newest. Every process calls this, with the arguments of `jaxckpt.restore`.
 
-        It waits for a running save first, which may be the save of this step.
+        It waits for a running save first, which may be the save of this step. With `local`, a step is read from the
+        local folders if together they hold it completely; a damaged file there is replaced by a copy or the storage.
 
         Raises:
             NotACheckpointError: The step does not exist, or the run has no steps.
@@ -378,8 +379,7 @@ class Checkpointer:
                 error.add_note(note)
             raise
         self._restored = number
-        if self._local is not None:
-            self._local.found(chosen.save, complete=chosen.complete)
+        self._newest.taken(chosen)
         return number, tree
 
     def restore_or_init(
@@ -416,8 +416,7 @@ class Checkpointer:
         new_names, rules = split_rename(rename)
         chosen = self._chosen(None, apart=rules is None)
         if chosen.step is None:
-            if self._local is not None:
-                self._local.found(None)
+            self._newest.taken(chosen)
             return None, init()
         target, initial = target_of(init)
         return self._restore(
@@ -462,7 +461,7 @@ class Checkpointer:
         """A step, or the newest for None, after the save under way. Every process; with `apart` as `Newest.find`."""
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
-            if self._newest.local is None:
+            if self._local is None:
                 self._last.wait()
                 return Chosen(step)
         with self._calling("Checkpointer.restore") as group:
@@ -480,7 +479,7 @@ class Checkpointer:
 
     def latest_step(self) -> int | None:
         """The newest step, which `restore` would restore, or None. With `local`, every process calls this."""
-        return max(self.steps(), default=None) if self._newest.local is None else self._chosen(None).step
+        return max(self.steps(), default=None) if self._local is None else self._chosen(None).step
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric."""
@@ -495,7 +494,4 @@ class Checkpointer:
         found = self._directory.look(require_step(step))
         if found is not None:
             return dict(found.record.metrics)
-        manifest = self._newest.manifest(step)
-        if manifest is None or manifest.step is None:
-            raise NotACheckpointError(f"{self._directory.url} has no step {step}")
-        return dict(manifest.step.metrics)
+        return self._newest.metrics(step)

@@ -195,6 +195,11 @@ class Local:
         earlier Checkpointer left can go. Unless all copies of it are there (`complete`), the next step is saved."""
         self._whole, self._known, self._hurries = whole, True, not complete
 
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """The (step, save id) that this Checkpointer has saved last, or else restored."""
+        return self._made or self._whole
+
     # Saving ----------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
@@ -239,7 +244,7 @@ class Local:
 
     def _decide(self, step: int) -> str:
         """Which older step stays. Process 0."""
-        kept = self._made or self._whole
+        kept = self.newest
         if kept is not None and kept[0] > step:
             kept = None  # whoever goes back to an older step wants none of the newer ones
         known, is_ours = self._known or self._made is not None, self._made is not None

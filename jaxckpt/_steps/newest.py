@@ -76,7 +76,7 @@ class Newest:
 
     def __init__(self, directory: Directory, local: Local | None, options: Options) -> None:
         self._directory = directory
-        self.local = local
+        self._local = local
         self._options = options
         self._unusable = set[str]()
         """Local files that this process could not read, by their paths."""
@@ -106,7 +106,7 @@ class Newest:
 
     def _look(self) -> Iterator[_Seen]:
         """The steps in the local folders that this process sees."""
-        for name, process in self.local.folders().values() if self.local else ():
+        for name, process in self._local.folders().values() if self._local else ():
             try:
                 yield from [_seen(name, process.child(step), int(step)) for step in process.names() if is_step(step)]
             except (DataError, StorageError) as error:
@@ -178,7 +178,7 @@ class Newest:
         counts = sum(
             (np.unpackbits(bits, count=len(own)).astype(int) for bits in by_folder.values()), np.zeros(len(own), int)
         )
-        copies = self.local.domains.copies if self.local else 0
+        copies = self._local.domains.copies if self._local else 0
         whole = len(by_folder) == meeting.group.count and bool((counts > copies).all())
         return Chosen(candidate.step, source, complete=whole)
 
@@ -209,13 +209,21 @@ class Newest:
             raise NotACheckpointError(f"{self._directory.url} has no steps")
         return chosen.step
 
-    def manifest(self, step: int) -> Manifest | None:
-        """What is known of a local step: of one that was agreed on, or as this process's folders say."""
-        if step not in self._known:
-            for one in self._look():
-                if one.step == step and one.content is not None:
-                    return decode(one.content, one.folder.url)
-        return self._known.get(step)
+    def taken(self, chosen: Chosen) -> None:
+        """A step was restored: of what else an earlier Checkpointer has left, nothing is needed."""
+        if self._local is not None:
+            self._local.found(chosen.save, complete=chosen.complete)
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """The metrics of a local step that was agreed on, or that this Checkpointer has saved last. Raises
+        NotACheckpointError."""
+        if step not in self._known and self._local is not None:
+            ours = (one for one in self._look() if one.candidate and one.candidate[:2] == self._local.newest)
+            self._known.update({one.step: decode(one.content or b"", one.folder.url) for one in ours})
+        record = self._known[step].step if step in self._known else None
+        if record is None:
+            raise NotACheckpointError(f"{self._directory.url} has no step {step}")
+        return dict(record.metrics)
 
 
 def _seen(process: str, folder: Folder, step: int) -> _Seen:
