@@ -45,7 +45,13 @@ SPECS = {
 SHAPES = {"fsdp": (48, 1000), "hybrid": (24, 1000), "columns": (10, 24, 30), "replicated": (77,)}
 
 PHASES: dict[str, tuple[str, int]] = {
-    "before the exchange": ("_steps.local.Local.save", 1),
+    "sweeping": ("_steps.local.Local._clear", 1),
+    "before the exchange": ("_save.save.claim_own", 1),
+    "writing": ("_storage.files.FileWriter.write", 1),
+    "before the barrier": ("_save.save.publish_own", 1),
+    "publishing": ("_storage.folder.Folder.publish", 1),
+    "between the barriers": ("_runtime.processes.Meeting.barrier", 1),
+    "flushing": ("_steps.flush.Flush._copy", 1),
 }
 """The function, and which of its calls in the save of step DIES_AT, at which the victim is killed."""
 
