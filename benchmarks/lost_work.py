@@ -136,7 +136,9 @@ def main() -> None:
             f" | {found / exact - 1:+.1%} |"
         )
 
-    print("\n| storage, all hosts | steps in storage every | without | with the local tier | of it saving, again, restoring |")
+    print(
+        "\n| storage, all hosts | steps in storage every | without | with the local tier | of it saving, again, restoring |"
+    )
     print("|---|---|---|---|---|")
     copy = share / asked.copy_gb_s
     best = young(asked.blocked + copy, apart)

@@ -1,4 +1,4 @@
-"""Jobs that save into the local tier, lose a host and resume: `FOLDER`, and on standard input a JSON list of crashes.
+"""Jobs that save into the local tier, lose a host and resume: `FOLDER CRASHES`, a JSON list.
 
 Each crash is {"victim", "phase", "counts"}: a job of four processes of two devices each is killed when its process
 `victim` comes to a phase of a save; the victim's folder is deleted; and jobs of so many processes resume, each from
@@ -208,5 +208,5 @@ def crash(folder: Path, victim: int, phase: str, counts: Sequence[int]) -> None:
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-    for number, one in enumerate(json.load(sys.stdin)):
+    for number, one in enumerate(json.loads(sys.argv[2])):
         crash(Path(sys.argv[1], f"crash-{number}"), one["victim"], one["phase"], one["counts"])

@@ -237,8 +237,9 @@ def _crashes(job: Job) -> Iterator[tuple[str, Dead]]:
             folders = folders[:lost] + (others,) + folders[lost + 1 :]
             if promise is not None and lost in promise.save.hosts:
                 promise = promise._replace(lost=promise.lost | 1 << lost)
-        yield f"crash, {'nothing' if lost is None else f'folder {lost}'} lost", _renumbered(
-            Dead(folders, job.storage, promise, job.crashes + 1)
+        yield (
+            f"crash, {'nothing' if lost is None else f'folder {lost}'} lost",
+            _renumbered(Dead(folders, job.storage, promise, job.crashes + 1)),
         )
 
 
@@ -332,19 +333,25 @@ def _together(job: Job, rules: Rules) -> Iterator[tuple[str, Job]]:
         serial = max(serial, 1 + (job.storage.serial if job.storage else 0), 1 + _serial(job.promise))
         save = Save(job.last + 1, serial, job.writers)
         for due in (False, True) if job.flush is None else (False,):
-            yield f"save of step {save.step}{', due for the storage' * due}", job._replace(
-                at=(SWEEP,) * everywhere, current=save, due=due, saves=job.saves - 1, promise=_relied_upon(job)
+            yield (
+                f"save of step {save.step}{', due for the storage' * due}",
+                job._replace(
+                    at=(SWEEP,) * everywhere, current=save, due=due, saves=job.saves - 1, promise=_relied_upon(job)
+                ),
             )
     if where == {WRITTEN} and rules.written_barrier:
         yield "all have written", job._replace(at=(PUBLISH,) * everywhere)
     if where == {PUBLISHED}:
         assert job.current is not None
-        yield "all have published: the save returns", job._replace(
-            at=(IDLE,) * everywhere,
-            keep=job.current,
-            last=job.current.step,
-            promise=Promise(job.current),
-            flush=Flush(job.current, 0) if job.due else job.flush,
+        yield (
+            "all have published: the save returns",
+            job._replace(
+                at=(IDLE,) * everywhere,
+                keep=job.current,
+                last=job.current.step,
+                promise=Promise(job.current),
+                flush=Flush(job.current, 0) if job.due else job.flush,
+            ),
         )
 
 
@@ -457,8 +464,9 @@ def _flushing(job: Job) -> Iterator[tuple[str, Job]]:
         source = next((held.whole for held in job.folders[host] if held.save == flush.save), 0)
         if not source >> process & 1:
             raise Violation("a flushed step reaches the storage torn")
-        yield f"process {process} flushes step {flush.save.step}", job._replace(
-            flush=flush._replace(done=flush.done | 1 << process)
+        yield (
+            f"process {process} flushes step {flush.save.step}",
+            job._replace(flush=flush._replace(done=flush.done | 1 << process)),
         )
 
 
