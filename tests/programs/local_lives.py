@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-import jaxckpt._steps.local  # noqa: F401  what PHASES names
+import jaxckpt._steps.local
 
 warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks
 
