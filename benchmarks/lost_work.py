@@ -2,14 +2,14 @@
 
     python benchmarks/lost_work.py [--hosts 1024] [--state-gb 5670] [--days 20000]
 
-Hosts fail at random, at the rate of the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs,
-which are 2,048 hosts (The Llama 3 Herd of Models, 2024, section 3.3.4, https://arxiv.org/abs/2407.21783). The state is
+Hosts fail at random, as often as in the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384
+GPUs, which are 2,048 hosts (The Llama 3 Herd of Models, 2024, section 3.3.4, https://arxiv.org/abs/2407.21783). The state is
 that of a model of 405 billion parameters with Adam: 14 bytes each.
 
 Lost work is all time that the job does not spend on new steps: the seconds that saves block it, the steps that are done
 again after a failure, and the restore. The time to find a failure and to start processes is the same with either, and
-is left out. The simulation is first compared with Daly's exact formula (A higher order estimate of the optimum checkpoint
-interval for restart dumps, 2006, equation 13), for saves that block until they end.
+is left out. The simulation is first compared with Daly's exact formula (A higher order estimate of the optimum
+checkpoint interval for restart dumps, 2006, equation 13), for saves that block until they end.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main() -> None:
             f" | {found / exact - 1:+.1%} |"
         )
 
-    print("\n| storage, all hosts | steps in storage every | without | with the local tier | of it saving, again, restoring |")
+    print("\n| storage | steps in storage every | without | with the local tier | of it saving, again, restoring |")
     print("|---|---|---|---|---|")
     copy = share / asked.copy_gb_s
     best = young(asked.blocked + copy, apart)
@@ -147,7 +147,8 @@ def main() -> None:
             storage = Tier(interval, asked.blocked, moves, moves)
             without, tiered = run(storage, None), run(storage, local)
             print(
-                f"| {rate} GB/s | {interval / 60:.0f} min | {without.all / 60:.0f} min a day | {tiered.all / 60:.0f} min a day"
+                f"| {rate} GB/s | {interval / 60:.0f} min | {without.all / 60:.0f} min a day"
+                f" | {tiered.all / 60:.0f} min a day"
                 f" | {tiered.saving / 60:.1f}, {tiered.again / 60:.1f}, {tiered.restoring / 60:.1f} |"
             )
 

@@ -1,4 +1,4 @@
-"""Jobs that save into the local tier, lose a host and resume: `FOLDER`, and on standard input a JSON list of crashes.
+"""Jobs that save into the local tier, lose a host and resume: `FOLDER CRASHES`, a JSON list.
 
 Each crash is {"victim", "phase", "counts"}: a job of four processes of two devices each is killed when its process
 `victim` comes to a phase of a save; the victim's folder is deleted; and jobs of so many processes resume, each from
@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-import jaxckpt._steps.local  # noqa: F401  what PHASES names
+import jaxckpt._steps.local
 
 warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks
 
@@ -45,7 +45,13 @@ SPECS = {
 SHAPES = {"fsdp": (48, 1000), "hybrid": (24, 1000), "columns": (10, 24, 30), "replicated": (77,)}
 
 PHASES: dict[str, tuple[str, int]] = {
-    "before the exchange": ("_steps.local.Local.save", 1),
+    "sweeping": ("_steps.local.Local._clear", 1),
+    "before the exchange": ("_save.save.claim_own", 1),
+    "writing": ("_storage.files.FileWriter.write", 1),
+    "before the barrier": ("_save.save.publish_own", 1),
+    "publishing": ("_storage.folder.Folder.publish", 1),
+    "between the barriers": ("_runtime.processes.Meeting.barrier", 1),
+    "flushing": ("_steps.flush.Flush._copy", 1),
 }
 """The function, and which of its calls in the save of step DIES_AT, at which the victim is killed."""
 
@@ -202,5 +208,5 @@ def crash(folder: Path, victim: int, phase: str, counts: Sequence[int]) -> None:
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-    for number, one in enumerate(json.load(sys.stdin)):
+    for number, one in enumerate(json.loads(sys.argv[2])):
         crash(Path(sys.argv[1], f"crash-{number}"), one["victim"], one["phase"], one["counts"])

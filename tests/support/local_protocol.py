@@ -1,10 +1,11 @@
-"""The local tier's protocol as a small model, and an exhaustive search of its states (docs/local-tier.md explains both).
+"""The local tier's protocol as a small model, and an exhaustive search of its states; see docs/local-tier.md.
 
     found = search(Bounds(hosts=3, crashes=2, saves=2))
     found.states, found.violation       # how many states, and None or the first trace that breaks a promise
 
 A host has one folder. A job runs one process on each of its hosts, and each process is a program of a few steps: sweep,
-write, synchronize and publish, with a flush at the same time. The search takes every interleaving of these steps. At any moment a crash ends all processes; then no folder or any one folder is lost, and a job of any hosts starts.
+write, synchronize and publish, with a flush at the same time. The search takes every interleaving of these steps. At any
+moment a crash ends all processes; then no folder or any one folder is lost, and a job of any hosts starts.
 Each rule of the protocol is a field of `Rules`. With a rule switched off, the search has to find what the rule is for.
 """
 
@@ -234,11 +235,12 @@ def _crashes(job: Job) -> Iterator[tuple[str, Dead]]:
             others = tuple(held for held in folders[lost] if held.save.foreign)
             if others == folders[lost]:
                 continue
-            folders = folders[:lost] + (others,) + folders[lost + 1 :]
+            folders = (*folders[:lost], others, *folders[lost + 1 :])
             if promise is not None and lost in promise.save.hosts:
                 promise = promise._replace(lost=promise.lost | 1 << lost)
-        yield f"crash, {'nothing' if lost is None else f'folder {lost}'} lost", _renumbered(
-            Dead(folders, job.storage, promise, job.crashes + 1)
+        yield (
+            f"crash, {'nothing' if lost is None else f'folder {lost}'} lost",
+            _renumbered(Dead(folders, job.storage, promise, job.crashes + 1)),
         )
 
 
@@ -332,19 +334,25 @@ def _together(job: Job, rules: Rules) -> Iterator[tuple[str, Job]]:
         serial = max(serial, 1 + (job.storage.serial if job.storage else 0), 1 + _serial(job.promise))
         save = Save(job.last + 1, serial, job.writers)
         for due in (False, True) if job.flush is None else (False,):
-            yield f"save of step {save.step}{', due for the storage' * due}", job._replace(
-                at=(SWEEP,) * everywhere, current=save, due=due, saves=job.saves - 1, promise=_relied_upon(job)
+            yield (
+                f"save of step {save.step}{', due for the storage' * due}",
+                job._replace(
+                    at=(SWEEP,) * everywhere, current=save, due=due, saves=job.saves - 1, promise=_relied_upon(job)
+                ),
             )
     if where == {WRITTEN} and rules.written_barrier:
         yield "all have written", job._replace(at=(PUBLISH,) * everywhere)
     if where == {PUBLISHED}:
         assert job.current is not None
-        yield "all have published: the save returns", job._replace(
-            at=(IDLE,) * everywhere,
-            keep=job.current,
-            last=job.current.step,
-            promise=Promise(job.current),
-            flush=Flush(job.current, 0) if job.due else job.flush,
+        yield (
+            "all have published: the save returns",
+            job._replace(
+                at=(IDLE,) * everywhere,
+                keep=job.current,
+                last=job.current.step,
+                promise=Promise(job.current),
+                flush=Flush(job.current, 0) if job.due else job.flush,
+            ),
         )
 
 
@@ -373,7 +381,7 @@ def _alone(job: Job, process: int, rules: Rules) -> Iterator[tuple[str, Job]]:
     at, host, save = job.at[process], job.writers[process], job.current
 
     def to(next_at: int, **changes: object) -> Job:
-        return job._replace(at=job.at[:process] + (next_at,) + job.at[process + 1 :], **changes)
+        return job._replace(at=(*job.at[:process], next_at, *job.at[process + 1 :]), **changes)
 
     if at == ADOPT:
         for folder in _served(job, process):
@@ -436,7 +444,7 @@ def _with(job: Job, folder: int, old: Held | None, new: Held | None) -> tuple[Fo
     """The folders, with one entry replaced, added or taken away."""
     entries = [held for held in job.folders[folder] if held != old]
     entries += [new] if new else []
-    return job.folders[:folder] + (tuple(sorted(entries)),) + job.folders[folder + 1 :]
+    return (*job.folders[:folder], tuple(sorted(entries)), *job.folders[folder + 1 :])
 
 
 def _flushed(job: Job) -> bool:
@@ -457,8 +465,9 @@ def _flushing(job: Job) -> Iterator[tuple[str, Job]]:
         source = next((held.whole for held in job.folders[host] if held.save == flush.save), 0)
         if not source >> process & 1:
             raise Violation("a flushed step reaches the storage torn")
-        yield f"process {process} flushes step {flush.save.step}", job._replace(
-            flush=flush._replace(done=flush.done | 1 << process)
+        yield (
+            f"process {process} flushes step {flush.save.step}",
+            job._replace(flush=flush._replace(done=flush.done | 1 << process)),
         )
 
 
