@@ -175,10 +175,10 @@ def _planned(draft: Draft, options: Options, group: Group, domains: Domains | No
     made_for = (options, group.index, group.count, domains)
     if not draft.plans or draft.plans[0][0] != made_for:
         if domains is None:
-            made = plan_save(draft.arrays, options, group.index, group.count), None
+            plan, copies = plan_save(draft.arrays, options, group.index, group.count), None
         else:
-            made = plan_spread(draft, options, group.index, domains)
-        draft.plans[:] = [(made_for, *made)]
+            plan, copies = plan_spread(draft, options, group.index, domains)
+        draft.plans[:] = [(made_for, plan, copies)]
     return draft.plans[0][1:]
 
 

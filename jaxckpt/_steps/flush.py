@@ -45,11 +45,10 @@ class Flush:
     rate: float | None
     """Bytes a second, at most."""
 
-    overwrite: bool
-    then: Callable[[], None]
-    """What process 0 does once it is published."""
-
     on_done: Callable[[SaveInfo], object] | None
+    overwrite: bool = False
+    then: Callable[[], None] | None = None
+    """What process 0 does once it is published."""
 
     save_id: str = ""
     owned: Sequence[Object] = ()
@@ -118,7 +117,7 @@ class Flush:
                 claimed.release(keep=False)
                 raise
             claimed.release(keep=True)
-            if group.index == 0:
+            if group.index == 0 and self.then is not None:
                 self.then()
         info = replace(info, path=self.store.url)
         if self.on_done is not None:

@@ -77,27 +77,19 @@ class Saver:
             self.preempted = True
             saved = self._hurry(step)
         if not saved:
-            record = StepRecord(step, recorded(metrics))
-            request = replace(
-                request,
-                step=record,
-                components=tuple(self.directory.rules.components),
-                recent=self.recent,
-                deadline=self.notice.deadline if last_one else None,
-            )
-            if stored:
-                check = functools.partial(self._admit, record, overwrite=request.overwrite, last_one=last_one)
-                request = replace(request, check=check, then=functools.partial(self.deletion.begin, record))
+            awaited = not (self.background or last_one)
             saved = self._begin(
                 step,
+                metrics,
                 request,
                 functools.partial(calling, step),
                 stored=stored,
-                awaited=not (self.background or last_one),
+                last_one=last_one,
+                awaited=awaited,
             )
             if saved and stored:
                 self.due.saved()
-            if not (self.background or last_one):
+            if awaited:
                 self.last.wait()
                 self.flushed.wait()
                 self.deletion.wait()
@@ -106,49 +98,58 @@ class Saver:
         return saved
 
     def _begin(
-        self, step: int, request: SaveRequest, calling: Callable[[], Group], *, stored: bool, awaited: bool
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        request: SaveRequest,
+        calling: Callable[[], Group],
+        *,
+        stored: bool,
+        last_one: bool,
+        awaited: bool,
     ) -> bool:
         """Begin to save a step. Returns whether it is being saved."""
-        if self.local is None:
-            with calling() as group:
-                request = replace(request, last=self.published)
-                pending = start(request, self.options, group, background=not awaited)
-            if not pending.skipped:
-                self.last.begun(pending, step)
-            return not pending.skipped
-        flush = self._flush(step, request) if stored else None
+        flush = None
+        if stored and self.local is not None:
+            # A call of its own, which every process counts before anything can fail.
+            store = self.directory.child(step)
+            group = Group.current(self.options, Call.of("flush", store.url))
+            rate = None if last_one else self.rate or self.options.max_bytes_per_second
+            flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)
         with calling() as group:
-            if flush is None and self.local.is_held_up(step, group):
-                return False
-            if flush is not None or (self.flushed.pending is not None and self.flushed.pending.done):
-                self.flushed.wait()
-            request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
-            if flush is not None:
-                request = replace(request, then=None, on_done=None)
+            request = self._completed(StepRecord(step, recorded(metrics)), request, stored=stored, last_one=last_one)
+            if self.local is not None:
+                if flush is None and self.local.is_held_up(step, group):
+                    return False
+                if flush is not None or (self.flushed.pending is not None and self.flushed.pending.done):
+                    self.flushed.wait()
+                request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
+                if flush is not None:
+                    flush.overwrite, flush.then = request.overwrite, request.then
+                    request = replace(request, then=None, on_done=None)
             pending = start(request, self.options, group, background=not awaited)
         if pending.skipped:
             return False
         self.last.begun(pending, step)
-        if flush is not None:
+        if flush is not None and self.local is not None:
             self.local.flush = flush
             self.flushed.begun(flush.begin(pending), step)
         return True
 
-    def _flush(self, step: int, request: SaveRequest) -> Flush:
-        """What brings a step from the local folders to the storage. Every process: it is a call of its own."""
-        assert self.local is not None
-        store = self.directory.child(step)
-        return Flush(
-            step,
-            self.local.child(step),
-            store,
-            Group.current(self.options, Call.of("flush", store.url)),
-            self.options,
-            None if request.deadline is not None else self.rate or self.options.max_bytes_per_second,
-            request.overwrite,
-            request.then or (lambda: None),
-            request.on_done,
+    def _completed(self, record: StepRecord, request: SaveRequest, *, stored: bool, last_one: bool) -> SaveRequest:
+        """The request of a step, with what the caller did not give."""
+        request = replace(
+            request,
+            step=record,
+            components=tuple(self.directory.rules.components),
+            recent=self.recent,
+            last=self.published if self.local is None else None,
+            deadline=self.notice.deadline if last_one else None,
         )
+        if not stored:
+            return request
+        check = functools.partial(self._admit, record, overwrite=request.overwrite, last_one=last_one)
+        return replace(request, check=check, then=functools.partial(self.deletion.begin, record))
 
     def _admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
         """Raise unless a step may be saved, and keep it from being deleted until it is. Process 0."""
