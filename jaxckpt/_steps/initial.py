@@ -14,7 +14,7 @@ from jaxckpt._restore.target import Uncommitted
 
 
 def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]], Sequence[Any]]]:
-    """What `init` makes, without its data; and a function, called once, that makes some of its leaves, by number."""
+    """What `init` makes, without its data; and a function that makes some of its leaves, by number."""
     if isinstance(init, jax.stages.Wrapped):  # jitted: all its results are arrays
         shapes = jax.eval_shape(init)
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
@@ -23,9 +23,9 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
     target = jax.tree.unflatten(treedef, map(_abstract, leaves))
 
     def initial(numbers: Sequence[int]) -> Sequence[Any]:
-        found = [leaves[number] for number in numbers]
+        made = [*leaves] or jax.tree.leaves(init())  # called again: a local step turned out to be damaged
         leaves.clear()
-        return found
+        return [made[number] for number in numbers]
 
     return target, initial
 
