@@ -3,7 +3,8 @@
     python benchmarks/lost_work.py [--hosts 1024] [--state-gb 5670] [--days 20000]
 
 Hosts fail at random, as often as in the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384
-GPUs, which are 2,048 hosts (The Llama 3 Herd of Models, 2024, section 3.3.4, https://arxiv.org/abs/2407.21783). The state is
+GPUs, which are 2,048 hosts (The Llama 3 Herd of Models, 2024, section 3.3.4,
+https://arxiv.org/abs/2407.21783). The state is
 that of a model of 405 billion parameters with Adam: 14 bytes each.
 
 Lost work is all time that the job does not spend on new steps: the seconds that saves block it, the steps that are done

@@ -4,8 +4,8 @@
     found.states, found.violation       # how many states, and None or the first trace that breaks a promise
 
 A host has one folder. A job runs one process on each of its hosts, and each process is a program of a few steps: sweep,
-write, synchronize and publish, with a flush at the same time. The search takes every interleaving of these steps. At any
-moment a crash ends all processes; then no folder or any one folder is lost, and a job of any hosts starts.
+write, synchronize and publish, with a flush at the same time. The search takes every interleaving of these steps.
+At any moment a crash ends all processes; then no folder or any one folder is lost, and a job of any hosts starts.
 Each rule of the protocol is a field of `Rules`. With a rule switched off, the search has to find what the rule is for.
 """
 
