@@ -300,7 +300,7 @@ def simulate(job: Job) -> dict[str, Any]:
         "look": meet(job.processes, lambda _: "", ""),
         "publish": meet(job.processes, texts.__getitem__, published),
         "open": meet(job.processes, lambda _: "0" * 64 + " s3://checkpoints/1234abcd", "0" * 90, first=True),
-        "end": meet(job.processes, lambda _: "", ""),
+        "end": meet(job.processes, lambda _: "0" * 64, ""),
     }
     result["waiting_requests"], result["waiting_bytes"] = wait(job.processes, 60.0)
     result["requests"] = store_requests(job, plan, reads * job.processes)

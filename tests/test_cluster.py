@@ -67,7 +67,8 @@ def test_a_real_job_asks_what_the_model_counts(
             assert counted.get("get", 0) >= (0 if process == 0 else wanted["get"])
             assert counted.get("list", 0) >= wanted["list"] == (len(met) if process == 0 else 0)
             sizes = [meeting.given_bytes for meeting in met]
-            assert one[call]["given"] == pytest.approx(sizes, rel=0.2), "bytes of each text"
+            # Shares are even in bytes, and the model has them even in objects.
+            assert one[call]["given"] == pytest.approx(sizes, rel=0.3), "bytes of each text"
 
 
 @pytest.mark.parametrize("count", [64, 65, 16_384])

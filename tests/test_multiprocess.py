@@ -182,7 +182,7 @@ def test_python_values_show_that_a_call_was_missed(cases: Cases, folder: Path, c
         for line in lines[1:]:
             assert line.startswith("PeersDisagreeError: the processes hold different values"), lines
             assert f"{leaf!r} (" in line
-            assert "missed a call" in line
+            assert "skipped a call" in line
             assert "process 1 and process 0 differ" in line
         assert len(lines) == 3
     assert jaxckpt.verify(folder / case / "c").ok

@@ -165,7 +165,7 @@ def _global_goals(goals: Mapping[int, Goal]) -> str:
         numbers.setdefault(id(goal), (goal, []))[1].append(number)
     found = hashlib.sha256()
     for goal, leaves in numbers.values():
-        if isinstance(goal.sharding, Sharding) and not goal.sharding.is_fully_addressable:
+        if isinstance(goal.sharding, Sharding) and len({one.process_index for one in goal.sharding.device_set}) > 1:
             found.update(repr((goal.kind, goal.cast, goal.weak, goal.sharding, leaves)).encode())
     return found.hexdigest()
 

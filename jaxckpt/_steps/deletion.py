@@ -127,6 +127,8 @@ class Deletion:
                 self._last = Task(self._pass)
                 self._passes.put(self._last)
             runs, self._runs = self._runs, True
+            if not runs and not ending():
+                atexit.register(self._at_exit)  # before the thread runs: the program may end first
         if runs:
             return
         if not ending():
@@ -138,19 +140,18 @@ class Deletion:
         self._run()
 
     def _run(self) -> None:
-        if not ending():
-            atexit.register(self._at_exit)
         while self._goes_on():
             try:
                 task = self._passes.get(timeout=self._leases.poll_seconds)
             except queue.Empty:
                 task = Task(self._pass)
             task.run()
-        atexit.unregister(self._at_exit)
 
     def _goes_on(self) -> bool:
         with self._starting:
             self._runs = not self._passes.empty() or (self._held and not self._closed)
+            if not self._runs:
+                atexit.unregister(self._at_exit)
             return self._runs
 
     def _at_exit(self) -> None:

@@ -54,7 +54,7 @@ def test_to_maxtext_and_back(tmp_path: Path) -> None:
         (("show", LLAMA, "--back-to", LLAMA), "--back-to needs --rules"),
         (("convert", LLAMA, "x", "--rules", "plain", "--rename", "a=b"), "cannot be used together with --rename"),
         (("show", LLAMA, "--rules", "maxtxt"), "'maxtxt' is not one of"),
-        (("show", "s3://bucket/model", "--rules", "plain"), "a local folder, and s3://bucket/model is none"),
+        (("show", "s3://bucket/model", "--rules", "plain"), "a local folder, but s3://bucket/model is not one"),
     ],
 )
 def test_options_that_cannot_be_meant_are_an_error(arguments: tuple[str, ...], expected: str) -> None:

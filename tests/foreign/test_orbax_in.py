@@ -414,8 +414,8 @@ def test_metadata_that_is_missing_cut_or_hostile_is_an_error(tmp_path: Path, zar
             ),
         )
 
-    trial("_METADATA", entry([[("..", 2)], [("x", 2)]]), "no folders below it")
-    trial("_METADATA", entry([[("/etc", 2)]]), "no folders below it")
+    trial("_METADATA", entry([[("..", 2)], [("x", 2)]]), "not folders below it")
+    trial("_METADATA", entry([[("/etc", 2)]]), "not folders below it")
     trial("_METADATA", entry([[("a", 2)] * 201]), "nested deeper than 200")
     trial("_METADATA", entry([[("a", 3)]]), "damaged")
     trial("_METADATA", lambda file: file.write_text('{"tree_metadata":' + "[" * 100_000), "damaged")

@@ -248,7 +248,7 @@ def test_what_is_no_array_of_numbers_is_told(tmp_path: Path, save: Any) -> None:
     path = tmp_path / "a.npz"
     for value, told in (
         (np.array([{"a": 1}], object), "'w' holds pickled Python objects; they could run any code"),
-        (W.astype(ml_dtypes.bfloat16), r"'w' has dtype \|V2: NumPy's format forgets dtypes that are not its own"),
+        (W.astype(ml_dtypes.bfloat16), r"'w' has dtype \|V2: NumPy's format does not record dtypes of other libraries"),
         (W.astype(">f4"), "'w' has dtype >f4, which JAX does not support"),
         (np.array(["a", "b"]), "'w' has dtype <U1, which JAX does not support"),
         (np.zeros(2, "M8[s]"), r"'w' has dtype <M8\[s\], which JAX does not support"),

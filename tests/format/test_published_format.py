@@ -380,7 +380,7 @@ def test_phases_are_optional_and_any_writers_own(tmp_path: Path, changes: dict[s
 @pytest.mark.parametrize(
     ("phases", "told"),
     [
-        ({"write": [1.0, 2.0], "sync": [1.0]}, "not as many processes for each phase"),
+        ({"write": [1.0, 2.0], "sync": [1.0]}, "different numbers of processes for its phases"),
         ({"write": [-1.0]}, "phase_seconds"),
         ({"write": [1e300]}, "phase_seconds"),
         ({"write": ["1"]}, "phase_seconds"),

@@ -41,7 +41,7 @@ assert loader.order.tolist() == [0, 1, 2, 3]
 for data, leaf in [
     (Loader(process_id, np.arange(4)), "'data/position'"),
     (Loader(5, np.arange(4) + process_id), "'data/order'"),
-    (Loader(5, np.arange(4 + process_id)), "other leaves"),
+    (Loader(5, np.arange(4 + process_id)), "different leaves"),
 ]:
     said = caught(jaxckpt.save, f"{args}/refused", {"data": data})
     assert "PeersDisagreeError" in said or process_id, said

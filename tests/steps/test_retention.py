@@ -458,6 +458,7 @@ def test_a_copy_by_hard_links_has_a_best_step_of_its_own(tmp_path: Path) -> None
     with jaxckpt.Checkpointer(tmp_path / "run", keep_best=("loss", "min")) as checkpoints:
         for step, loss, accuracy in ((1, 0.1, 0.1), (2, 0.2, 0.9)):
             checkpoints.save(step, {"w": np.full(3, step)}, metrics={"loss": loss, "accuracy": accuracy}, force=True)
+            checkpoints.wait()
             jaxckpt.pin(checkpoints.path(1), "first")
     shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
     with jaxckpt.Checkpointer(tmp_path / "copy", keep_best=("accuracy", "max")):
