@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from processes import PROGRAMS, ROOT, RunProcesses
 from servers import Bucket
@@ -66,9 +67,9 @@ def test_a_real_job_asks_what_the_model_counts(
             }
             assert counted.get("get", 0) >= (0 if process == 0 else wanted["get"])
             assert counted.get("list", 0) >= wanted["list"] == (len(met) if process == 0 else 0)
-            sizes = [meeting.given_bytes for meeting in met]
-            # Shares are even in bytes, and the model has them even in objects.
-            assert one[call]["given"] == pytest.approx(sizes, rel=0.3), "bytes of each text"
+        # On average: shares are even in bytes, and the model has them even in objects.
+        given = np.mean([one[call]["given"] for one in each], axis=0)
+        assert given == pytest.approx([meeting.given_bytes for meeting in met], rel=0.2), "bytes of each text"
 
 
 @pytest.mark.parametrize("count", [64, 65, 16_384])
