@@ -483,9 +483,6 @@ def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
             yield from _empty_places(child, f"{path}/{component(key)}" if path else component(key))
 
 
-# What is passed as rename= ---------------------------------------------------------------------------------
-
-
 def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
     """The new names and the rules of what was passed as `rename=`, at most one of which there is."""
     return (None, rename) if isinstance(rename, Rules) else (rename, None)
