@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,8 @@ def test_only_what_no_other_domain_holds_by_its_sharding_is_sent(job: tuple[Doma
         leaf
         for leaf in leaves
         if all(len({domains.of[process] for process in holders}) > domains.copies for holders in leaf.layout.holders)
+        # Cells that share some of their holders may be one object, which only these hold whole.
+        and all(a == b or set(a).isdisjoint(b) for a, b in itertools.combinations(leaf.layout.holders, 2))
     ]
     for _, _, copies in planned(domains, replicated):
         assert copies.sent_bytes == 0
