@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, RunProcesses
@@ -132,6 +131,8 @@ def test_a_state_of_any_form_comes_back_as_it_was(tmp_path: Path, state: Any) ->
 
 
 def test_the_objects_of_other_libraries(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="it is no dependency, and has no CPU build for each Python")
+
     def batches() -> Any:
         return iter(grain.MapDataset.range(100).seed(1).shuffle().repeat().batch(4).to_iter_dataset())
 
