@@ -114,8 +114,8 @@ def run(folder: Path, hosts: Sequence[int], until: int = STEPS, dies: int | None
             process.wait()
     if dies is not None:
         shutil.rmtree(folder / f"host-{dies}")
-    told = f", then host {dies} is lost" if dies is not None else ""
-    print(f"{len(hosts)} processes: step {begin} to step {max(losses)}{told}", flush=True)
+    ending = f", then host {dies} is lost" if dies is not None else ""
+    print(f"{len(hosts)} processes: step {begin} to step {max(losses)}{ending}", flush=True)
     return losses
 
 

@@ -3,7 +3,7 @@
 requests of all ─▶ each round: all processes meet ─▶ each hop: givers read ─▶ a program passes it on ─▶ arrived
 
 A round has about as many bytes as a process may hold until it needs them. What a process cannot read, it says in the
-next meeting: then all raise DamagedError, and nobody gets what was passed on instead.
+next meeting: then all raise DamagedError, and no process uses what was passed on instead.
 """
 
 from __future__ import annotations

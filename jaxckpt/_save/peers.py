@@ -136,7 +136,7 @@ def pass_on(
     except (Exception, GeneratorExit) as error:
         staged.close()
         if not isinstance(error, PeerFailedError):
-            for one in left:  # the others would wait for ever in a round that this process stayed away from
+            for one in left:  # the others would hang in a round without this process
                 permutations.run(one.pairs(copies.channels), one.n_bytes, None)
         raise
 
@@ -147,7 +147,7 @@ class _Outgoing:
     def __init__(self, head: bytes) -> None:
         self._parts = deque[Bytes | Staged]([np.frombuffer(head, np.uint8)])
         self.waiting = len(head)
-        """Bytes that are there, and not taken yet."""
+        """Bytes that have been added and not yet taken."""
 
     def add(self, one: Staged) -> None:
         self._parts.append(one)

@@ -89,7 +89,7 @@ class _Kept(msgspec.Struct, frozen=True):
     """What stays in the local folders when a step is saved."""
 
     known: bool
-    """Whether all else can go. Otherwise nobody has looked yet at what an earlier Checkpointer left."""
+    """Whether all else can go. Otherwise no restore has examined yet what an earlier Checkpointer left."""
 
     is_ours: bool
     """Whether this Checkpointer has made a local step: then folders of processes that are not here now can go, too."""
@@ -192,7 +192,7 @@ class Local:
 
     def found(self, whole: tuple[int, str] | None, *, complete: bool = True) -> None:
         """The (step, save id) of the local step that all processes restore, None for one of the storage: what else an
-        earlier Checkpointer left can go. Unless all copies of it are there (`complete`), the next step is saved."""
+        earlier Checkpointer left can go. Unless all its copies exist (`complete`), the next step is saved."""
         self._whole, self._known, self._hurries = whole, True, not complete
 
     @property

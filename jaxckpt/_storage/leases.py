@@ -69,7 +69,7 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
 def _renew(
     folder: Store, name: str, term_seconds: float, stop: Latch, writing: threading.Lock, alive: weakref.ref[Latch]
 ) -> None:
-    """Write a lease again and again, until it is released, or an interrupt has ended its holder before it could."""
+    """Renew a lease until it is released, or until an interrupt has ended its holder before it could release it."""
     beats = 0
     while not stop.wait(term_seconds / _RENEWALS):
         if alive() is None:

@@ -9,14 +9,11 @@ Each process is a fork, so that Python and JAX are imported once.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import operator
 import os
-import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -29,6 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import free_port
 
 import jaxckpt
 import jaxckpt._steps.local
@@ -126,14 +124,6 @@ def work(folder: Path, hosts: Sequence[int], index: int, port: int, until: int, 
             checkpoints.wait()
             Path(folder, f"saved-{step}").touch()
     return said
-
-
-def free_port() -> int:
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def live(folder: Path, hosts: Sequence[int], until: int, victim: int = -1, phase: str | None = None) -> list[Any]:
