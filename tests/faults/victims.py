@@ -72,12 +72,15 @@ def version_at(path: str | os.PathLike[str]) -> int | None:
 
 
 def versions_in(folder: Path) -> list[int]:
-    """The steps that a Checkpointer lists, each of them checked to the bit; what was half deleted is swept."""
+    """The steps that a Checkpointer lists, each checked to the bit; what was half deleted is swept.
+
+    A process that is stopped before its first save may leave no folder.
+    """
     published = sorted(int(found.parent.name) for found in folder.glob("*/manifest.json"))
     assert [version_at(folder / f"{step:08d}") for step in published] == published
     with jaxckpt.Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == published
-    names = {*os.listdir(folder)} - {"_run", "_trash"}
+    names = {found.name for found in folder.glob("*")} - {"_run", "_trash"}
     assert sorted(names) == [f"{step:08d}" for step in published], "nothing else is left"
     for moved in (folder / "_trash").glob("*"):
         assert version_at(moved) == int(moved.name.partition("-")[0]), "it was moved whole"
