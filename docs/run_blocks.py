@@ -5,13 +5,19 @@ into an interpreter: a page that needs 8 simulated devices sets them up itself. 
 is skipped, and counted.
 
     python docs/run_blocks.py README.md docs/*.md
+
+Each file runs in a process of its own. With several files these are forks of one process that has imported JAX, because
+an import takes more time than most pages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
-import subprocess
+import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -20,9 +26,6 @@ from pathlib import Path
 _FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>```+|~~~+)\s*(?P<language>\w*)[^`]*$")
 _NOT_RUN = re.compile(r"\s*<!-- not run: \S.*-->\s*$")
 _TIMEOUT_SECONDS = 300
-
-# Compiled under the Markdown file's own name, so a traceback points at its lines.
-_RUNNER = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +70,44 @@ def run_blocks(path: Path) -> str | None:
     print(f"{path}: {program.run} blocks to run, {program.skipped} skipped", flush=True)
     if not program.run:
         return None
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    with tempfile.TemporaryDirectory(prefix="jaxckpt-docs-") as folder:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", _RUNNER, str(path.resolve())],
-                input=program.code,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                timeout=_TIMEOUT_SECONDS,
-                env=environment,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as late:
-            printed = late.output.decode(errors="replace") if isinstance(late.output, bytes) else late.output or ""
-            return f"{printed}\nnot finished after {_TIMEOUT_SECONDS} s"
-    return done.stdout if done.returncode else None
+    folder, printed = tempfile.mkdtemp(prefix="jaxckpt-docs-"), tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+    child = os.fork()
+    if child == 0:  # ends as any Python program does: this function never returns to its caller
+        _become(program.code, path.resolve(), folder, printed.fileno())
+        sys.exit()
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what it left running
+    shutil.rmtree(folder)
+    with printed:
+        printed.seek(0)
+        output = printed.read()
+    if os.waitstatus_to_exitcode(status) == -signal.SIGALRM:
+        output += f"\nnot finished after {_TIMEOUT_SECONDS} s"
+    return output if status else None
+
+
+def _become(code: str, path: Path, folder: str, output: int) -> None:
+    """Run a program in this process, which was forked for it."""
+    os.setsid()
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    signal.alarm(_TIMEOUT_SECONDS)
+    sys.argv = [str(path)]
+    # Compiled under the Markdown file's own name, so a traceback points at its lines.
+    exec(compile(code, str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def main(names: list[str]) -> int:
     if not names:
         print("usage: run_blocks.py FILE.md ...", file=sys.stderr)
         return 2
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.pop("XLA_FLAGS", None)
+    if len(names) > 1:
+        importlib.import_module("jaxckpt")
     failed = 0
     for name in names:
         failure = run_blocks(Path(name))

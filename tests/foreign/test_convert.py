@@ -685,13 +685,14 @@ def test_an_orbax_tree_of_one_leaf_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_bit_of_an_npz_directory_loses_an_array(tmp_path: Path) -> None:
+def test_no_bit_of_an_npz_directory_loses_an_array(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    every = bool(request.config.getoption("--campaign"))  # otherwise two bits of each byte
     arrays = {f"p{n}": np.full(5, n) for n in range(4)}
     np.savez(tmp_path / "x.npz", **arrays)
     content = (tmp_path / "x.npz").read_bytes()
     start = int.from_bytes(content[-6:-2], "little")
     for at in range(start, len(content)):
-        for bit in range(8):
+        for bit in range(8) if every else (at % 8, (at + 3) % 8):
             (tmp_path / "x.npz").write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
             try:
                 found = jaxckpt.load_numpy(tmp_path / "x.npz")

@@ -148,11 +148,12 @@ def test_other_files_are_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
         jaxckpt.open(folder / "old.pt")
 
 
-def test_no_bit_of_the_directory_swaps_tensors(folder: Path, tmp_path: Path) -> None:
+def test_no_bit_of_the_directory_swaps_tensors(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    every = bool(request.config.getoption("--campaign"))  # otherwise one bit of each byte
     whole = (folder / "several.pt").read_bytes()
     wanted = jaxckpt.load_numpy(folder / "several.pt")
     for at in range(int.from_bytes(whole[-6:-2], "little"), len(whole)):
-        for bit in range(8):
+        for bit in range(8) if every else (at % 8,):
             (tmp_path / "x.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             try:
                 found = jaxckpt.load_numpy(tmp_path / "x.pt")

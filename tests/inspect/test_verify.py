@@ -320,4 +320,4 @@ def test_the_rate_is_bounded_over_all_steps_of_a_run(tmp_path: Path, steps: int)
     seconds = time.monotonic() - began
     assert report.ok
     assert report.checked_bytes > 320_000
-    assert report.checked_bytes / 800_000 <= seconds < 5
+    assert report.checked_bytes / 800_000 <= seconds < 60

@@ -25,14 +25,14 @@ tree, first = make(mesh_of(2, 2)), mesh_of(1, 2, devices=jax.devices()[:2])
 if process_id == 0:
     FileWriter.write = refuse  # type: ignore[method-assign]
 try:
-    jaxckpt.save(f"{args}/c", tree, mesh=first, specs=P(), options=jaxckpt.Options(timeout_seconds=5))
+    jaxckpt.save(f"{args}/c", tree, mesh=first, specs=P(), options=jaxckpt.Options(timeout_seconds=60))
 except jaxckpt.JaxckptError as error:
     print("raised", type(error).__name__, error, flush=True)
 told = Path(args, "told")
 if process_id == 1:
     told.touch()
 else:  # JAX's service runs in this process: if it ended first, it would end the other
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not told.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
 os._exit(0)

@@ -1,11 +1,11 @@
 """Saves or restores while a system call of this process hangs; says how that ended, and does the same elsewhere.
 
-strace holds up the first `call` by six seconds, three times `Options.timeout_seconds`.
+strace delays the first `call` by 30 seconds, far longer than `Options.timeout_seconds`; it stops when it is killed.
 """
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import subprocess
 import sys
 import time
@@ -14,22 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tracing import trace
 
 import jaxckpt
 
-OPTIONS = jaxckpt.Options(timeout_seconds=2, object_bytes=1 << 16, chunk_bytes=1 << 14)
+OPTIONS = jaxckpt.Options(object_bytes=1 << 16, chunk_bytes=1 << 14)
+IMPATIENT = dataclasses.replace(OPTIONS, timeout_seconds=2)
 TREE = {"w": np.arange(1 << 18, dtype=np.uint8)}
 
 
 def hang(call: str, path: Path | None = None) -> subprocess.Popen[bytes]:
-    """Until the process that is returned is killed, the first such system call of each thread takes six seconds; with
+    """Until the process that is returned is killed, the first such system call of each thread takes 30 seconds; with
     a path, the first that is about this file."""
-    filters = ["-e", f"trace={call}", "-e", f"inject={call}:delay_enter=6000000:when=1"]
+    filters = ["-e", f"trace={call}", "-e", f"inject={call}:delay_enter=30000000:when=1"]
     filters += [] if path is None else ["-P", str(path)]
-    strace = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", *filters, "-p", str(os.getpid())])
-    while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
-        time.sleep(0.01)
-    return strace
+    return trace(*filters)
 
 
 def attempt(call: Callable[[], Any]) -> None:
@@ -41,12 +40,12 @@ def attempt(call: Callable[[], Any]) -> None:
         print(type(error).__name__, f"{time.monotonic() - begun:.0f} s", error, flush=True)
 
 
-CALLS: dict[str, Callable[[Path], Any]] = {
-    "save": lambda path: jaxckpt.save(path, TREE, options=OPTIONS),
-    "save_async": lambda path: jaxckpt.save_async(path, TREE, options=OPTIONS).wait(),
-    "restore": lambda path: jaxckpt.restore(path, options=OPTIONS),
-    "load_numpy": lambda path: jaxckpt.load_numpy(path, options=OPTIONS),
-    "index": lambda path: jaxckpt.open(path, options=OPTIONS)["w"][:5],
+CALLS: dict[str, Callable[[Path, jaxckpt.Options], Any]] = {
+    "save": lambda path, options: jaxckpt.save(path, TREE, options=options),
+    "save_async": lambda path, options: jaxckpt.save_async(path, TREE, options=options).wait(),
+    "restore": lambda path, options: jaxckpt.restore(path, options=options),
+    "load_numpy": lambda path, options: jaxckpt.load_numpy(path, options=options),
+    "index": lambda path, options: jaxckpt.open(path, options=options)["w"][:5],
 }
 
 if __name__ == "__main__":
@@ -55,9 +54,9 @@ if __name__ == "__main__":
     for name in ("first", "hung", "next") if restores else ("first",):
         jaxckpt.save(folder / name, TREE, options=OPTIONS)
     if restores:
-        CALLS[verb](folder / "first")
+        CALLS[verb](folder / "first", OPTIONS)
     strace = hang(call, folder / "hung" / "manifest.json" if call == "openat" else None)
-    attempt(lambda: CALLS[verb](folder / "hung"))
+    attempt(lambda: CALLS[verb](folder / "hung", IMPATIENT))
     strace.kill()
-    attempt(lambda: CALLS[verb](folder / "next"))
+    attempt(lambda: CALLS[verb](folder / "next", OPTIONS))
     print("hung was published:", (folder / "hung" / "manifest.json").exists())

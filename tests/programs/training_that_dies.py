@@ -12,8 +12,10 @@ import threading
 import time
 from pathlib import Path
 
+import compiled
 import training_loop
 
+compiled.keep()
 folder, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 
 

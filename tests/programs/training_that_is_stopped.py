@@ -7,7 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
+import compiled
 import training_loop
 
+compiled.keep()
 status, losses = training_loop.run(Path(sys.argv[1]), int(sys.argv[2]), signal.SIGTERM, int(sys.argv[3]))
 print(json.dumps([status, list(losses.items())]))

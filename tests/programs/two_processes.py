@@ -26,7 +26,7 @@ import jaxckpt
 from jaxckpt._save import save
 from jaxckpt._storage.files import FileReader, FileWriter
 
-OPTIONS = jaxckpt.Options(timeout_seconds=10)
+OPTIONS = jaxckpt.Options(timeout_seconds=60)
 mesh = mesh_of(2, 2)
 lines: list[Any] = []
 CASES: dict[str, Callable[[str], None]] = {}
@@ -100,7 +100,7 @@ def a_path_that_is_not_shared(folder: str) -> None:
 
 @case
 def one_cannot_save(folder: str) -> None:
-    path, options = f"{folder}/c", jaxckpt.Options(timeout_seconds=20)
+    path, options = f"{folder}/c", OPTIONS
     jaxckpt.save(path, make(mesh))
 
     def attempt_save(tree: Any) -> None:
@@ -128,7 +128,7 @@ def one_cannot_save(folder: str) -> None:
 
 @case
 def one_cannot_restore(folder: str) -> None:
-    path, options = f"{folder}/c", jaxckpt.Options(timeout_seconds=20)
+    path, options = f"{folder}/c", OPTIONS
     jaxckpt.save(path, make(mesh))
 
     def fail(*_: Any) -> None:
@@ -149,7 +149,7 @@ def one_cannot_restore(folder: str) -> None:
 def a_bad_argument_in_one(folder: str) -> None:
     for attempts in range(2):
         path = "" if (process_id, attempts) == (1, 0) else f"{folder}/c"
-        options = jaxckpt.Options(timeout_seconds=4)
+        options = OPTIONS
         attempt(lambda: jaxckpt.save(path, make(mesh), overwrite=True, options=options))  # noqa: B023
 
 
@@ -237,7 +237,7 @@ def different_calls(folder: str) -> None:
 
 @case
 def arguments_that_differ(folder: str) -> None:
-    other_options = jaxckpt.Options(timeout_seconds=10, chunk_bytes=(1 + process_id) << 6)
+    other_options = jaxckpt.Options(timeout_seconds=60, chunk_bytes=(1 + process_id) << 6)
     for name, arguments in {
         "options": {"options": other_options},
         "metadata": {"options": OPTIONS, "metadata": {"run": process_id}},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import processes
 import pytest
 from processes import RunProcesses, RunPython, finish
 
@@ -90,32 +92,43 @@ def test_a_process_may_write_much_while_another_waits_for_it(run_processes: RunP
     assert "x" * 1_000_000 in done[1].stdout
 
 
-def test_a_hang_is_a_failure_that_says_where(run_python: RunPython) -> None:
-    with pytest.raises(AssertionError, match=r'(?s)process 0 of 1 .* a hang.*early.*File "<string>", line 3 in stuck'):
+def test_a_hang_is_a_failure_that_says_where(
+    run_python: RunPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, wait = tmp_path / "hangs", processes._wait
+
+    def wait_until_it_hangs(children: Any, timeout: float) -> None:
+        while not hangs.exists():  # starting takes long on a busy machine
+            time.sleep(0.01)
+        wait(children, timeout)
+
+    monkeypatch.setattr(processes, "_wait", wait_until_it_hangs)
+    with pytest.raises(AssertionError, match=r'(?s)process 0 of 1 .* a hang.*early.*File "<string>", line 4 in stuck'):
         run_python(
             """
+            import sys, time
             def stuck():
-                import time; time.sleep(60)
+                open(sys.argv[1], "w").close(); time.sleep(60)
             print("early", flush=True)
             stuck()
             """,
-            timeout=3,
+            args=[str(hangs)],
+            timeout=0.1,
         )
 
 
 def test_a_stopped_process_is_killed_too(run_python: RunPython) -> None:
     with pytest.raises(AssertionError, match="a hang"):
-        run_python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", timeout=1)
+        run_python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", timeout=0.5)
 
 
 def test_what_a_child_leaves_running_is_killed_with_it(run_python: RunPython) -> None:
     started = time.monotonic()
     left = run_python(
-        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)",
-        timeout=30,
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).pid)",
     )
-    assert time.monotonic() - started < 30
-    deadline = time.monotonic() + 10
+    assert time.monotonic() - started < 60
+    deadline = time.monotonic() + 60
     while _runs(int(left)):
         assert time.monotonic() < deadline, f"process {left} still runs"
         time.sleep(0.05)

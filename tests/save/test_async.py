@@ -41,17 +41,30 @@ class Gate:
     """Holds back every write until it is opened, or makes it fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
+        self.opened, self.reached = threading.Event(), threading.Event()
         self.error: Exception | None = None
         write = FileWriter.write
 
         def wait(*arguments: Any) -> Any:
+            self.reached.set()
             assert self.opened.wait(60)
             if self.error is not None:
                 raise self.error
             return write(*arguments)
 
         monkeypatch.setattr(FileWriter, "write", wait)
+
+    def signal_once_held(self, number: int) -> None:
+        """Send the main thread a signal as soon as a write is held back."""
+        main = threading.main_thread().ident
+        assert main is not None
+
+        def send() -> None:
+            if self.reached.wait(60):
+                signal.pthread_kill(main, number)
+
+        self.reached.clear()
+        threading.Thread(target=send).start()
 
 
 @pytest.fixture
@@ -504,18 +517,17 @@ def test_a_save_from_inside_a_save(tmp_path: Path, save: Any) -> None:
 
 def test_a_signal_handler_that_saves_during_a_save(tmp_path: Path, gate: Gate) -> None:
     def handler(*_: Any) -> None:
+        threading.Timer(0.1, gate.opened.set).start()  # whether or not the next line waits
         jaxckpt.save(tmp_path / "inner", TREE)
 
     previous = signal.signal(signal.SIGUSR1, handler)
     try:
-        threading.Timer(0.3, signal.raise_signal, [signal.SIGUSR1]).start()
-        threading.Timer(0.6, gate.opened.set).start()
+        gate.signal_once_held(signal.SIGUSR1)
         with pytest.raises(jaxckpt.InputError, match=r"inside save of .*outer.*by a signal handler"):
             jaxckpt.save(tmp_path / "outer", TREE)
         # While a save is only under way in the background, a handler may save: it waits for the other.
         gate.opened.clear()
         pending = jaxckpt.save_async(tmp_path / "background", TREE)
-        threading.Timer(0.3, gate.opened.set).start()
         signal.raise_signal(signal.SIGUSR1)
         assert pending.done
     finally:
@@ -524,13 +536,20 @@ def test_a_signal_handler_that_saves_during_a_save(tmp_path: Path, gate: Gate) -
 
 
 def test_a_blocking_save_that_is_interrupted_leaves_nothing(tmp_path: Path, gate: Gate) -> None:
+    def handler(*_: Any) -> None:
+        gate.opened.set()
+        raise KeyboardInterrupt
+
     gate.opened.set()
     jaxckpt.save(tmp_path / "c", {"x": np.arange(3)})
     gate.opened.clear()
-    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
-    threading.Timer(0.6, gate.opened.set).start()
-    with pytest.raises(KeyboardInterrupt):
-        jaxckpt.save(tmp_path / "c", {"x": np.arange(4)}, overwrite=True)
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        gate.signal_once_held(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            jaxckpt.save(tmp_path / "c", {"x": np.arange(4)}, overwrite=True)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert len(list(tmp_path.glob("c/data-*"))) == 1
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 

@@ -85,7 +85,7 @@ def test_rounds_of_a_step_that_donates(tmp_path: Path, request: pytest.FixtureRe
     """However the step and the copies race; the next test holds the writes back, and needs no luck."""
     tree = state()
     options = jaxckpt.Options(sync=False)
-    for _ in range(200 if request.config.getoption("--campaign") else 60):
+    for _ in range(200 if request.config.getoption("--campaign") else 20):
         wanted = values(tree)
         pending = jaxckpt.save_async(tmp_path / "c", tree, overwrite=True, options=options)
         tree = step(tree)

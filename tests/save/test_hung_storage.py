@@ -34,7 +34,7 @@ def test_an_error_names_the_operation(run_python: RunPython, tmp_path: Path, ver
     kind, seconds, _, message = ended.split(maxsplit=3)
     assert kind == "StorageError"
     assert f"no byte has moved for 2 s while {doing} {tmp_path}/hung: the storage hangs" in message
-    assert int(seconds) < 6  # it did not wait for the call
+    assert int(seconds) < 25  # it did not wait for the call
     assert after == "done"  # by another thread
     assert published == f"hung was published: {not verb.startswith('save')}"
 
@@ -52,21 +52,22 @@ def test_the_other_processes_raise_too(run_processes: RunProcesses, tmp_path: Pa
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharding = NamedSharding(mesh, P("data"))
     rows = jax.make_array_from_callback((48, 4096), sharding, lambda index: np.ones((48, 4096), np.uint8)[index])
-    options = dataclasses.replace(hang.OPTIONS, read={read!r})
+    patient = dataclasses.replace(hang.OPTIONS, read={read!r})
+    impatient = dataclasses.replace(hang.IMPATIENT, read={read!r})
     folder = Path(args)
     if {call!r} == "writev":
-        act = lambda name: jaxckpt.save(folder / name, {{"w": rows}}, options=options)
+        act = lambda name, options: jaxckpt.save(folder / name, {{"w": rows}}, options=options)
     else:
-        act = lambda name: jaxckpt.restore(folder / name, mesh=mesh, specs=P(), options=options)
+        act = lambda name, options: jaxckpt.restore(folder / name, mesh=mesh, specs=P(), options=options)
         for name in ("first", "hung", "next"):
-            jaxckpt.save(folder / name, {{"w": rows}}, options=options)
-    hang.attempt(lambda: act("first"))
+            jaxckpt.save(folder / name, {{"w": rows}}, options=patient)
+    hang.attempt(lambda: act("first", patient))
     if process_id == 1:
         strace = hang.hang({call!r}, folder / "hung" / "manifest.json" if {call!r} == "openat" else None)
-    hang.attempt(lambda: act("hung"))
+    hang.attempt(lambda: act("hung", impatient))
     if process_id == 1:
         strace.kill()
-    hang.attempt(lambda: act("next"))
+    hang.attempt(lambda: act("next", patient))
     """
     done = run_processes(program, processes=3, devices_per_process=1, args=str(tmp_path))
     for process, one in enumerate(done):
@@ -77,5 +78,5 @@ def test_the_other_processes_raise_too(run_processes: RunProcesses, tmp_path: Pa
         if process != 1:
             assert hung.startswith("PeerFailedError")
             assert "process 1 failed with StorageError" in hung
-            assert int(hung.split()[1]) < 6
+            assert int(hung.split()[1]) < 25
     assert call != "writev" or not (tmp_path / "hung" / "manifest.json").exists()

@@ -563,7 +563,7 @@ def late(*arguments, **named):
         time.sleep(1.5)  # it hears of the end later
     release(*arguments, **named)
 _claim.Claim.release = late
-options = jaxckpt.Options(timeout_seconds=8)
+options = jaxckpt.Options(timeout_seconds=60)
 with jaxckpt.Checkpointer(args, fail_fast=True, options=options) as checkpoints:
     fail_once(lambda: checkpoints.save(0, {"x": np.arange(3)}))
     time.sleep(0.7)

@@ -137,7 +137,7 @@ with jaxckpt.Checkpointer(args, save_if=lambda step, metrics: 1 / 0, options=jax
 def test_one_process_that_asks_alone_is_an_error_and_no_hang(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = """
 import jaxckpt
-options = jaxckpt.Options(timeout_seconds=3)
+options = jaxckpt.Options(timeout_seconds=60)
 checkpoints = jaxckpt.Checkpointer(args, every_minutes=1, options=options)
 try:
     if process_id == 0:

@@ -141,7 +141,7 @@ def test_each_step_is_yielded_as_it_is_published_until_the_run_ends(run: str) ->
     training.start()
     seen: list[int] = []
     for step in followed:
-        assert time.monotonic() - published.get(step.number, float("inf")) < 5
+        assert time.monotonic() - published.get(step.number, float("inf")) < 30
         assert (step.held, step.metrics) == (True, {"loss": step.number / 2})
         assert step.path == f"{run}/{step.number:08d}"
         assert step.open()["step"].value == step.restore(select="step")["step"] == step.number
@@ -180,7 +180,7 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
 def test_following_ends_at_the_timeout(run: str) -> None:
     begun = time.monotonic()
     assert list(jaxckpt.follow(run, timeout=0.3, poll_seconds=10)) == []
-    assert 0.3 <= time.monotonic() - begun < 5
+    assert 0.3 <= time.monotonic() - begun < 9
     checkpoints = jaxckpt.Checkpointer(run, options=FAST, background=False)  # never closed: it was killed
     checkpoints.save(1, state(1))
     seen: list[int] = []

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-PRELOADED = ("jax.experimental.multihost_utils", "jaxckpt", "numpy.testing", "optax")
+PRELOADED = ("jax.experimental.multihost_utils", "jaxckpt", "numpy.testing", "optax", "flax.nnx", "grain")
 READ_AT_START = ("JAX", "LD_", "MALLOC_", "PYTHON")
 """Environment variables, by how they begin, that are read when Python starts or JAX is imported."""
 

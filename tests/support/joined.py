@@ -23,4 +23,7 @@ args: Any = json.loads(sys.argv[4])
 """What the test passed to `run_processes`."""
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[3], int(sys.argv[2]), process_id, initialization_timeout=60)
+heartbeat: dict[str, int] = {}
+if isinstance(args, dict) and "heartbeat_seconds" in args:  # JAX ends the job if a process is silent for so long
+    heartbeat["heartbeat_timeout_seconds"] = args["heartbeat_seconds"]
+jax.distributed.initialize(sys.argv[3], int(sys.argv[2]), process_id, initialization_timeout=60, **heartbeat)

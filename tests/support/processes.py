@@ -182,8 +182,9 @@ def _run(commands: Sequence[Sequence[str]], env: Mapping[str, str], timeout: flo
             hung = [number for number, child in enumerate(children) if child.poll() is None]
             for number in hung:
                 children[number].send_signal(signal.SIGABRT)
+                children[number].send_signal(signal.SIGCONT)  # a stopped process would not notice
             if hung:
-                _wait(children, 2)
+                _wait(children, 10)
         finally:  # also when pytest-timeout or Ctrl-C interrupts the wait
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
