@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxckpt._foreign.export import arrays_of, slabs
 from jaxckpt._foreign.local_files import opened
-from jaxckpt._foreign.shards import FileData, c_strides, flat_boxes
+from jaxckpt._foreign.shards import FileData, c_strides
 from jaxckpt._foreign.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, intersection, volume, within
+from jaxckpt._format.grid import Box, extent, flat_boxes, intersection, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.tree import nested
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose

@@ -65,6 +65,32 @@ def within(box: Box, origin: Box) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
 
 
+def relative(box: Box, outer: Box) -> Box:
+    """A box as seen from the start of one around it."""
+    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that, one after another in C order, are the elements `start` to `stop` of an array."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all of it lies within one row
+        index = start // row
+        yield from (((index, index + 1), *rest) for rest in flat_boxes(shape[1:], start % row, stop % row))
+        return
+    if start % row:
+        yield from (((first - 1, first), *rest) for rest in flat_boxes(shape[1:], start % row, row))
+    if first < last:
+        yield ((first, last), *((0, side) for side in shape[1:]))
+    if stop % row:
+        yield from (((last, last + 1), *rest) for rest in flat_boxes(shape[1:], 0, stop % row))
+
+
 # Shardings as boxes ---------------------------------------------------------------------------------------
 
 

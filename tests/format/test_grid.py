@@ -10,6 +10,7 @@ import pytest
 import strategies
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt import SpecError
@@ -65,6 +66,17 @@ def test_touched_names_the_cells_that_a_box_meets(data: st.DataObject) -> None:
     box = data.draw(strategies.boxes(shape))
     met = {index for index, cell in _grid.grid_cells(shape, sides) if _grid.intersection(box, cell) is not None}
     assert set(itertools.product(*(range(*side) for side in _grid.touched(box, sides)))) == met
+
+
+@given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=4), st.data())
+def test_a_run_of_elements_is_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    start, stop = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
+    array = np.arange(size).reshape(shape)
+    boxes = list(_grid.flat_boxes(shape, start, stop))
+    runs = [array[tuple(slice(*side) for side in box)].reshape(-1) for box in boxes]
+    np.testing.assert_array_equal(np.concatenate([*runs, np.empty(0, np.int64)]), np.arange(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 # Specs on meshes ------------------------------------------------------------------------------------------
