@@ -79,6 +79,11 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
 
 
+def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The same in Fortran order."""
+    return c_strides(shape[::-1])[::-1]
+
+
 def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
     """Read a strided array: in place if it lies in one piece, in one go if it lies close together, else index by
     index of the dimension with the longest stride."""

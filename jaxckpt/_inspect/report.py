@@ -200,21 +200,13 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
         return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
     stack = manifest.stacks[leaf.stack]
     chunk, sides = ("×".join(map(str, lengths)) for lengths in (stack.chunk, stack.object))
-
+    stored = f"{stack.name} ({counted(stack.rows, 'leaf')}); objects of {sides}, chunks of {chunk}"
     return {
         "kind": leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
         "dtype": stack.dtype,
         "shape": list(stack.shape),
         "bytes": manifest.leaf_bytes(leaf),
-        "stored": ", ".join(
-            filter(
-                None,
-                (
-                    f"{stack.name} ({counted(stack.rows, 'leaf')}); objects of {sides}, chunks of {chunk}",
-                    stack.compression,
-                ),
-            )
-        ),
+        "stored": f"{stored}, {stack.compression}" if stack.compression else stored,
         "saved": drawings.layout(saved_where(manifest, leaf), stack.shape),
         "wanted": None if goal is None else drawings.layout(goal, stack.shape),
     }

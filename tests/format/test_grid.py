@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxckpt import SpecError
 from jaxckpt._format import grid as _grid
 from jaxckpt._format.grid import Box, Layout
+from jaxckpt._format.layouts import placement
 
 axis_sizes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), max_size=3)
 
@@ -88,7 +89,7 @@ def test_spec_boxes_are_jaxs_own(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 8, 24]), max_size=3).map(tuple))
     spec = strategies.fitting(data.draw, mesh, shape)
     boxes = _grid.spec_boxes(dict(mesh.shape), _grid.spec_of(spec), shape)
-    by_device = dict(_grid.sharding_boxes(NamedSharding(mesh, spec), shape))
+    by_device = {device: box for device, _, box in placement(NamedSharding(mesh, spec), shape)}
     assert list(boxes) == [by_device[device] for device in mesh.devices.flat]
 
 
