@@ -23,7 +23,7 @@ from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import StoredObject
-from jaxckpt._storage.store import Claims
+from jaxckpt._storage.claims import Claims
 
 
 class Share(msgspec.Struct, frozen=True):

@@ -33,10 +33,11 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.events import swept
 from jaxckpt._runtime.options import Options
+from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import readable, storage_errors
 from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, wanted_whole
 from jaxckpt._storage.objects import MOST_BYTES, Objects, Pending
-from jaxckpt._storage.store import Writer, overtaken
+from jaxckpt._storage.store import Writer
 from jaxckpt._storage.tensors import ROOT_CONTEXT
 from jaxckpt._storage.workers import Then
 

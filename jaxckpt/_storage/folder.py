@@ -31,11 +31,12 @@ from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._runtime.errors import DataError, StorageError
 from jaxckpt._runtime.events import swept
+from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import storage_errors, system_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import MOST_BYTES, ArrayReader, ArrayWriter, Objects, Pending
-from jaxckpt._storage.store import Writer, overtaken
+from jaxckpt._storage.store import Writer
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
 from jaxckpt._storage.workers import All, Then, submit
 
