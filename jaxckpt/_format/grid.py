@@ -112,12 +112,12 @@ def spec_of(partition_spec: Iterable[object]) -> Spec:
 
 
 def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
-    """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None if it can."""
+    """The reason why `spec` cannot split an array of `shape` over a mesh with these axis sizes, or None."""
     return axis_problem(axes, spec, shape) or divisibility_problem(axes, spec, shape)
 
 
 def axis_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
-    """Why `spec` does not fit such a mesh or an array of so many dimensions, however long these are."""
+    """The reason why `spec` does not fit the axes or the number of dimensions, or None. Lengths are not compared."""
     if len(spec) > len(shape):
         return (
             f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
@@ -132,7 +132,7 @@ def axis_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> s
 
 
 def divisibility_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
-    """The first dimension that its mesh axes do not divide, in words."""
+    """The first dimension that its mesh axes do not divide, in words, or None. The axes of `spec` must fit."""
     for dim, (length, count) in enumerate(zip(shape, pieces_along(axes, spec, len(shape)), strict=True)):
         if length % count:
             return (

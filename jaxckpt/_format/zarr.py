@@ -111,7 +111,7 @@ Entries = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def index_of(tail: Bytes, data_bytes: int) -> Entries | str:
-    """The index that ends an object with so many bytes of chunks, or what is wrong with it."""
+    """The entries of the index at the end of an object with this many bytes of chunks, or what is wrong with them."""
     if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
         return "has a damaged index: its crc32c does not match"
     entries = tail[:-4].view("<u8").reshape(-1, 2)
@@ -120,7 +120,7 @@ def index_of(tail: Bytes, data_bytes: int) -> Entries | str:
 
 
 def _inside(present: Entries, data_bytes: int) -> bool:
-    """Whether the entries of an index point to chunks within so many bytes."""
+    """Whether all entries of an index point to chunks within this many bytes."""
     starts, lengths = present[:, 0], present[:, 1]
     return not len(present) or bool(
         lengths.min() >= 4

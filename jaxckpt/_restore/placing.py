@@ -265,7 +265,7 @@ class _Leaves:
     _destinations: _Destinations
     _values: dict[int, Any]
     _parts: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict[tuple[int, int, int], list[Any]])
-    """By stack, row and box: an array for each device that wants it, as far as it is read."""
+    """By stack, row and box: an array for each device that needs it, if already read."""
 
     @property
     def stacks(self) -> list[int]:

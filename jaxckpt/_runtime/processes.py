@@ -157,7 +157,7 @@ class Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Also those that an interrupt kept from leaving.
+        # Also removes calls that could not leave because of an interrupt.
         for entry in _running.copy():
             if entry[0].is_here() or not entry[0].present():
                 with contextlib.suppress(ValueError):  # another thread has

@@ -120,7 +120,7 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Ar
     try:
         leaves, treedef = jax.tree.flatten(tree)
     except (TypeError, ValueError, OverflowError, RecursionError, SystemError):
-        return None  # raised again, with a path, when the tree is described
+        return None  # reported with its path when the tree is described
     plain = type(leaves[0]) if leaves and isinstance(leaves[0], jax.Array) else None
     # A tree of PRNG keys alone is of one type too.
     if plain is None or jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key) or issubclass(plain, Tracer):
@@ -318,7 +318,7 @@ def _stored(value: Any) -> Any:
 
 
 def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
-    """Fill in the layout of each array leaf, and its record's. Raises SpecError, listing all leaves at fault."""
+    """Set the layout of each array leaf and of its record. Raises SpecError that lists all leaves at fault."""
     on_devices = {name for name, kind in KINDS.items() if kind.on_devices}
     given: Mapping[str, Spec] = {}
     if specs is not None:

@@ -300,20 +300,22 @@ def _reports(pending: PendingSave, show: Report) -> Report:
 
 
 class _Terms(msgspec.Struct, frozen=True):
-    """What process 0 settles."""
+    """The decisions of process 0."""
 
     save_id: str
 
     cleared: str = ""
-    """What the processes clear away in their own folders, if the save is spread over these."""
+    """For a spread save: what each process first deletes in its own folder."""
 
     rounds: list[Round] = []
-    """What passes between them then."""
+    """For a spread save: the exchange between the processes."""
 
 
 def _claim(save: Prepared) -> Claim:
-    """What the processes must settle before the first byte: one tree, and a fresh data folder that all see, or one in
-    the folder of each if the save is spread over these; then also what passes between them."""
+    """Settle before the first byte: all have the same tree, there is a new data folder, and all processes see it.
+
+    A save that is spread over folders of the processes has a data folder in each of them, and an exchange between them.
+    """
     claimed = Claim()
     group, clock, spread = save.group, save.clock, save.request.spread
     looking = "preparing each process's folder" if spread else "looking for the checkpoint's folder"

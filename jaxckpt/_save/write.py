@@ -82,7 +82,7 @@ def _write_objects(
 
 
 def sleep_until(moment: float, check: Callable[[], None]) -> None:
-    """Sleep, unless the interpreter waits for the save in order to end."""
+    """Sleep, unless the interpreter is waiting for the save before it exits."""
     while (left := moment - time.monotonic()) > 0 and not ending():
         check()
         time.sleep(min(left, POLL_SECONDS))
