@@ -53,6 +53,12 @@ def metadata(stack: Stack) -> bytes:
     codecs.append({"name": "crc32c"})
     complex_dtype = data_type.startswith("complex")
     fill: Any = [0.0, 0.0] if complex_dtype else 0.0 if data_type.startswith("float") else 0
+    sharding = {
+        "chunk_shape": stack.chunk,
+        "codecs": codecs,
+        "index_codecs": [little, {"name": "crc32c"}],
+        "index_location": "end",
+    }
     return json.dumps(
         {
             "zarr_format": 3,
@@ -62,17 +68,7 @@ def metadata(stack: Stack) -> bytes:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stack.object}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": False if data_type == "bool" else fill,
-            "codecs": [
-                {
-                    "name": "sharding_indexed",
-                    "configuration": {
-                        "chunk_shape": stack.chunk,
-                        "codecs": codecs,
-                        "index_codecs": [little, {"name": "crc32c"}],
-                        "index_location": "end",
-                    },
-                }
-            ],
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "attributes": {"jaxckpt": {"dtype": stack.dtype}},
         }
     ).encode()

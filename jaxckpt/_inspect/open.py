@@ -249,15 +249,8 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         """
         devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1)
         options = self._options if options is None else given(options)
-        request = Request(
-            target,
-            mesh,
-            specs,
-            select,
-            *split_rename(rename),
-            strict,
-            None if isinstance(mesh, Mesh) else devices_per_process,
-        )
+        planned = None if isinstance(mesh, Mesh) else devices_per_process
+        request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned)
         require_request(request)
         manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options).goals, options)

@@ -114,7 +114,8 @@ def report(
 
     data["histograms"] = _histograms(source, options) if histograms else {}
     data["meanings"] = MEANINGS
-    sections = [_save_section(source.manifest), _restore_section(plan), _about_section(source.manifest)]
+    restore = Markup() if plan is None else _section("Restore plan", draw_plan(plan, MOST_BARS))
+    sections = [_save_section(source.manifest), restore, _about_section(source.manifest)]
     return _page(
         title=f"{checkpoint.path} · jaxckpt",
         header=_header(checkpoint, source.manifest),
@@ -392,12 +393,6 @@ def _phase(name: str) -> str:
 
 def show_seconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
-
-
-def _restore_section(plan: RestorePlan | None) -> Markup:
-    if plan is None:
-        return Markup()
-    return _section("Restore plan", draw_plan(plan, MOST_BARS))
 
 
 def _about_section(manifest: Manifest) -> Markup:

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._format.grid import Box, Spec
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
@@ -189,6 +190,13 @@ class ForeignArray:
 
     spec: Spec = ()
     """For each leading dimension, the axes of the mesh that split it."""
+
+
+def as_foreign(leaf: SavedLeaf, data: ArrayData) -> ForeignArray:
+    """An array of a checkpoint as a leaf of a foreign one, with its data."""
+    kind: Any = leaf.kind
+    stack, record = leaf.stack, leaf.record
+    return ForeignArray(stack.dtype, stack.shape, data, kind, record.impl, stack.chunk[1:], leaf.mesh, leaf.spec)
 
 
 @dataclass(frozen=True, slots=True)
