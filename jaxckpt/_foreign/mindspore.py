@@ -28,9 +28,9 @@ from jaxckpt._foreign.local_files import converted, from_json, head, listed, ope
 from jaxckpt._foreign.protobuf import Field, Message, Table
 from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_name, common_url, paths_in, paths_of
 from jaxckpt._foreign.safetensors import read_header
-from jaxckpt._foreign.shards import FileData, flat_boxes, from_boxes, from_ranks, replicated, tiled
+from jaxckpt._foreign.shards import FileData, from_boxes, from_ranks, replicated, tiled
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
-from jaxckpt._format.grid import Box, Spec, extent, pieces_along, volume
+from jaxckpt._format.grid import Box, Spec, extent, flat_boxes, pieces_along, volume
 from jaxckpt._format.paths import component
 from jaxckpt._format.specs import Specs
 from jaxckpt._restore.source import Foreign, ForeignArray, compose

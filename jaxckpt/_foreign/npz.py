@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxckpt._foreign.export import arrays_of, slabs
 from jaxckpt._foreign.local_files import opened
-from jaxckpt._foreign.shards import FileData, c_strides, flat_boxes
+from jaxckpt._foreign.shards import FileData, c_strides, f_strides
 from jaxckpt._foreign.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, intersection, volume, within
+from jaxckpt._format.grid import Box, extent, flat_boxes, intersection, volume, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.tree import nested
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose
@@ -160,7 +160,7 @@ def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | 
         raise DataError(f"{path}: {show(name)} has dtype {dtype.str}, which JAX does not support")
     if member.deflated:
         return ForeignArray(dtype.name, shape, Deflated(_Stream(member), start, dtype.name, shape, fortran))
-    strides = tuple(math.prod(shape[:dim]) for dim in range(len(shape))) if fortran else None
+    strides = f_strides(shape) if fortran else None
     return ForeignArray(dtype.name, shape, Plain(path, member.offset + start, dtype.name, shape, strides, member))
 
 

@@ -13,7 +13,7 @@ import abc
 import os
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 MAX_BYTES = 1 << 30
@@ -71,34 +71,30 @@ class FoundBytes:
         return self.size
 
 
+@dataclass(slots=True, eq=False)
 class Machine:
     """The virtual machine of pickles."""
 
-    def __init__(
-        self,
-        path: str,
-        handle: int,
-        start: int,
-        end: int,
-        calls: Mapping[str, Call],
-        persistent: Callable[[Any], Any] | None,
-    ) -> None:
-        self._path = path
-        self._handle = handle
-        self._end = end
-        self._calls = calls
-        self._persistent = persistent
-        self._window = b""
-        self._ahead, self._most_ahead = _WINDOW_BYTES
-        self._first = start  # of the window, in the file
-        self._next = 0  # in the window
-        self.stack: list[Any] = []
-        self._marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self._globals: dict[str, Global] = {}
-        self._read = 0
-        # Calls copy what they are given, and a pickle can give a long list a million times.
-        self._budget = 1 << 16
+    _path: str
+    _handle: int
+    _first: int
+    """Where the window begins in the file; at first, where the pickle does."""
+
+    _end: int
+    _calls: Mapping[str, Call]
+    _persistent: Callable[[Any], Any] | None
+    _window: bytes = b""
+    _next: int = 0
+    """The next byte in the window."""
+
+    _ahead: int = _WINDOW_BYTES[0]
+    stack: list[Any] = field(default_factory=list[Any])
+    _marks: list[list[Any]] = field(default_factory=list[list[Any]])
+    memo: dict[int, Any] = field(default_factory=dict[int, Any])
+    _globals: dict[str, Global] = field(default_factory=dict[str, Global])
+    _read: int = 0
+    _budget: int = 1 << 16
+    """What calls may still copy: they copy what they are given, and a pickle can give a long list a million times."""
 
     @property
     def at(self) -> int:
@@ -128,7 +124,7 @@ class Machine:
         wanted = max(count - left, min(self._ahead, self._end - self.at - left))
         if self.at + count > self._end:
             raise ValueError(f"it ends in the middle of a value of {count} bytes")
-        self._ahead = min(2 * self._ahead, self._most_ahead)
+        self._ahead = min(2 * self._ahead, _WINDOW_BYTES[1])
         self._read += wanted
         self._budget += 16 * wanted
         if self._read > MAX_BYTES:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxckpt._foreign.local_files import opened
 from jaxckpt._foreign.pickle_machine import Call, FoundBytes, Global, Machine, Object, Unbuilt, insert
-from jaxckpt._foreign.shards import FileData, Unreadable
+from jaxckpt._foreign.shards import FileData, Unreadable, f_strides
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.paths import component
 from jaxckpt._format.tree import MAX_DEPTH, Tree
@@ -140,9 +140,8 @@ def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any
     if isinstance(data, bytes):
         array = np.frombuffer(data, DTYPES[name]).reshape(sides, order="F" if fortran else "C")
         return ForeignArray(name, sides, Memory(array), kind)
-    strides = [math.prod(sides[:dim]) for dim in range(len(sides))] if fortran else None
-    stored = FileData(data.path, data.offset, name, sides, None if strides is None else tuple(strides))
-    return ForeignArray(name, sides, stored, kind)
+    strides = f_strides(sides) if fortran else None
+    return ForeignArray(name, sides, FileData(data.path, data.offset, name, sides, strides), kind)
 
 
 def sizes(value: Any) -> tuple[int, ...]:

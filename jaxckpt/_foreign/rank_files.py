@@ -9,9 +9,10 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import index
-from typing import Any
+
+import jax
+import numpy as np
 
 from jaxckpt._foreign.local_files import head, listed
 from jaxckpt._foreign.npz import read_npz
@@ -141,7 +142,8 @@ def assemble(
     if math.prod(axes.values()) > MAX_RANKS:
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
     boxes = _boxes(arrays, offsets or {}, shapes or {})
-    leaves = [(name, _Shard(next(iter(shards.values())))) for name, shards in arrays.items() if name not in boxes]
+    firsts = {name: next(iter(shards.values())) for name, shards in arrays.items() if name not in boxes}
+    leaves = [(name, jax.ShapeDtypeStruct(one.shape, DTYPES.get(one.dtype, np.uint8))) for name, one in firsts.items()]
     if isinstance(specs, Mapping):  # of names, which are no paths: in them a "/" is a "/"
         specs = nested({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
     chosen = resolve_specs(specs, leaves)
@@ -166,22 +168,6 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
     if mixed := arrays.keys() & values.keys():
         raise DataError(f"{show(min(mixed))} is an array in some ranks but not in others")
     return arrays, values
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """What a `specs` function is given."""
-
-    array: ForeignArray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what one rank holds."""
-        return self.array.shape
-
-    @property
-    def dtype(self) -> Any:
-        return DTYPES.get(self.array.dtype)
 
 
 def _boxes(

@@ -22,7 +22,7 @@ import msgspec
 
 from jaxckpt._foreign.maxtext_rules import maxtext_rules
 from jaxckpt._format.paths import closest
-from jaxckpt._restore.rule import Rule
+from jaxckpt._restore.rule import Names, Rule, names_in
 from jaxckpt._restore.rule_layouts import Layout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rules
@@ -138,13 +138,14 @@ def _block_of(quantised: Config) -> Sequence[int] | None:
 
 
 def _layer_rule(
-    source: str, target: str, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
+    source: str, target: Names, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
 ) -> Rule:
-    """A rule for a leaf of each layer."""
+    """A rule for a leaf of each layer, or for several that are parts of one."""
     axes = axes_of(Axes.parse(layout).source)
+    targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in names_in(target))
     return Rule(
         source=source,
-        target=f"layers/{target}" if scan else f"layers/{{i}}/{target}",
+        target=targets[0] if len(targets) == 1 else targets,
         layout=layout.replace("->", "-> i") if scan else layout,
         sizes={"i": layers, **{axis: size for axis, size in sizes.items() if axis in axes}},
         **more,
@@ -222,28 +223,20 @@ def _gemma(config: Config, scan: bool, *, head_norms: bool) -> Rules:
 def _gpt2(config: Config, scan: bool) -> Rules:
     heads, layers = int(config["n_head"]), int(config["n_layer"])
     sizes = {"d": int(config["n_embd"]) // heads}
-    qkv = tuple(f"attn/{n}" for n in "qkv")
-    head = "layers/" if scan else "layers/{i}/"
 
-    def of_layer(source: str, target: str, layout: str, **more: Any) -> Rule:
+    def of_layer(source: str, target: Names, layout: str, **more: Any) -> Rule:
         return _layer_rule(f"transformer.h.{{i}}.{source}", target, layout, layers, scan, sizes, **more)
 
-    def fused(source: str, leaf: str, layout: str, axis: int) -> Rule:
-        return Rule(
-            source=f"transformer.h.{{i}}.attn.c_attn.{source}",
-            target=tuple(f"{head}{n}/{leaf}" for n in qkv),
-            layout=layout.replace("->", "-> i") if scan else layout,
-            sizes={"i": layers, **sizes},
-            axis=axis,
-        )
+    def of_attention(leaf: str) -> tuple[str, ...]:
+        return tuple(f"attn/{n}/{leaf}" for n in "qkv")
 
     rules = [
         Rule(source="transformer.wte.weight", target="embed/embedding"),
         Rule(source="transformer.wpe.weight", target="positions/embedding"),
         Rule(source="transformer.ln_f.weight", target="norm/scale"),
         Rule(source="transformer.ln_f.bias", target="norm/bias"),
-        fused("weight", "kernel", "m (h d) -> m h d", 1),
-        fused("bias", "bias", "(h d) -> h d", 0),
+        of_layer("attn.c_attn.weight", of_attention("kernel"), "m (h d) -> m h d", axis=1),
+        of_layer("attn.c_attn.bias", of_attention("bias"), "(h d) -> h d"),
         of_layer("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
         of_layer("attn.c_proj.bias", "attn/o/bias", "m -> m"),
     ]

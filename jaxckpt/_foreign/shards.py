@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from jaxckpt._format.grid import (
     extent,
     intersection,
     pieces_along,
+    relative,
     spec_box,
     spec_problem,
     volume,
@@ -78,6 +79,11 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
 
 
+def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The same in Fortran order."""
+    return c_strides(shape[::-1])[::-1]
+
+
 def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
     """Read a strided array: in place if it lies in one piece, in one go if it lies close together, else index by
     index of the dimension with the longest stride."""
@@ -116,7 +122,7 @@ class Tiled(ArrayData):
         for held, data in self.pieces:
             common = intersection(held, box)
             if common is not None:
-                data.read(within_box(common, held), target[within(common, box)])
+                data.read(relative(common, held), target[within(common, box)])
 
     def check(self) -> None:
         for _, data in self.pieces:
@@ -240,11 +246,6 @@ def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
     return data[0] if len(data) == 1 else Replicas(data, names, path)
 
 
-def within_box(box: Box, outer: Box) -> Box:
-    """A box as seen from the start of one around it."""
-    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
-
-
 def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData]]) -> ArrayData:
     """The array at a leaf path from its pieces. Raises DataError unless they cover it, each element once."""
     filled = [(box, data) for box, data in pieces if volume(box)]
@@ -285,24 +286,3 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
 
 def show_box(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
-
-
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that, one after another in C order, are the elements `start` to `stop` of an array."""
-    if start >= stop:
-        return
-    if not shape:
-        yield ()
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # all of it lies within one row
-        index = start // row
-        yield from (((index, index + 1), *rest) for rest in flat_boxes(shape[1:], start % row, stop % row))
-        return
-    if start % row:
-        yield from (((first - 1, first), *rest) for rest in flat_boxes(shape[1:], start % row, row))
-    if first < last:
-        yield ((first, last), *((0, side) for side in shape[1:]))
-    if stop % row:
-        yield from (((last, last + 1), *rest) for rest in flat_boxes(shape[1:], 0, stop % row))

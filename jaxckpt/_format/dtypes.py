@@ -10,41 +10,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-# What Zarr v3's core specification defines is stored as itself; any other dtype as unsigned integers of its width,
-# which every Zarr reader opens and which keeps every bit.
-_CORE = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
+# Dtypes of Zarr v3's core specification are stored as they are, all others as unsigned integers of the same width,
+# which every Zarr reader supports and which keep every bit.
+_CORE = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 
-_EXTENDED = [
-    "bfloat16",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn",
-    "int2",
-    "int4",
-    "uint2",
-    "uint4",
-]
+_EXTENDED = (
+    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
+    " float8_e8m0fnu float4_e2m1fn int2 int4 uint2 uint4"
+).split()
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     **{name: np.dtype(name) for name in _CORE},

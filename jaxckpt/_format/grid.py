@@ -10,14 +10,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxckpt._runtime.errors import SpecError
-
-if TYPE_CHECKING:
-    from jax.sharding import Sharding
 
 Box = tuple[tuple[int, int], ...]
 """A rectangular index region: (start, stop) of each dimension, start inclusive, stop exclusive."""
@@ -65,6 +62,32 @@ def within(box: Box, origin: Box) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
 
 
+def relative(box: Box, outer: Box) -> Box:
+    """A box as seen from the start of one around it."""
+    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that, one after another in C order, are the elements `start` to `stop` of an array."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all of it lies within one row
+        index = start // row
+        yield from (((index, index + 1), *rest) for rest in flat_boxes(shape[1:], start % row, stop % row))
+        return
+    if start % row:
+        yield from (((first - 1, first), *rest) for rest in flat_boxes(shape[1:], start % row, row))
+    if first < last:
+        yield ((first, last), *((0, side) for side in shape[1:]))
+    if stop % row:
+        yield from (((last, last + 1), *rest) for rest in flat_boxes(shape[1:], 0, stop % row))
+
+
 # Shardings as boxes ---------------------------------------------------------------------------------------
 
 
@@ -89,7 +112,12 @@ def spec_of(partition_spec: Iterable[object]) -> Spec:
 
 
 def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
-    """Why `spec` cannot lay an array of `shape` on a mesh with these axis sizes; None if it can."""
+    """The reason why `spec` cannot split an array of `shape` over a mesh with these axis sizes, or None."""
+    return axis_problem(axes, spec, shape) or divisibility_problem(axes, spec, shape)
+
+
+def axis_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
+    """The reason why `spec` does not fit the axes or the number of dimensions, or None. Lengths are not compared."""
     if len(spec) > len(shape):
         return (
             f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
@@ -100,25 +128,23 @@ def spec_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> s
             return f"PartitionSpec {show_spec(spec)} names mesh axis {axis!r}; the mesh has {dict(axes)}"
         if names.count(axis) > 1:
             return f"PartitionSpec {show_spec(spec)} names mesh axis {axis!r} twice"
-    dim = indivisible_dim(axes, spec, shape)
-    if dim is not None:
-        count = pieces_along(axes, spec, len(shape))[dim]
-        return (
-            f"dimension {dim} of {tuple(shape)} is not divisible by {count}, the size of mesh axes {spec[dim]}"
-            f" in PartitionSpec {show_spec(spec)}"
-        )
+    return None
+
+
+def divisibility_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> str | None:
+    """The first dimension that its mesh axes do not divide, in words, or None. The axes of `spec` must fit."""
+    for dim, (length, count) in enumerate(zip(shape, pieces_along(axes, spec, len(shape)), strict=True)):
+        if length % count:
+            return (
+                f"dimension {dim} of {tuple(shape)} is not divisible by {count}, the size of mesh axes {spec[dim]}"
+                f" in PartitionSpec {show_spec(spec)}"
+            )
     return None
 
 
 def pieces_along(axes: Mapping[str, int], spec: Spec, rank: int) -> list[int]:
     """Into how many pieces `spec` cuts each dimension."""
     return [math.prod(axes[axis] for axis in entry) for entry in (*spec, *[()] * (rank - len(spec)))]
-
-
-def indivisible_dim(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> int | None:
-    """The first dimension that its mesh axes do not divide."""
-    counts = pieces_along(axes, spec, len(shape))
-    return next((dim for dim, (n, count) in enumerate(zip(shape, counts, strict=True)) if n % count), None)
 
 
 def replicate_indivisible(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Spec:
@@ -148,14 +174,6 @@ def spec_box(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], position
         piece = length // count
         box.append((index * piece, (index + 1) * piece))
     return tuple(box)
-
-
-def sharding_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[object, Box]]:
-    """(device, box) of every device of a JAX sharding, those of other processes too."""
-    return [
-        (device, tuple(index.indices(n)[:2] for index, n in zip(indices, shape, strict=True)))
-        for device, indices in sharding.devices_indices_map(shape).items()
-    ]
 
 
 def show_spec(spec: Spec) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from jaxckpt._format.grid import (
     Spec,
     layout_of,
     mesh_layout,
-    sharding_boxes,
     show_axes,
     show_spec,
     spec_box,
@@ -48,8 +47,14 @@ def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
 
 
 def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
-    """Every device of a sharding with its process and box."""
-    return tuple((device, device.process_index, box) for device, box in sharding_boxes(sharding, shape))  # pyright: ignore[reportAttributeAccessIssue]
+    """Every device of a sharding with its process and box, devices of other processes too."""
+    places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    return tuple((device, device.process_index, _box(index, shape)) for device, index in places.items())
+
+
+def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
+    """The box that JAX gives as slices."""
+    return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
 def process_layout(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
@@ -79,11 +84,8 @@ def addressable_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[
         sharding.shard_shape(shape)  # raises where the spec does not fit
         axes, spec = dict(sharding.mesh.shape), spec_of(sharding.spec)
         return [(device, spec_box(axes, spec, shape, position)) for device, position in _local_places(sharding.mesh)]
-    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
-    return [
-        (device, tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True)))
-        for device, index in indices.items()
-    ]
+    places: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
+    return [(device, _box(index or (), shape)) for device, index in places.items()]
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxckpt._format.grid import Spec, indivisible_dim, replicate_indivisible, show_spec, spec_of, spec_problem
+from jaxckpt._format.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
 from jaxckpt._format.paths import closest, longest_head
 from jaxckpt._format.tree import flatten
 from jaxckpt._runtime.errors import InputError, Problem, SpecError, counted, show
@@ -56,8 +56,8 @@ def lay_out(axes: Mapping[str, int], groups: Sequence[Alike], options: Options) 
     problems: list[Problem] = []
     for group in groups:
         spec = by_axis_name(group.own, axes) if group.given is None else group.given
-        reason, remedy = spec_problem(axes, spec, group.shape), ""
-        if reason and _lacks_only_divisibility(axes, spec, group.shape):
+        reason, remedy = axis_problem(axes, spec, group.shape), ""
+        if not reason and (reason := divisibility_problem(axes, spec, group.shape)):
             if options.indivisible == "replicate":
                 spec, reason = replicate_indivisible(axes, spec, group.shape), None
             else:
@@ -66,12 +66,6 @@ def lay_out(axes: Mapping[str, int], groups: Sequence[Alike], options: Options) 
         if reason:
             problems.extend(Problem(path, f"cannot be laid out: {reason}", remedy) for path in group.paths)
     return specs, problems
-
-
-def _lacks_only_divisibility(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> bool:
-    names = [axis for entry in spec for axis in entry]
-    fits = len(spec) <= len(shape) and len(set(names)) == len(names) and all(axis in axes for axis in names)
-    return fits and indivisible_dim(axes, spec, shape) is not None
 
 
 def _require_common_axis(axes: Mapping[str, int], groups: Iterable[Alike]) -> None:

@@ -99,16 +99,9 @@ def shape_stack(
         finest = cell
     chunk = chunk_shape(finest, itemsize, min(options.chunk_bytes, object_bytes), shape)
     if cell_bytes > object_bytes or cell_bytes >= PACK_BYTES:
-        return Stack(
-            name,
-            dtype,
-            shape,
-            rows,
-            (1, *chunk),
-            (1, *object_shape(cell, chunk, itemsize, object_bytes, shape)),
-            options.compression,
-        )
-    # Whole cells, so that rows can be packed; a free side sticks out to the chunk's next multiple.
+        obj = object_shape(cell, chunk, itemsize, object_bytes, shape)
+        return Stack(name, dtype, shape, rows, (1, *chunk), (1, *obj), options.compression)
+    # Whole cells, so that rows can be packed. A side that is not split is rounded up to a multiple of the chunk's side.
     sides = tuple(-(-max(1, n) // c) * c for n, c in zip(cell, chunk, strict=True))
     chunk_rows = 1 if cell_bytes >= TINY_BYTES else min(rows, max(1, 4 * TINY_BYTES // cell_bytes))
     most_rows = max(1, min(object_bytes, PACKED_BYTES) // cell_bytes)

@@ -53,6 +53,12 @@ def metadata(stack: Stack) -> bytes:
     codecs.append({"name": "crc32c"})
     complex_dtype = data_type.startswith("complex")
     fill: Any = [0.0, 0.0] if complex_dtype else 0.0 if data_type.startswith("float") else 0
+    sharding = {
+        "chunk_shape": stack.chunk,
+        "codecs": codecs,
+        "index_codecs": [little, {"name": "crc32c"}],
+        "index_location": "end",
+    }
     return json.dumps(
         {
             "zarr_format": 3,
@@ -62,17 +68,7 @@ def metadata(stack: Stack) -> bytes:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stack.object}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": False if data_type == "bool" else fill,
-            "codecs": [
-                {
-                    "name": "sharding_indexed",
-                    "configuration": {
-                        "chunk_shape": stack.chunk,
-                        "codecs": codecs,
-                        "index_codecs": [little, {"name": "crc32c"}],
-                        "index_location": "end",
-                    },
-                }
-            ],
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "attributes": {"jaxckpt": {"dtype": stack.dtype}},
         }
     ).encode()
@@ -95,7 +91,7 @@ def digest(read: ReadRange, stack: Stack, length: int) -> str:
         return ""
     entries = read(data_bytes, length)[:-4].view("<u8").reshape(-1, 2).astype("<u8")
     present = entries[entries[:, 0] != ABSENT]
-    if not inside(present, data_bytes) or _mislengthed(read, stack, present.astype(np.int64).tolist()):
+    if not _inside(present, data_bytes) or _mislengthed(read, stack, present.astype(np.int64).tolist()):
         return ""
     ends = present.sum(axis=1).astype(np.int64).tolist()
     return digest_of(np.frombuffer(b"".join(read(end - 4, end).tobytes() for end in ends), "<u4"))
@@ -106,8 +102,21 @@ def digest_of(sums: np.ndarray[Any, Any]) -> str:
     return f"{crc32c.crc32c(sums.tobytes()):08x}"
 
 
-def inside(present: np.ndarray[Any, np.dtype[np.uint64]], data_bytes: int) -> bool:
-    """Whether the entries of an index point to chunks within so many bytes."""
+Entries = np.ndarray[Any, np.dtype[np.uint64]]
+"""[chunk, 2]: offset and length of each chunk of an object, by its number."""
+
+
+def index_of(tail: Bytes, data_bytes: int) -> Entries | str:
+    """The entries of the index at the end of an object with this many bytes of chunks, or what is wrong with them."""
+    if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
+        return "has a damaged index: its crc32c does not match"
+    entries = tail[:-4].view("<u8").reshape(-1, 2)
+    present = entries[entries[:, 0] != ABSENT]
+    return entries if _inside(present, data_bytes) else "has an index that points outside of it"
+
+
+def _inside(present: Entries, data_bytes: int) -> bool:
+    """Whether all entries of an index point to chunks within this many bytes."""
     starts, lengths = present[:, 0], present[:, 1]
     return not len(present) or bool(
         lengths.min() >= 4
@@ -242,15 +251,11 @@ def problems(
     if data_bytes < 0:
         yield None, f"is {length} bytes long, shorter than its index"
         return
-    tail = read(data_bytes, length)
-    if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
-        yield None, "has a damaged index: its crc32c does not match"
+    entries = index_of(read(data_bytes, length), data_bytes)
+    if isinstance(entries, str):
+        yield None, entries
         return
-    entries = tail[:-4].view("<u8").reshape(-1, 2)
     present = np.flatnonzero(entries[:, 0] != ABSENT)
-    if not inside(entries[present], data_bytes):
-        yield None, "has an index that points outside of it"
-        return
     whole = True
     for number in set(range(len(entries))).difference(present.tolist()):
         box = chunk_box(stack, index, number)

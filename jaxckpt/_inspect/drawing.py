@@ -19,16 +19,7 @@ from jaxckpt._format.grid import Spec, pieces_along, show_axes, show_spec
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._runtime.progress import show_bytes
 
-COLOURS: tuple[str, ...] = (
-    "#77aadd",
-    "#ee8866",
-    "#44bb99",
-    "#eedd88",
-    "#99ddff",
-    "#ffaabb",
-    "#bbcc33",
-    "#aaaa00",
-)
+COLOURS: tuple[str, ...] = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#99ddff", "#ffaabb", "#bbcc33", "#aaaa00")
 """Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can distinguish them,
 and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 

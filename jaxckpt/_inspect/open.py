@@ -19,14 +19,13 @@ from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.restore_plan import RestorePlan, plan_restore
 from jaxckpt._restore.goals import resolve
-from jaxckpt._restore.source import Location, Native, Source, source_at
+from jaxckpt._restore.source import Location, Native, Source, source_at, step_of
 from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
-from jaxckpt._runtime.errors import InputError, NotACheckpointError, counted, show
+from jaxckpt._runtime.errors import NotACheckpointError, counted, show
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_states
-from jaxckpt._storage.steps import run_and_step
 
 
 def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
@@ -160,12 +159,9 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             ...     checkpoint["w"].value
             1
         """
-        found = run_and_step(self._source.store) if isinstance(self._source, Native) else None
-        if found is None:
-            raise InputError(f"{self.path} is not a step in a run's directory: a Checkpointer deletes only those")
-        run, step = found
+        source, run, step = step_of(self._source, "a Checkpointer deletes only those")
         with hold(run, step, term_seconds):
-            fate = self._source.fate()
+            fate = source.fate()
             if fate is not None:
                 raise NotACheckpointError(f"{self.path} was {fate} since it was opened: open it again")
             yield self
@@ -253,15 +249,8 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         """
         devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1)
         options = self._options if options is None else given(options)
-        request = Request(
-            target,
-            mesh,
-            specs,
-            select,
-            *split_rename(rename),
-            strict,
-            None if isinstance(mesh, Mesh) else devices_per_process,
-        )
+        planned = None if isinstance(mesh, Mesh) else devices_per_process
+        request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned)
         require_request(request)
         manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options).goals, options)

@@ -114,7 +114,8 @@ def report(
 
     data["histograms"] = _histograms(source, options) if histograms else {}
     data["meanings"] = MEANINGS
-    sections = [_save_section(source.manifest), _restore_section(plan), _about_section(source.manifest)]
+    restore = Markup() if plan is None else _section("Restore plan", draw_plan(plan, MOST_BARS))
+    sections = [_save_section(source.manifest), restore, _about_section(source.manifest)]
     return _page(
         title=f"{checkpoint.path} · jaxckpt",
         header=_header(checkpoint, source.manifest),
@@ -200,21 +201,13 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
         return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
     stack = manifest.stacks[leaf.stack]
     chunk, sides = ("×".join(map(str, lengths)) for lengths in (stack.chunk, stack.object))
-
+    stored = f"{stack.name} ({counted(stack.rows, 'leaf')}); objects of {sides}, chunks of {chunk}"
     return {
         "kind": leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
         "dtype": stack.dtype,
         "shape": list(stack.shape),
         "bytes": manifest.leaf_bytes(leaf),
-        "stored": ", ".join(
-            filter(
-                None,
-                (
-                    f"{stack.name} ({counted(stack.rows, 'leaf')}); objects of {sides}, chunks of {chunk}",
-                    stack.compression,
-                ),
-            )
-        ),
+        "stored": f"{stored}, {stack.compression}" if stack.compression else stored,
         "saved": drawings.layout(saved_where(manifest, leaf), stack.shape),
         "wanted": None if goal is None else drawings.layout(goal, stack.shape),
     }
@@ -400,12 +393,6 @@ def _phase(name: str) -> str:
 
 def show_seconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
-
-
-def _restore_section(plan: RestorePlan | None) -> Markup:
-    if plan is None:
-        return Markup()
-    return _section("Restore plan", draw_plan(plan, MOST_BARS))
 
 
 def _about_section(manifest: Manifest) -> Markup:

@@ -164,25 +164,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
     }
     busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:most_bars]
     widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
-    lines = [
-        Bar(
-            f"process {part.process}",
-            f"{show_bytes(part.cost.read_bytes)}, {counted(part.cost.requests, 'request')}",
-            (
-                (
-                    0,
-                    min(part.cost.needed_bytes, part.cost.read_bytes) / widest,
-                    f"needed: {show_bytes(part.cost.needed_bytes)}",
-                ),
-                (
-                    1,
-                    max(0, part.cost.read_bytes - part.cost.needed_bytes) / widest,
-                    f"over-read: {show_bytes(part.cost.read_bytes - part.cost.needed_bytes)}",
-                ),
-            ),
-        )
-        for part in sorted(busiest, key=lambda part: part.process)
-    ]
+    lines = [_bar(part, widest) for part in sorted(busiest, key=lambda part: part.process)]
     rest = len(plan.processes) - len(busiest)
     moves = collections.Counter((_in_words(leaf.saved), _in_words(leaf.wanted)) for leaf in plan.leaves)
     rows = [[before, after, f"{count:,}"] for (before, after), count in moves.most_common(12)]
@@ -196,6 +178,16 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
             table(["saved as", "restored as", "leaves"], rows, words=2),
         ]
     )
+
+
+def _bar(plan: ProcessPlan, widest: int) -> Bar:
+    """What one process reads; `widest` is in bytes."""
+    needed, read = plan.cost.needed_bytes, plan.cost.read_bytes
+    sections = (
+        (0, min(needed, read) / widest, f"needed: {show_bytes(needed)}"),
+        (1, max(0, read - needed) / widest, f"over-read: {show_bytes(read - needed)}"),
+    )
+    return Bar(f"process {plan.process}", f"{show_bytes(read)}, {counted(plan.cost.requests, 'request')}", sections)
 
 
 def _in_words(where: Where) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -255,24 +255,17 @@ def seldom_collected() -> Generator[None]:
             gc.set_threshold(*usual)
 
 
+@dataclass(frozen=True, slots=True)
 class _Leaves:
     """Makes the values of leaves of what is read."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        stacks: Sequence[Stack],
-        by_stack: Mapping[int, _Rows],
-        destinations: _Destinations,
-        values: dict[int, Any],
-    ) -> None:
-        self._manifest = manifest
-        self._stacks = stacks
-        self._by_stack = by_stack
-        self._destinations = destinations
-        self._values = values
-        self._parts: dict[tuple[int, int, int], list[Any]] = {}
-        """By stack, row and box: an array for each device that wants it, as far as it is read."""
+    _manifest: Manifest
+    _stacks: Sequence[Stack]
+    _by_stack: Mapping[int, _Rows]
+    _destinations: _Destinations
+    _values: dict[int, Any]
+    _parts: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict[tuple[int, int, int], list[Any]])
+    """By stack, row and box: an array for each device that needs it, if already read."""
 
     @property
     def stacks(self) -> list[int]:

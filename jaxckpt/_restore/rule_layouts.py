@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxckpt._format.grid import Box
+from jaxckpt._format.grid import Box, flat_boxes, volume
 from jaxckpt._runtime.errors import InputError, counted
 
 Dims = tuple[tuple[str, ...], ...]
@@ -106,28 +106,9 @@ def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box,
 
 def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list[Interval]]]:
     """An interval of a dimension as boxes of its axes: a part of a row, whole rows, a part of one."""
-    start, stop = side
-    if start >= stop:
-        return
-    if not sizes:
-        yield (start, stop), []
-        return
-    inner = math.prod(sizes[1:])
-    first, last = start // inner, (stop - 1) // inner
-    if first == last:
-        for (a, b), found in _runs(sizes[1:], (start - first * inner, stop - first * inner)):
-            yield (a + first * inner, b + first * inner), [(first, first + 1), *found]
-        return
-    if start % inner:
-        middle = (first + 1) * inner
-        yield from _runs(sizes, (start, middle))
-        yield from _runs(sizes, (middle, stop))
-    elif stop % inner:
-        middle = last * inner
-        yield from _runs(sizes, (start, middle))
-        yield from _runs(sizes, (middle, stop))
-    else:
-        yield (start, stop), [(first, last + 1), *((0, size) for size in sizes[1:])]
+    start = side[0]
+    for box in flat_boxes(sizes, *side):
+        yield (start, start := start + volume(box)), [*box]
 
 
 def cover(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, intersection, within
+from jaxckpt._format.grid import Box, intersection, relative, within
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._restore.rule_layouts import Interval, Layout, axes_of, cover, tiles
 from jaxckpt._restore.source import ArrayData, StartedData
@@ -138,8 +138,7 @@ class Mapped(StartedData):
         for held, piece in self.pieces:
             common = intersection(held, box)
             if common is not None:
-                part = tuple((a - start, b - start) for (a, b), (start, _) in zip(common, held, strict=True))
-                piece.read(part, target[(*within(common, box), ...)])
+                piece.read(relative(common, held), target[(*within(common, box), ...)])
 
     def check(self) -> None:
         for _, piece in self.pieces:

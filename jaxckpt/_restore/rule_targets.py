@@ -10,12 +10,13 @@ from typing import Any
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, whole
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._restore.rule import Numbers, Rule, captures, filled, names_in
 from jaxckpt._restore.rule_layouts import Interval, Layout, solve
 from jaxckpt._restore.rule_reading import Mapped, Piece
 from jaxckpt._restore.rule_scales import dequantised
-from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, StackRow
+from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, StackRow, as_foreign
 from jaxckpt._runtime.errors import show
 
 # Leaves of the source -------------------------------------------------------------------------------------
@@ -27,7 +28,6 @@ class Leaves:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._readers: dict[int, Any] = {}
-        self._layouts: dict[int | None, tuple[MeshRecord | None, Spec]] = {}
         self._numbers = source.manifest.numbers
         self.paths = self._numbers.keys()
 
@@ -37,25 +37,13 @@ class Leaves:
         record = manifest.leaves[self._numbers[path]]
         if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
             return f"{show(path)} is a {record.kind}, not a numeric array"
-        stack = manifest.stacks[record.stack]
         if isinstance(self._source, Foreign):
             block = self._source.blocks[record.stack][record.row]
         else:
             if record.stack not in self._readers:
                 self._readers[record.stack] = self._source.array_reader(record.stack)
             block = StackRow(self._readers[record.stack], record.row)
-        if record.layout not in self._layouts:
-            self._layouts[record.layout] = manifest.leaf_layout(record)[:2]
-        mesh, spec = self._layouts[record.layout]
-        return ForeignArray(
-            stack.dtype,
-            tuple(stack.shape),
-            block,
-            record.kind,  # pyright: ignore[reportArgumentType]
-            chunk=tuple(stack.chunk[1:]),
-            mesh=mesh,
-            spec=spec,
-        )
+        return as_foreign(SavedLeaf(manifest, record), block)
 
 
 # Leaves of the target -------------------------------------------------------------------------------------

@@ -23,17 +23,18 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._format.grid import Box, Spec
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
 from jaxckpt._format.values import PYTHON, encode_value
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, Problem, TreeError, counted, show
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, Problem, TreeError, counted, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.place import local_path, store_at
-from jaxckpt._storage.steps import step_meant
+from jaxckpt._storage.steps import is_step, step_meant
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.workers import All, Aside, submit
 
@@ -189,6 +190,13 @@ class ForeignArray:
 
     spec: Spec = ()
     """For each leading dimension, the axes of the mesh that split it."""
+
+
+def as_foreign(leaf: SavedLeaf, data: ArrayData) -> ForeignArray:
+    """An array of a checkpoint as a leaf of a foreign one, with its data."""
+    kind: Any = leaf.kind
+    stack, record = leaf.stack, leaf.record
+    return ForeignArray(stack.dtype, stack.shape, data, kind, record.impl, stack.chunk[1:], leaf.mesh, leaf.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +411,14 @@ def _opened(location: str | os.PathLike[str], store: Store, options: Options) ->
 
 _TRIES = 5
 """How often to look for the newest step of a run, if it is deleted before its manifest is read."""
+
+
+def step_of(source: Source, hint: str) -> tuple[Native, Store, int]:
+    """A checkpoint that is a step of a run, with the run and the step's number. Raises InputError, with a hint."""
+    above = source.store.above() if isinstance(source, Native) else None
+    if not isinstance(source, Native) or above is None or not is_step(above[1]):
+        raise InputError(f"{source.url} is not a step in a run's directory: {hint}")
+    return source, above[0], int(above[1])
 
 
 def _native(store: Store, options: Options) -> tuple[Native, str]:

@@ -28,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 from jax._src import distributed  # the only door to the coordination service; orbax and flax use it too
@@ -157,10 +156,8 @@ class Group:
         _running.append((Caller(depth=1), self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Also those that an interrupt kept from leaving.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # Also removes calls that could not leave because of an interrupt.
         for entry in _running.copy():
             if entry[0].is_here() or not entry[0].present():
                 with contextlib.suppress(ValueError):  # another thread has
@@ -208,9 +205,7 @@ class Meeting:
             start_thread(self._voice.run, "jaxckpt-voice")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._voice is None or self._attendee is None:
             return
         if error is not None:

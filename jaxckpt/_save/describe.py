@@ -119,14 +119,8 @@ def _likeness(tree: Tree, components: tuple[str, ...]) -> tuple[Any, list[jax.Ar
     """
     try:
         leaves, treedef = jax.tree.flatten(tree)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-        SystemError,
-    ):  # told with its path when the tree is described
-        return None
+    except (TypeError, ValueError, OverflowError, RecursionError, SystemError):
+        return None  # reported with its path when the tree is described
     plain = type(leaves[0]) if leaves and isinstance(leaves[0], jax.Array) else None
     # A tree of PRNG keys alone is of one type too.
     if plain is None or jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key) or issubclass(plain, Tracer):
@@ -324,25 +318,20 @@ def _stored(value: Any) -> Any:
 
 
 def _lay_out(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
-    """Fill in the layout of each array leaf, and its record's. Raises SpecError, listing all leaves at fault."""
+    """Set the layout of each array leaf and of its record. Raises SpecError that lists all leaves at fault."""
+    on_devices = {name for name, kind in KINDS.items() if kind.on_devices}
     given: Mapping[str, Spec] = {}
     if specs is not None:
         pairs = zip(leaves, draft.records, strict=True)
-        given = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if _on_devices(record)])
+        given = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if record.kind in on_devices])
     groups: dict[Hashable, list[int]] = {}
-    on_devices = {name for name, kind in KINDS.items() if kind.on_devices}
     for number, value in draft.values.items():
         record = draft.records[number]
         if record.kind in on_devices:
             # A PRNG key's raw data, which is stored, has a dimension that the key, which is recorded, has not.
             leaf = leaves[number].value
-            form = (
-                value.sharding,
-                value.shape,
-                value.committed,
-                value is leaf or leaf.sharding,
-                given.get(record.path),
-            )
+            own = value is leaf or leaf.sharding
+            form = value.sharding, value.shape, value.committed, own, given.get(record.path)
             groups.setdefault(form, []).append(number)
     shardings, problems = _shardings(leaves, groups.values(), mesh, given, options)
     require_fit(problems)
@@ -411,10 +400,6 @@ def _layout(
         layout, is_moved = _storage_layout(own, stored, value.shape, leaf.path)
     recorded = leaf.value.sharding if on_mesh is None else on_mesh
     return layout, is_moved, table.number(recorded, committed=on_mesh is not None or leaf.value.committed)
-
-
-def _on_devices(record: LeafRecord) -> bool:
-    return KINDS[record.kind].on_devices
 
 
 def _own_spec(sharding: Sharding) -> Spec:

@@ -34,7 +34,6 @@ from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, require_agreement
 from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_shared
-from jaxckpt._save.copies import Copies
 from jaxckpt._save.handover import Handover
 from jaxckpt._save.peers import Round, pass_on, plan_rounds, stream_bytes
 from jaxckpt._save.plan import Object
@@ -300,73 +299,59 @@ def _reports(pending: PendingSave, show: Report) -> Report:
     return report
 
 
-def _claim(save: Prepared) -> Claim:
-    """What the processes must settle before the first byte: one tree, a fresh data folder, and that all see it."""
-    if save.copies is not None:
-        return _claim_own(save, save.copies)
-    claimed = Claim()
-    group, clock = save.group, save.clock
-    try:
-        with group.meeting("preparing to save") as meeting:
-            with clock.timed("barrier"):
-                given = meeting.gather(msgspec.json.encode(save.agreement).decode())
-            if len(given) > 1:
-                require_agreement([msgspec.json.decode(text, type=Agreement) for text in given], save.values)
-            if group.index == 0:
-                with group.watch.doing(f"preparing {save.store.url}"):
-                    claimed = claim(save.store, save.plan.stacks, new_save_id(), overwrite=save.request.overwrite)
-            with clock.timed("barrier"):
-                save_id = meeting.share(claimed.save_id)
-        with group.meeting("looking for the checkpoint's folder") as meeting:
-            with group.watch.doing(f"looking for {save.store.url}"):
-                require_shared(save.store, f"data-{save_id}", group.index)
-            with clock.timed("barrier"):
-                meeting.barrier()
-    except BaseException:
-        claimed.release(keep=False)
-        raise
-    return replace(claimed, save_id=save_id)
-
-
 class _Terms(msgspec.Struct, frozen=True):
-    """What process 0 settles for a save that is spread."""
+    """The decisions of process 0."""
 
     save_id: str
-    cleared: str
-    rounds: list[Round]
+
+    cleared: str = ""
+    """For a spread save: what each process first deletes in its own folder."""
+
+    rounds: list[Round] = []
+    """For a spread save: the exchange between the processes."""
 
 
-def _claim_own(save: Prepared, copies: Copies) -> Claim:
-    """As `_claim`, of a save that is spread over folders of the processes; and what passes between them."""
+def _claim(save: Prepared) -> Claim:
+    """Settle before the first byte: all have the same tree, there is a new data folder, and all processes see it.
+
+    A save that is spread over folders of the processes has a data folder in each of them, and an exchange between them.
+    """
     claimed = Claim()
     group, clock, spread = save.group, save.clock, save.request.spread
-    assert spread is not None
+    looking = "preparing each process's folder" if spread else "looking for the checkpoint's folder"
     try:
         with group.meeting("preparing to save") as meeting:
-            mine = save.agreement, stream_bytes(copies, save.state)
+            mine = save.agreement, stream_bytes(save.copies, save.state) if save.copies else []
             with clock.timed("barrier"):
                 texts = meeting.gather(msgspec.json.encode(mine).decode())
-            terms = ""
-            if texts:
-                given = [msgspec.json.decode(text, type=tuple[Agreement, list[int]]) for text in texts]
-                if len(given) > 1:
-                    require_agreement([agreement for agreement, _ in given], save.values)
+            given = [msgspec.json.decode(text, type=tuple[Agreement, list[int]]) for text in texts]
+            if len(given) > 1:
+                require_agreement([agreement for agreement, _ in given], save.values)
+            terms = _Terms(new_save_id())
+            if given and spread and save.copies:
                 sizes = [n_bytes for _, n_bytes in given]
-                rounds = plan_rounds(copies.channels, sizes, save.options.host_bytes // 8)
-                terms = msgspec.json.encode(_Terms(new_save_id(), spread.decide(), rounds)).decode()
+                rounds = plan_rounds(save.copies.channels, sizes, save.options.host_bytes // 8)
+                terms = _Terms(terms.save_id, spread.decide(), rounds)
+            elif given:
+                with group.watch.doing(f"preparing {save.store.url}"):
+                    claimed = claim(save.store, save.plan.stacks, terms.save_id, overwrite=save.request.overwrite)
             with clock.timed("barrier"):
-                agreed = msgspec.json.decode(meeting.share(terms), type=_Terms)
-        with group.meeting("preparing each process's folder") as meeting:
-            with group.watch.doing(f"preparing {save.store.url}"):
-                spread.clear(agreed.cleared)
-                claimed = claim_own(save.store, save.plan.stacks, agreed.save_id)
+                terms = msgspec.json.decode(meeting.share(msgspec.json.encode(terms).decode()), type=_Terms)
+        with group.meeting(looking) as meeting:
+            if spread:
+                with group.watch.doing(f"preparing {save.store.url}"):
+                    spread.clear(terms.cleared)
+                    claimed = claim_own(save.store, save.plan.stacks, terms.save_id)
+            else:
+                with group.watch.doing(f"looking for {save.store.url}"):
+                    require_shared(save.store, f"data-{terms.save_id}", group.index)
             with clock.timed("barrier"):
                 meeting.barrier()
     except BaseException:
         claimed.release(keep=False)
         raise
-    save.passing.rounds, save.passing.data = agreed.rounds, claimed.data
-    return claimed
+    save.passing.rounds, save.passing.data = terms.rounds, f"data-{terms.save_id}"
+    return replace(claimed, save_id=terms.save_id)
 
 
 def _keep_state(save: Prepared, process: int, state: bytes) -> None:

@@ -63,7 +63,7 @@ def _write_objects(
             indices.setdefault(obj.stack, []).append(obj.index)
             land(flights.make_room(obj.n_bytes))
             if rate is not None and obj not in save.reuse.originals:
-                _sleep_until(paced_until, handover.check)
+                sleep_until(paced_until, handover.check)
                 paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / rate
             with clock.timed("device_to_host"):
                 pending, source = save.reuse.begin(one, stack, writers[obj.stack], data)
@@ -81,8 +81,8 @@ def _write_objects(
     return written
 
 
-def _sleep_until(moment: float, check: Callable[[], None]) -> None:
-    """Sleep, unless the interpreter waits for the save in order to end."""
+def sleep_until(moment: float, check: Callable[[], None]) -> None:
+    """Sleep, unless the interpreter is waiting for the save before it exits."""
     while (left := moment - time.monotonic()) > 0 and not ending():
         check()
         time.sleep(min(left, POLL_SECONDS))

@@ -22,10 +22,10 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, PeerError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group
-from jaxckpt._runtime.threads import POLL_SECONDS, ending
 from jaxckpt._save.background import PendingSave, SaveInfo, finish_at_exit, hand_over
 from jaxckpt._save.claim import Claim, claim, require_shared
 from jaxckpt._save.plan import Object
+from jaxckpt._save.write import sleep_until
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store import Store
@@ -135,7 +135,7 @@ class Flush:
         for obj in self.owned:
             self.check()
             if self.rate is not None:
-                _sleep_until(paced_until, self.check)
+                sleep_until(paced_until, self.check)
                 paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / self.rate
             stack = manifest.arrays[obj.stack]
             key = f"{manifest.data}/{zarr.object_key(stack, obj.index)}"
@@ -168,10 +168,3 @@ def _require_sound(where: str, content: bytes, stack: Stack, index: tuple[int, .
         raise DataError(f"{where} is {len(data)} bytes long, expected {length}")
     for _, problem in zarr.problems(lambda start, stop: data[start:stop], stack, index, length, digest):
         raise DataError(f"{where} {problem}")
-
-
-def _sleep_until(moment: float, check: Callable[[], None]) -> None:
-    """Sleep, unless the interpreter waits for the flush in order to end."""
-    while (left := moment - time.monotonic()) > 0 and not ending():
-        check()
-        time.sleep(min(left, POLL_SECONDS))

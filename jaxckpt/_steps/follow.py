@@ -23,7 +23,6 @@ from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Renaming, Request, split_rename
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, given, seconds, whole_number
-from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import store_at
@@ -94,7 +93,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
         >>> jaxckpt.steps("/tmp/jaxckpt-doc/run")
         [10, 20]
     """
-    found, _ = step_folders(run := _run_at(directory, options))
+    found, _ = step_folders(run := store_at(directory, given(options)).anchored())
     if not found and run.read(MANIFEST) is not None:
         raise InputError(f"{run.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
     return found
@@ -148,17 +147,12 @@ def follow(
         >>> [(step.number, step.restore()["w"]) for step in jaxckpt.follow("/tmp/jaxckpt-doc/followed")]
         [(10, 10), (20, 20)]
     """
-    run = _run_at(directory, options)
+    options = given(options)
+    run = store_at(directory, options).anchored()
     last = -1 if after is None else whole_number(after, "after", least=0, most=LARGEST)
     limit = None if timeout is None else seconds(timeout, "timeout")
     poll_seconds, term_seconds = seconds(poll_seconds, "poll_seconds"), seconds(term_seconds, "term_seconds")
-    return _follow(run, last, limit, poll_seconds, term_seconds, given(options))
-
-
-def _run_at(directory: Path, options: Options | None) -> Store:
-    run = store_at(directory, given(options))
-    # The directory stays the same when the program changes its working directory.
-    return Folder(run.folder, run.folder) if isinstance(run, Folder) else run
+    return _follow(run, last, limit, poll_seconds, term_seconds, options)
 
 
 def _follow(

@@ -9,13 +9,13 @@ from typing import NoReturn
 from jaxckpt._format import zarr
 from jaxckpt._format.manifest import state_name
 from jaxckpt._format.names import MANIFEST
-from jaxckpt._restore.source import Native, source_at
+from jaxckpt._restore.source import Native, source_at, step_of
 from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, counted
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.steps import require_step, run_and_step, step_folders, step_name
+from jaxckpt._storage.steps import require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 
 
@@ -60,17 +60,14 @@ def fork(
     """
     options = given(options)
     path = os.fspath(run) if step is None else f"{os.fspath(run).rstrip('/')}@{require_step(step)}"
-    source, _ = source_at(path, options)
-    found = run_and_step(source.store) if isinstance(source, Native) else None
-    if not isinstance(source, Native) or found is None:
-        raise InputError(f"{source.url} is not a step in a run's directory: give a run, or one of its steps")
+    source, _, number = step_of(source_at(path, options)[0], "give a run, or one of its steps")
     new = store_at(new_run, options).anchored()
     steps = [] if new.is_file() else step_folders(new)[0]
     if steps or new.is_file() or MANIFEST in new.names():
         what = f"has {counted(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
         raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
-    uninterrupted(functools.partial(_fork, source, new.child(step_name(found[1])), options.sync))
-    return found[1]
+    uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
+    return number
 
 
 def _fork(source: Native, target: Store, sync: bool) -> None:

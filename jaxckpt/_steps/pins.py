@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 
-from jaxckpt._restore.source import Native, source_at
+from jaxckpt._restore.source import source_at, step_of
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._storage.leases import hold
 from jaxckpt._storage.place import store_at
-from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, run_and_step, step_name
+from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, step_name
 
 
 def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = None) -> int:
@@ -47,11 +47,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
             f"name must consist of letters, digits, '_', '-' and '.', start with a letter, and not be 'latest' or"
             f" 'best'; found {name!r}"
         )
-    source, _ = source_at(path, given(options))
-    found = run_and_step(source.store) if isinstance(source, Native) else None
-    if found is None:
-        raise InputError(f"{source.url} is not a step in a run's directory: a Checkpointer deletes only those")
-    run, step = found
+    _, run, step = step_of(source_at(path, given(options))[0], "a Checkpointer deletes only those")
     if (other := pins(run).get(name, step)) != step:
         raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
     with hold(run, step):

@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import Generator, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -130,9 +129,7 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._steps.__exit__(kind, error, trace)
 
 

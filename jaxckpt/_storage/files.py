@@ -155,11 +155,9 @@ class FileReader(ArrayReader):
             raise DataError(f"{path} is {status.st_size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
         read_into(path, handle, length - len(tail), [tail])
-        if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
-            raise DataError(f"{path} has a damaged index: its crc32c does not match")
-        entries = tail[:-4].view("<u8").reshape(-1, 2)
-        if not zarr.inside(entries[entries[:, 0] != zarr.ABSENT], length - len(tail)):
-            raise DataError(f"{path} has an index that points outside of it")
+        entries = zarr.index_of(tail, length - len(tail))
+        if isinstance(entries, str):
+            raise DataError(f"{path} {entries}")
         made = _Index(path, entries, self.stack.chunk_stored_bytes, digest)
         with self.lock:  # of two that read it at once, one is kept: what they note must come together
             return self.indices.setdefault(index, made)
@@ -255,7 +253,7 @@ class _Opened:
 class _Index:
     """What lies where in an object, and the checksums of its chunks as far as they were read."""
 
-    def __init__(self, path: str, entries: np.ndarray[Any, np.dtype[np.uint64]], size: int, digest: str) -> None:
+    def __init__(self, path: str, entries: zarr.Entries, size: int, digest: str) -> None:
         self._present = entries[:, 0] != zarr.ABSENT
         if (entries[self._present, 1] != size).any():
             raise DataError(f"{path} has a chunk whose size is not {size} bytes")

@@ -99,12 +99,6 @@ def run_and_name(store: Store) -> tuple[Store, str] | None:
     return above[0].child(base).known_as(store.url.removesuffix(f"@{name}")), name
 
 
-def run_and_step(store: Store) -> tuple[Store, int] | None:
-    """The run and the number of a step's own folder; None if it is none."""
-    above = store.above()
-    return (above[0], int(above[1])) if above and is_step(above[1]) else None
-
-
 def steps_of(store: Store) -> list[Store] | None:
     """All steps of the run that a path means, oldest first; None if it is no run's directory."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
@@ -132,14 +131,3 @@ def test_ranks_that_do_not_fit_are_told() -> None:
     for spec, told in ((((), (), ("model",)), "3 entries"), ((("x",),), "'x'"), ((("data",), ("data",)), "twice")):
         with pytest.raises(SpecError, match=told):
             from_ranks("w", found, axes, spec)
-
-
-@given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=4), st.data())
-def test_a_run_of_elements_is_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
-    size = math.prod(shape)
-    start, stop = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
-    array = np.arange(size).reshape(shape)
-    boxes = list(shards.flat_boxes(shape, start, stop))
-    runs = [array[tuple(slice(*side) for side in box)].reshape(-1) for box in boxes]
-    np.testing.assert_array_equal(np.concatenate([*runs, np.empty(0, np.int64)]), np.arange(start, stop))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)

@@ -10,11 +10,13 @@ import pytest
 import strategies
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt import SpecError
 from jaxckpt._format import grid as _grid
 from jaxckpt._format.grid import Box, Layout
+from jaxckpt._format.layouts import placement
 
 axis_sizes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), max_size=3)
 
@@ -67,6 +69,17 @@ def test_touched_names_the_cells_that_a_box_meets(data: st.DataObject) -> None:
     assert set(itertools.product(*(range(*side) for side in _grid.touched(box, sides)))) == met
 
 
+@given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=4), st.data())
+def test_a_run_of_elements_is_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    start, stop = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
+    array = np.arange(size).reshape(shape)
+    boxes = list(_grid.flat_boxes(shape, start, stop))
+    runs = [array[tuple(slice(*side) for side in box)].reshape(-1) for box in boxes]
+    np.testing.assert_array_equal(np.concatenate([*runs, np.empty(0, np.int64)]), np.arange(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
 # Specs on meshes ------------------------------------------------------------------------------------------
 
 
@@ -76,7 +89,7 @@ def test_spec_boxes_are_jaxs_own(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 8, 24]), max_size=3).map(tuple))
     spec = strategies.fitting(data.draw, mesh, shape)
     boxes = _grid.spec_boxes(dict(mesh.shape), _grid.spec_of(spec), shape)
-    by_device = dict(_grid.sharding_boxes(NamedSharding(mesh, spec), shape))
+    by_device = {device: box for device, _, box in placement(NamedSharding(mesh, spec), shape)}
     assert list(boxes) == [by_device[device] for device in mesh.devices.flat]
 
 

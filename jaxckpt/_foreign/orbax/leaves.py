@@ -60,15 +60,10 @@ def values_of(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> di
     if unknown := {leaf.value_type for leaf in leaves.values()} - _EMPTY.keys() - _ARRAYS - {"string"}:
         raise DataError(f"{path}/{TREE_FILE} has the value_type {min(unknown)[:80]!r}, which Orbax does not define")
     strings = read_optional(f"{path}/{STRINGS_FILE}", cast("type[Any]", Any))
-    arrays = _arrays(path, record, {keys: leaf for keys, leaf in leaves.items() if leaf.value_type in _ARRAYS})
-    return {
-        keys: arrays[keys]
-        if keys in arrays
-        else _string(path, strings, keys)
-        if leaf.value_type == "string"
-        else _EMPTY[leaf.value_type]()
-        for keys, leaf in leaves.items()
-    }
+    found = _arrays(path, record, {keys: leaf for keys, leaf in leaves.items() if leaf.value_type in _ARRAYS})
+    found |= {keys: _string(path, strings, keys) for keys, leaf in leaves.items() if leaf.value_type == "string"}
+    found |= {keys: _EMPTY[leaf.value_type]() for keys, leaf in leaves.items() if leaf.value_type in _EMPTY}
+    return {keys: found[keys] for keys in leaves}
 
 
 def _string(path: str, strings: Any, keys: Keys) -> str:

@@ -69,17 +69,10 @@ class StepRecord(msgspec.Struct, frozen=True):
         return name or ""
 
 
-HANDLERS = {
-    "ArrayCheckpointHandler",
-    "JaxRandomKeyCheckpointHandler",
-    "JsonCheckpointHandler",
-    "JsonHandler",
-    "MetricsHandler",
-    "NumpyRandomKeyCheckpointHandler",
-    "PyTreeCheckpointHandler",
-    "PyTreeHandler",
-    "StandardCheckpointHandler",
-}
+HANDLERS = (
+    "ArrayCheckpointHandler JaxRandomKeyCheckpointHandler JsonCheckpointHandler JsonHandler MetricsHandler"
+    " NumpyRandomKeyCheckpointHandler PyTreeCheckpointHandler PyTreeHandler StandardCheckpointHandler"
+).split()
 """Classes of Orbax whose items are trees or JSON."""
 
 OUR_HANDLER = "jaxckpt.orbax.Handler"

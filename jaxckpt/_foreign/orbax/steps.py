@@ -26,11 +26,12 @@ from jaxckpt._foreign.orbax.records import (
     read_optional,
 )
 from jaxckpt._foreign.orbax.tree import read_tree
+from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.names import MANIFEST, is_data
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import decode_value
-from jaxckpt._restore.source import Foreign, ForeignArray, Native, StackRow, compose
+from jaxckpt._restore.source import Foreign, ForeignArray, Native, StackRow, as_foreign, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, counted, listing
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
@@ -293,9 +294,4 @@ def _open_ours(path: str) -> tuple[Tree, dict[str, Any]]:
 def _row(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord) -> Any:
     if record.stack is None or record.row is None:
         return decode_value(record.kind, record.value or "")
-    stack = manifest.arrays[record.stack]
-    mesh, spec, _ = manifest.leaf_layout(record)
-    dtype = manifest.stacks[record.stack].dtype
-    row = StackRow(readers[record.stack], record.row)
-    kind: Any = record.kind
-    return ForeignArray(dtype, stack.shape, row, kind, record.impl, stack.chunk[1:], mesh, spec)
+    return as_foreign(SavedLeaf(manifest, record), StackRow(readers[record.stack], record.row))
