@@ -181,7 +181,7 @@ class V1Handler:
     async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
         """Begin to save; returns once the caller may donate, delete or overwrite the arrays."""
         path = await directory.await_creation()
-        pending = save_async(path, checkpointable, options=self.options)
+        pending = save_async(path, _v1_cast(checkpointable), options=self.options)
         return _published(pending, path)
 
     async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
@@ -193,15 +193,18 @@ class V1Handler:
 
         if abstract is None:
             return restore(directory, options=self.options)
-        target = jax.tree.map(_v1_leaf, abstract)
-        left = {leaf.path for leaf in flatten(target)[0] if leaf.value is ...}
+        manifest = source_at(directory, self.options)[0].manifest
+        leaves, left = _flat(abstract, manifest), _left_in(abstract, manifest)
+        if left >= manifest.numbers.keys() | {leaf.path for leaf in leaves}:
+            return abstract  # nothing is to be read
+        target = jax.tree.unflatten(jax.tree.structure(abstract), [_v1_leaf(leaf, manifest) for leaf in leaves])
         partial = get_context().pytree_options.loading.partial_load
         return restore(
             directory, target, select=lambda path: path not in left, strict=not partial, options=self.options
         )
 
     async def metadata(self, directory: Path) -> Tree:
-        """The saved tree, with a jax.ShapeDtypeStruct for each array and its type for each other value."""
+        """The saved tree: a jax.ShapeDtypeStruct for each jax.Array, NumPy arrays without their data, and types."""
         manifest = source_at(directory, self.options)[0].manifest
         leaves = [_v1_described(manifest, record) for record in manifest.leaves]
         return unflatten(manifest.tree, leaves)
@@ -212,9 +215,22 @@ class V1Handler:
         return bool(leaves) and all(is_array_like(type(leaf)) or type(leaf) in PYTHON for leaf in leaves)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Whether it is an abstract pytree, of arrays, shapes, and types of values."""
-        leaves = map(_v1_leaf, jax.tree.leaves(abstract_checkpointable))
-        return self.is_handleable([leaf for leaf in leaves if leaf is not ...])
+        """Whether it is an abstract pytree, of arrays, shapes, types, and places that are left as they are."""
+        leaves = jax.tree.leaves(abstract_checkpointable, is_leaf=_is_none)
+        return abstract_checkpointable is not None and bool(leaves) and all(map(_is_v1_abstract, leaves))
+
+
+def _v1_cast(tree: Tree) -> Tree:
+    """What is saved: the tree, with the dtypes that the storage options of Orbax's context ask for."""
+    from orbax.checkpoint.experimental.v1._src.context.context import get_context
+    from orbax.checkpoint.experimental.v1._src.serialization.options_resolution import resolve_storage_options
+
+    saving = get_context().array_options.saving
+    if saving.storage_options.dtype is None and saving.scoped_storage_options_creator is None:
+        return tree
+    return jax.tree.map_with_path(
+        lambda keys, leaf: _cast_leaf(leaf, resolve_storage_options(keys, leaf, saving)), tree
+    )
 
 
 async def _published(pending: PendingSave, path: Path) -> None:
@@ -223,21 +239,36 @@ async def _published(pending: PendingSave, path: Path) -> None:
         await asyncio.to_thread(epath.Path(path, "_METADATA").write_text, "{}")
 
 
-def _v1_leaf(leaf: Any) -> Any:
+def _is_v1_abstract(leaf: Any) -> bool:
+    kind = leaf if isinstance(leaf, type) else type(leaf)
+    return leaf is None or leaf is ... or kind in PYTHON or is_array_like(kind) or hasattr(leaf, "shape")
+
+
+_V1_ARRAYS = {np.ndarray: np.ndarray, jax.Array: jax.Array, jax.ShapeDtypeStruct: jax.Array}
+"""What types of arrays in an abstract pytree of Orbax v1 ask for, in the saved shape and dtype."""
+
+
+def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
     """A leaf of an abstract pytree of Orbax v1 as one of a target."""
-    if isinstance(leaf, type):
-        return leaf() if leaf in PYTHON else leaf
-    if is_array_like(type(leaf)) or not hasattr(leaf, "shape"):
-        return leaf
-    if hasattr(leaf, "sharding"):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
+    wanted, number = leaf.value, manifest.numbers.get(leaf.path)
+    if isinstance(wanted, type):
+        if wanted in PYTHON or number is None:
+            return wanted() if wanted in PYTHON else wanted
+        saved = SavedLeaf(manifest, manifest.leaves[number])
+        return _target(ocp.RestoreArgs(restore_type=_V1_ARRAYS.get(wanted)), saved)
+    if is_array_like(type(wanted)) or not hasattr(wanted, "shape"):
+        return wanted
+    if hasattr(wanted, "sharding"):
+        return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=wanted.sharding)
+    return np.broadcast_to(np.empty((), wanted.dtype), wanted.shape)
 
 
 def _v1_described(manifest: Manifest, record: LeafRecord) -> Any:
     saved = SavedLeaf(manifest, record)
     if not saved.is_array or record.kind in ("str", "bytes"):
         return KINDS[record.kind].type
+    if not saved.on_devices:
+        return _target(ocp.RestoreArgs(), saved)
     sharding = None
     if record.layout is not None:
         with contextlib.suppress(LayoutError):
@@ -319,8 +350,7 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     partial = transforms is not None or getattr(args, "partial_restore", False)
     item = unflatten(manifest.tree, range(len(manifest.leaves))) if args.item is None else args.item
     leaves = _flat(item, manifest)
-    everywhere = _flat(jax.tree.map(_or_placeholder, item, is_leaf=_is_none), manifest)
-    left = {leaf.path for leaf in everywhere if leaf.value is ocp.PLACEHOLDER}
+    left = _left_in(item, manifest)
     wanted = {leaf.path for leaf in leaves} - left
     asked = _restore_args(args, wanted, manifest)
     if partial:
@@ -343,6 +373,12 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
 def _flat(tree: Tree, manifest: Manifest) -> list[Leaf]:
     """The leaves by their paths in the checkpoint."""
     return [msgspec.structs.replace(leaf, path=leaf.path_in(manifest.numbers)) for leaf in flatten(tree)[0]]
+
+
+def _left_in(item: Tree, manifest: Manifest) -> set[str]:
+    """The paths at which an item has a placeholder or None, and nothing is read."""
+    everywhere = _flat(jax.tree.map(_or_placeholder, item, is_leaf=_is_none), manifest)
+    return {leaf.path for leaf in everywhere if leaf.value is ocp.PLACEHOLDER}
 
 
 def _is_none(node: Any) -> bool:

@@ -92,6 +92,39 @@ def test_part_of_a_tree(tmp_path: Path, tree: Any) -> None:
         assert same(ocp.load(tmp_path / "one", {"layers": tree["layers"]}), {"layers": tree["layers"]})
 
 
+@pytest.mark.usefixtures("registered")
+def test_storage_options_cast_what_is_saved(tmp_path: Path, tree: Any) -> None:
+    storage = ocp.options.ArrayOptions.Saving.StorageOptions
+    context = ocp.Context()
+    context.array_options.saving.storage_options.dtype = jnp.bfloat16
+    context.array_options.saving.scoped_storage_options_creator = lambda keys, leaf: (
+        storage(dtype=np.dtype("float16")) if "layers" in jax.tree_util.keystr(keys) else None
+    )
+    with context:
+        ocp.save(tmp_path / "one", tree)
+    found = jaxckpt.open(tmp_path / "one")
+    assert {path: leaf.dtype.name for path, leaf in found.items() if path in ("w", "layers/0", "layers/1/b")} == {
+        "w": "bfloat16",
+        "layers/0": "float16",
+        "layers/1/b": "float16",
+    }
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_metadata_and_types_are_abstract_trees(tmp_path: Path, tree: Any) -> None:
+    ocp.save(tmp_path / "one", tree)
+    types = {"w": jax.ShapeDtypeStruct, "n": np.ndarray, "step": int, "layers": [jax.Array, {"b": None}]}
+    for abstract in (ocp.metadata(tmp_path / "one"), types):
+        loaded = ocp.load(tmp_path / "one", abstract)
+        assert type(loaded["n"]) is np.ndarray
+        assert loaded["n"].dtype == np.int64
+        assert same([loaded["w"], loaded["n"], loaded["step"]], [tree["w"], tree["n"], tree["step"]])
+        assert loaded["w"].sharding == tree["w"].sharding
+    assert loaded["layers"][1]["b"] is None, "it is not asked for"
+    nothing = jax.tree.map(lambda leaf: None, tree)
+    assert ocp.load(tmp_path / "one", nothing) == nothing
+
+
 def test_what_orbax_wrote_before_is_loaded(tmp_path: Path, tree: Any, request: pytest.FixtureRequest) -> None:
     ocp.save(tmp_path / "before", tree)
     assert not (tmp_path / "before" / "state" / "manifest.json").exists()

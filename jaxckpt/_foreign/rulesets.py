@@ -27,6 +27,7 @@ from jaxckpt._restore.rule_layouts import Layout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import DataError, InputError
+from jaxckpt._storage.place import local_path
 
 Config = Mapping[str, Any]
 
@@ -75,10 +76,17 @@ def huggingface_rules(
         return rules if is_plain else maxtext_rules(rules, config, scan is not False)
     except KeyError as error:
         raise DataError(f"the config.json of {folder} has no {error.args[0]!r}") from error
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"the config.json of {folder} has a value that does not fit: {error}") from error
 
 
 def _config_of(folder: str | os.PathLike[str]) -> Config:
-    path = Path(folder) / "config.json"
+    local = local_path(folder, "folder, the first argument,")
+    if local is None:
+        raise InputError(f"{folder} must be a local folder: its config.json is read")
+    path = Path(local) / "config.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
@@ -123,7 +131,7 @@ def _block_of(quantised: Config) -> Sequence[int] | None:
     """The sides of blocks in compressed-tensors; None if a scale is for a row or a tensor. Raises InputError."""
     weights: list[Config] = [group["weights"] for group in quantised["config_groups"].values()]
     blocks = [
-        tuple(one.get("block_structure") or ()) or (one.get("group_size") and (1, one["group_size"])) for one in weights
+        _sides(one.get("block_structure")) or (one.get("group_size") and (1, one["group_size"])) for one in weights
     ]
     is_packed = "pack" in str(quantised.get("format"))
     if (
@@ -135,6 +143,11 @@ def _block_of(quantised: Config) -> Sequence[int] | None:
             "of compressed-tensors, rules exist for 8 bits, symmetric, the same for all weights, and not packed"
         )
     return blocks[0] or None
+
+
+def _sides(block: str | Sequence[int] | None) -> tuple[int, ...]:
+    """The sides of a block; older versions of compressed-tensors write "128x128"."""
+    return tuple(map(int, block.split("x"))) if isinstance(block, str) else tuple(block or ())
 
 
 def _layer_rule(

@@ -34,8 +34,13 @@ class LeafType:
     set_state: Callable[[Any, Any], object] | None
     """Puts a state into the leaf of a target, if leaves of the type can change."""
 
+    cls: type
+    """The type itself."""
+
     def is_named(self, name: str) -> bool:
-        """Whether a recorded name means this class, wherever its module is."""
+        """Whether a recorded name means this class. Its module may be another one, unless a name was given."""
+        if self.name != full_name(self.cls) or name in _NAMES:
+            return self.name == name
         return self.name.rpartition(".")[2] == name.rpartition(".")[2]
 
 
@@ -101,7 +106,7 @@ def register_leaf(
     _TYPES.pop(other, None)  # a notebook defines a class again
     for old in [old for old, known in _NAMES.items() if known is cls]:
         del _NAMES[old]
-    _TYPES[cls] = LeafType(name, to_state, from_state, set_state)
+    _TYPES[cls] = LeafType(name, to_state, from_state, set_state, cls)
     _NAMES[name] = cls
 
 
@@ -134,7 +139,7 @@ def leaf_type(cls: type) -> LeafType | None:
 def _with_methods(cls: type) -> LeafType | None:
     for give, take in _PROTOCOLS:
         if callable(getattr(cls, give, None)) and callable(getattr(cls, take, None)):
-            return LeafType(full_name(cls), operator.methodcaller(give), None, functools.partial(_call, take))
+            return LeafType(full_name(cls), operator.methodcaller(give), None, functools.partial(_call, take), cls)
     return None
 
 

@@ -23,6 +23,18 @@ def as_bits(array: Array) -> Array:
     return array.view(_BITS[array.dtype.itemsize])
 
 
+def assign(target: Array, source: Array) -> None:
+    """Copy an array bit for bit, or cast it to another dtype. A real dtype takes the real parts of complex numbers."""
+    if source.dtype == target.dtype and not source.dtype.hasobject:
+        np.copyto(as_bits(target), as_bits(source))
+        return
+    if not np.can_cast(source.dtype, target.dtype, "unsafe"):  # two dtypes of at most 8 bits, both of ml_dtypes
+        source = source.astype(np.int32 if "int" in source.dtype.name else np.float32)
+    # The user asked for what the cast loses, so NumPy does not need to warn.
+    with np.errstate(all="ignore"):
+        target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
+
+
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Arrays that together hold a box of a stack."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt._format.leaf_types import LeafType, called, registered
-from jaxckpt._format.paths import below
+from jaxckpt._format.paths import below, heads
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.tree import Container, Structure, numbers_of, objects_of, unflatten
 from jaxckpt._format.values import KINDS
@@ -79,15 +80,21 @@ def asked_below(manifest: Manifest, numbers: Sequence[int], sharding: Any) -> li
 
 
 def with_objects(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
-    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object."""
+    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object.
+
+    An object that would share its new path with other leaves is left as its leaves.
+    """
     units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
-    for path, node in objects_of(manifest.tree):
+    objects = [*objects_of(manifest.tree)]
+    counts = collections.Counter(head for path in paths for head in heads(path)) if objects else {}
+    for path, node in objects:
         numbers = [*numbers_of(node)]
-        heads = {_head(paths[number], below(path, manifest.leaves[number].path) or "") for number in numbers}
-        if len(heads) == 1 and None not in heads:
+        found = {_head(paths[number], below(path, manifest.leaves[number].path) or "") for number in numbers}
+        head = found.pop() if len(found) == 1 else None
+        if head is not None and counts[head] == len(numbers):
             for number in numbers:
                 del units[paths[number]]
-            units[heads.pop() or ""] = node
+            units[head] = node
     return units
 
 

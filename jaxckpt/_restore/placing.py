@@ -18,7 +18,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Layout, extent, volume, whole
 from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind, process_layout
-from jaxckpt._format.pieces import Array
+from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
@@ -28,7 +28,7 @@ from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.passing import Arrivals, needed_by
 from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
 from jaxckpt._restore.pooled import Pooled
-from jaxckpt._restore.reading import Buffers, assign, read, require_metadata, undisturbed
+from jaxckpt._restore.reading import Buffers, read, require_metadata, undisturbed
 from jaxckpt._restore.sharing import Partition, Round, digest, members_of, plan_rounds, share
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, extent, intersection, volume, whole, within
-from jaxckpt._format.pieces import Array, as_bits
+from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.plan import Read, ReadStep, Region, Run, Want, plan_read, read_bytes
 from jaxckpt._restore.source import Source, leaves_at
@@ -314,15 +314,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     raw = np.empty(n_bytes + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + n_bytes].view(dtype).reshape(shape)
-
-
-def assign(target: Array, source: Array) -> None:
-    if source.dtype == target.dtype and not source.dtype.hasobject:
-        np.copyto(as_bits(target), as_bits(source))
-        return
-    # What an unsafe cast loses was asked for: NumPy need not warn of it again.
-    with np.errstate(all="ignore"):
-        target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
+import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +19,16 @@ from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import whole_number
 
 Names = str | tuple[str, ...]
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("source", "target", "scales"), (str, tuple, list)),
+    **dict.fromkeys(("parts", "block"), (tuple, list, type(None))),
+    **dict.fromkeys(("sizes", "resized"), (Mapping,)),
+    **dict.fromkeys(("scale", "offset"), (numbers.Real,)),
+    "layout": (str,),
+    "tied": (bool, np.bool_),
+}
+"""What the fields of a rule may be. A set of paths has no order."""
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
@@ -81,6 +93,7 @@ class Rule:
 
     def inverse(self, dtype: str | None = None) -> Rule:
         """The rule from target to source. If this rule casts, the inverse casts to `dtype`; None keeps the dtype."""
+        _require_dtype(dtype, "inverse(dtype=)")
         return Rule(
             source=self.target,
             target=self.source,
@@ -95,36 +108,37 @@ class Rule:
         )
 
     def __post_init__(self) -> None:
-        for what, names in (("source", self.source), ("target", self.target)):
-            if not names:
+        for what, kinds in _KINDS.items():
+            if not isinstance(value := getattr(self, what), kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise InputError(f"Rule.{what} must be of type {wanted}, found {reprlib.repr(value)}")
+        for what, names in (("source", self.source), ("target", self.target), ("scales", self.scales)):
+            paths = names_in(names) if names else ()
+            if not all(isinstance(path, str) and path for path in paths) or not (paths or what == "scales"):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
-            for name in names_in(names):
-                if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
-                    raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
-                if set(captures(name)) != set(captures(names)):
-                    raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
+            if len({frozenset(captures(path)) for path in paths}) > 1:
+                raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
         if self.scales and [set(captures(name)) for name in names_in(self.scales)] != [
             set(captures(self.source)) for _ in names_in(self.source)
         ]:
             raise InputError(f"{self}: scales= must name one path for each source, with the same numbers")
-        if self.block is not None and not (self.scales and all(side > 0 for side in self.block)):
-            raise InputError(f"{self}: block= must be sizes above zero, and needs scales=")
+        if self.block is not None and not self.scales:
+            raise InputError(f"{self}: block= needs scales=")
         several = max(len(names_in(self.source)), len(names_in(self.target))) > 1
         if len(names_in(self.source)) > 1 and len(names_in(self.target)) > 1:
             raise InputError(f"{self} joins several sources into several targets: make it two rules")
         if self.parts is not None and not several:
             raise InputError(f"{self} has parts=, but one source and one target")
-        for what, numbers in (
+        for what, counts in (
             ("parts", self.parts or ()),
+            ("block", self.block or ()),
             ("sizes", self.sizes.values()),
             ("resized", self.resized.values()),
         ):
-            for number in numbers:
+            for number in counts:
                 whole_number(number, f"{self}: a number in {what}=", least=1)
-        if self.axis < 0:
-            raise InputError(f"{self} has axis={self.axis}; it must count from the first dimension")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(f"Rule.dtype {self.dtype!r} is no name of a dtype{closest(str(self.dtype), DTYPES)}")
+        whole_number(self.axis, f"{self}: axis=", least=0)
+        _require_dtype(self.dtype, "Rule.dtype")
         if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
             raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
         numbers = set(captures(self.source)) ^ set(captures(self.target))
@@ -147,7 +161,7 @@ class Rule:
                     f"{self}: resized= needs one source, one target, a layout in which {axis!r} is a dimension by"
                     " itself, and its size in the source in sizes="
                 )
-        if unknown := sorted(self.sizes.keys() - known):
+        if unknown := sorted(map(str, self.sizes.keys() - known)):
             raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest(unknown[0], known)}")
 
     def computed(self, values: Array) -> Array:
@@ -159,6 +173,13 @@ class Rule:
 
     def __str__(self) -> str:
         return f"rule {_shown(self.source)} → {_shown(self.target)}"
+
+
+def _require_dtype(name: object, what: str) -> None:
+    if name is not None and not (isinstance(name, str) and name in DTYPES):
+        raise InputError(
+            f"{what} {reprlib.repr(name)} is no name of a dtype, such as 'bfloat16'{closest(str(name), DTYPES)}"
+        )
 
 
 # Names ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, intersection, relative, within
-from jaxckpt._format.pieces import Array, as_bits
+from jaxckpt._format.pieces import Array, assign
 from jaxckpt._restore.rule_layouts import Interval, Layout, axes_of, cover, tiles
 from jaxckpt._restore.source import ArrayData, StartedData
 from jaxckpt._storage.objects import Pending
@@ -101,11 +101,7 @@ class Piece:
         picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
         left = [axis for axis in axes if axis not in self.fixed]
         source = self.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
-        if source.dtype == target.dtype:
-            np.copyto(as_bits(target), as_bits(source))
-        else:
-            with np.errstate(all="ignore"):  # the rule asks for this cast
-                np.copyto(target, source, casting="unsafe")
+        assign(target, source)
 
     def _split(
         self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int

@@ -26,13 +26,13 @@ def dequantised(
             dimensions that the scales lack, at the end, are 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
     """
-    is_float = DTYPES[array.dtype].kind == "f" or array.dtype == "bfloat16"
+    is_float = array.dtype in ("bfloat16", "float16", "float32", "float64")
     if scales is None:
         if not is_float:
             return f"{show(path)} is {array.dtype}, and has no scales"
         return replace(array, dtype="float32", data=_Dequantised(array, None, ()))
     sides = scales.shape + (1,) * (len(array.shape) - len(scales.shape))
-    if math.prod(sides) == 1:
+    if block is None and math.prod(sides) == 1:
         block, sides = array.shape, (1,) * len(array.shape)
     elif block is None:
         block = tuple(n if side == 1 else 1 for n, side in zip(array.shape, sides, strict=False))

@@ -87,8 +87,10 @@ def made_by(
 def _missing(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
     """A problem if a number of the paths is not 0, 1, … up to the size that is given for it."""
     count = rule.sizes.get(name)
-    if count is not None and values != set(range(count)):
-        odd = sorted(values ^ set(range(count)))
+    if count is None:
+        return
+    gaps = itertools.islice((number for number in range(count) if number not in values), 6)
+    if odd := [*gaps, *sorted(number for number in values if number >= count)]:
         shown = ", ".join(map(str, odd[:5])) + (", …" if len(odd) > 5 else "")
         yield f"{{{name}}} must be 0 to {count - 1}; {'missing' if odd[0] < count else 'found'}: {shown}"
 
@@ -112,10 +114,12 @@ def _stack(
 ) -> _Stack | str:
     """The leaves to stack, or what is wrong with them."""
     counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
-    missing = [index for index in itertools.product(*map(range, counts)) if index not in paths]
-    if missing:
-        shown = ", ".join(f"{name} = {value}" for name, value in zip(stacked, missing[0], strict=True))
-        return f"{len(missing)} of {math.prod(counts)} leaves to stack are missing, the first with {shown}"
+    if missing := math.prod(counts) - len(paths):
+        # No number of the first gap is above the count of paths; a number in a path may be enormous.
+        sides = [range(min(count, len(paths) + 1)) for count in counts]
+        gap = next(index for index in itertools.product(*sides) if index not in paths)
+        shown = ", ".join(f"{name} = {value}" for name, value in zip(stacked, gap, strict=True))
+        return f"{missing} of {math.prod(counts)} leaves to stack are missing, the first with {shown}"
     blocks: dict[tuple[int, ...], ArrayData] = {}
     first = None
     for index, path in paths.items():

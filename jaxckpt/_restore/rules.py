@@ -7,7 +7,7 @@ are made of, and no leaf is ever whole in host memory.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jaxckpt._format.paths import closest
@@ -44,8 +44,13 @@ class Rules:
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Rules takes a list of Rule, found {reprlib.repr(self.rules)}")
-        if isinstance(self.drop, str):
-            raise InputError(f"Rules.drop must be a list of paths, found {self.drop!r}")
+        drop: object = self.drop
+        if (
+            isinstance(drop, str)
+            or not isinstance(drop, Collection)
+            or not all(isinstance(one, str) for one in self.drop)
+        ):
+            raise InputError(f"Rules.drop must be a list of paths, found {reprlib.repr(drop)}")
 
     def inverse(self, dtype: str | None = None) -> Rules:
         """The rules from target to source, without the dropped leaves.

@@ -142,9 +142,11 @@ def _renamed(manifest: Manifest, rename: Rename | None) -> tuple[Structure, dict
     """The structure as it is wanted, and the number of each leaf by its wanted path. Raises TreeError."""
     if rename is None:
         return manifest.tree, manifest.numbers
-    paths = renamed(rename, manifest.numbers)
-    numbers = {path: number for number, path in enumerate(paths)}
-    return structure_of(nested(with_objects(manifest, paths))), numbers
+    empty = {path: node for path, node in objects_of(manifest.tree) if next(numbers_of(node), None) is None}
+    paths = renamed(rename, [*manifest.numbers, *empty])
+    numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
+    units = with_objects(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
+    return structure_of(nested(units)), numbers
 
 
 def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
@@ -311,6 +313,8 @@ class _Matching:
         if saved is None:
             return self.request.strict and self._is_selected(leaf.path)
         numbers = [*numbers_of(saved)]
+        if not numbers and not self._is_selected(leaf.path):
+            return False
         left = [number for number in numbers if number not in by_number]
         if not left:
             return TargetObject.of(leaf.path, leaf.value, kind, self.manifest, saved)

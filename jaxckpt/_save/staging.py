@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxckpt._format.dtypes import DTYPES, lossless
 from jaxckpt._format.grid import Box, contains, extent, intersection, volume, whole, within
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
-from jaxckpt._format.pieces import Pieces
+from jaxckpt._format.pieces import Pieces, assign
 from jaxckpt._save.describe import Draft, Value
 from jaxckpt._save.exchange import box_everywhere, moving_bits
 from jaxckpt._save.plan import Object, SavePlan
@@ -211,8 +211,10 @@ def _taken(value: Value, number: int, here: Index, way: Way, dtype: np.dtype[Any
         case "view":
             return np.asarray(array), here
         case "copy":
-            with np.errstate(all="ignore"):  # the caller asks for this cast
-                return np.array(np.asarray(array)[here]).astype(dtype, copy=False), ...
+            part = np.asarray(array)[here]
+            copied = np.empty(part.shape, dtype)
+            assign(copied, part)
+            return copied, ...
         case "cast":
             return _cast(array, here, dtype), ...
         case "send":

@@ -299,6 +299,38 @@ def test_other_ways_to_quantise_are_an_error(quantised: dict[str, Any], tmp_path
         jaxckpt.huggingface_rules(tmp_path)
 
 
+def test_blocks_that_older_compressed_tensors_wrote_as_text(tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    for structure in ([8, 4], "8x4"):
+        quantised = compressed(strategy="block", block_structure=structure)
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+        assert {rule.block for rule in jaxckpt.huggingface_rules(tmp_path).rules} == {None, (8, 4)}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"num_hidden_layers": "x"},
+        {"hidden_size": None, "head_dim": None},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"quantization_config": 3},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}},
+    ],
+)
+def test_a_configuration_of_other_values_is_an_error(damage: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **damage}))
+    with pytest.raises(jaxckpt.DataError, match=r"the config\.json of .* has a value that does not fit"):
+        jaxckpt.huggingface_rules(tmp_path)
+
+
+def test_a_folder_that_is_no_local_path_is_an_error() -> None:
+    for folder, expected in (("s3://bucket/model", "must be a local folder"), (3, "str or PathLike, found 3")):
+        with pytest.raises(jaxckpt.InputError, match=expected):
+            jaxckpt.huggingface_rules(folder)  # pyright: ignore
+
+
 def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.DataError, match=r"config\.json"):
         jaxckpt.huggingface_rules(tmp_path)

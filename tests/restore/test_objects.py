@@ -458,6 +458,49 @@ def test_what_from_state_raises_names_the_leaf(tmp_path: Path) -> None:
         assert "'a/b" in caught.value.__notes__[0]
 
 
+def test_names_that_were_given_to_types_are_compared_as_a_whole(tmp_path: Path) -> None:
+    def register(name: str) -> Any:
+        cls = type("Amount", (Money,), {})
+        cls.__qualname__ = name
+        jaxckpt.register_leaf(cls, to_state=lambda one: one.cents, from_state=cls, name=f"{name}-1.0")
+        return cls
+
+    money, weight = register("money"), register("weight")
+    jaxckpt.save(tmp_path / "ckpt", {"a": money(3)})
+    with pytest.raises(jaxckpt.MismatchError, match=r"state of a money-1.0 in the checkpoint, a weight-1.0 in"):
+        jaxckpt.restore(tmp_path / "ckpt", {"a": weight(0)})
+
+
+def test_objects_that_rename_puts_among_other_leaves_become_their_leaves(tmp_path: Path) -> None:
+    jaxckpt.register_leaf(Money, to_state=lambda one: one.cents, from_state=Money)
+    jaxckpt.save(tmp_path / "a", {"a": Money({"x": 1}), "b": Money({"y": 2}), "z": 3})
+    for read in (jaxckpt.restore, jaxckpt.load_numpy):
+        assert read(tmp_path / "a", rename={"a": "c", "b": "c"})["c"] == {"x": 1, "y": 2}
+        assert read(tmp_path / "a", rename={"a": "", "b": "b"})["x"] == 1
+        assert read(tmp_path / "a", rename={"z": "a/z"})["a"] == {"x": 1, "z": 3}
+        assert type(read(tmp_path / "a", rename={"a": "deep/a"})["deep"]["a"]) is Money
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename={"a": "c", "b": "c"})
+    assert [*jaxckpt.open(tmp_path / "b")] == ["c/x", "c/y", "z"]
+
+
+def test_an_object_whose_state_is_empty_is_renamed_and_selected(tmp_path: Path) -> None:
+    class Box:
+        got = "nothing"
+
+        def get_state(self) -> Any:
+            return {}
+
+        def set_state(self, state: Any) -> None:
+            self.got = state
+
+    jaxckpt.save(tmp_path / "ckpt", {"w": 1, "box": Box()})
+    box = Box()
+    jaxckpt.restore(tmp_path / "ckpt", {"v": 0, "box": box}, rename={"w": "v"}, select="w")
+    assert box.got == "nothing", "it is not selected"
+    jaxckpt.restore(tmp_path / "ckpt", {"run": {"w": 0, "box": box}}, rename=lambda path: f"run/{path}")
+    assert box.got == {}
+
+
 # Several processes ------------------------------------------------------------------------------------------
 
 

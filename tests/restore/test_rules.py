@@ -322,6 +322,15 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
         ),
         ({"source": "a", "target": "b", "layout": "(x y) -> x y", "sizes": {"x": -2}}, "sizes= must be a whole number"),
         ({"source": "a", "target": "b", "dtype": jnp.bfloat16}, "is no name of a dtype"),
+        ({"source": "a", "target": {"b", "c"}}, r"Rule\.target must be of type str or tuple or list, found {"),
+        ({"source": ("a", 3), "target": "b"}, r"Rule\.source must be a path"),
+        ({"source": "a", "target": "b", "scales": 3}, r"Rule\.scales must be of type"),
+        ({"source": "a", "target": "b", "sizes": "d"}, r"Rule\.sizes must be of type Mapping"),
+        ({"source": "a", "target": "b", "layout": 3}, r"Rule\.layout must be of type str"),
+        ({"source": "a", "target": "b", "axis": -1}, "axis= must be a whole number not below 0"),
+        ({"source": "a", "target": "b", "scale": "2"}, r"Rule\.scale must be of type Real"),
+        ({"source": "a", "target": "b", "tied": "no"}, r"Rule\.tied must be of type bool"),
+        ({"source": "a", "target": "b", "scales": "s", "block": ("1", 2)}, "block= must be a whole number"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_is_an_error(arguments: dict[str, Any], expected: str) -> None:
@@ -333,11 +342,42 @@ def test_rules_that_cannot_be_meant_are_an_error(tmp_path: Path) -> None:
     rule = Rule(source="q", target="w")
     with pytest.raises(jaxckpt.InputError, match="takes a list of Rule"):
         Rules(rule)  # pyright: ignore
-    with pytest.raises(jaxckpt.InputError, match="must be a list of paths, found 'norm'"):
-        Rules([rule], drop="norm")
+    for drop in ("norm", 3, ["a", None]):
+        with pytest.raises(jaxckpt.InputError, match="must be a list of paths, found "):
+            Rules([rule], drop=drop)  # pyright: ignore
+    with pytest.raises(jaxckpt.InputError, match=r"inverse\(dtype=\) 'float23' is no name of a dtype"):
+        Rules([rule]).inverse("float23")
     jaxckpt.save(tmp_path / "a", {"q": np.arange(-3, 4, dtype="int8")})
     with pytest.raises(jaxckpt.MismatchError, match="'q' is claimed by rule q → w and dropped"):
         jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule], drop=["q"]))
+
+
+def test_an_enormous_number_in_a_path_costs_no_memory(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {f"h.{number}": np.ones(2) for number in (0, 1, 10**12)})
+    for rule, expected in (
+        (Rule(source="h.{i}", target="w", layout="a -> i a"), "999999999998 of 1000000000001 leaves .* with i = 2"),
+        (Rule(source="h.{i}", target="w/{i}", sizes={"i": 10**15}), "to 999999999999999; missing: 2, 3, 4, 5, 6, …"),
+        (Rule(source="h.{i}", target="w/{i}", sizes={"i": 2}), "must be 0 to 1; found: 1000000000000"),
+    ):
+        with pytest.raises(jaxckpt.MismatchError, match=expected):
+            jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule]))
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "expected"),
+    [
+        ("float8_e4m3fn", (1, 1), r"has shape \[8, 8\], and scales of shape \[1, 1\] for blocks of \[4, 4\]"),
+        ("float8_e5m2", None, "is float8_e5m2, and has no scales"),
+    ],
+)
+def test_scales_that_are_not_those_of_the_blocks_are_an_error(
+    tmp_path: Path, weight: str, scale: tuple[int, ...] | None, expected: str
+) -> None:
+    scales = {} if scale is None else {"s": np.ones(scale, "float32")}
+    jaxckpt.save(tmp_path / "a", {"w": np.ones((8, 8), DTYPES[weight]), **scales})
+    rules = Rules([Rule(source="w", target="w", scales="s", block=(4, 4))])
+    with pytest.raises(jaxckpt.MismatchError, match=expected):
+        jaxckpt.load_numpy(tmp_path / "a", rename=rules)
 
 
 @pytest.mark.parametrize("how", [{"scale": 0.1}, {"offset": 0.5}])

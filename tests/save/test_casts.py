@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._save import staging as _staging
 
 BF16 = ml_dtypes.bfloat16
@@ -185,6 +186,25 @@ def test_lossy_casts_are_done_if_they_are_allowed(tmp_path: Path) -> None:
     unsafe = jaxckpt.Options(cast="unsafe")
     jaxckpt.save(tmp_path / "a", tree, dtype={"n": np.uint8, "x": np.int32}, options=unsafe)
     require_equal(jaxckpt.restore(tmp_path / "a"), {"n": np.array([1, 44], np.uint8), "x": np.array([1, -2], np.int32)})
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [("complex64", "float32"), ("int4", "uint4"), ("float8_e4m3fn", "float8_e8m0fnu"), ("float8_e8m0fnu", "int4")],
+)
+@pytest.mark.filterwarnings("error")
+def test_numpy_arrays_are_cast_also_where_numpy_has_no_cast(tmp_path: Path, own: str, wanted: str) -> None:
+    source, target = DTYPES[own], DTYPES[wanted]
+    values = np.array([1, 2, 4, 1], np.float32).astype(source)
+    options = jaxckpt.Options(cast="unsafe")
+    jaxckpt.save(tmp_path / "a", {"x": values}, dtype={"x": target}, options=options)
+    jaxckpt.save(tmp_path / "b", {"x": values})
+    for found in (
+        jaxckpt.load_numpy(tmp_path / "a"),
+        jaxckpt.restore(tmp_path / "b", dtype={"x": target}, options=options),
+    ):
+        assert found["x"].dtype == target
+        assert found["x"].astype(np.float32).tolist() == [1, 2, 4, 1]
 
 
 @pytest.mark.parametrize("tied", [False, True])
