@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -147,16 +148,22 @@ class Newest:
         of_step = [one for one in seen if one.step == candidate.step]
         own = np.full(len(files.keys), -1)
         numbers = {key: number for number, key in enumerate(files.keys)}
-        usable: dict[str, str] = {}
+        nothing = _bits([], len(own))
+        usable: dict[str, Held] = {}
         for number, one in enumerate(of_step):
             there = self._usable(one.folder, manifest.data, files, numbers)
             own[there] = number
-            usable[one.process] = _packed(_bits(there, len(own)).tobytes())
-        texts = meeting.gather(json.dumps(usable))
-        held: list[dict[str, str]] = json.loads(meeting.share(f"[{','.join(texts)}]"))
-        by_folder = {name: np.frombuffer(_unpacked(bits), np.uint8) for some in held for name, bits in some.items()}
-        nothing = _bits([], len(own))
-        every = np.array([np.bitwise_or.reduce([nothing, *map(by_folder.__getitem__, some)]) for some in held])
+            usable[one.process] = usable.get(one.process, nothing) | _bits(there, len(own))
+        texts = meeting.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
+        held = [
+            {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in some.items()}
+            for some in json.loads(meeting.share(f"[{','.join(texts)}]"))
+        ]
+        by_folder: dict[str, Held] = {}
+        for name, bits in itertools.chain.from_iterable(map(dict.items, held)):
+            by_folder[name] = by_folder.get(name, bits) & bits
+        # A process is asked only for what it can read: another one may see more in the same folder, or in a copy of it.
+        every = np.array([np.bitwise_or.reduce([nothing, *some.values()]) for some in held])
         lacking = missing(every if apart else np.bitwise_and.reduce(every)[None], len(own))
         if lacking:
             if process == 0:
