@@ -305,9 +305,13 @@ def test_only_what_a_process_lacks_is_passed_on_and_only_to_it(job: Job) -> None
     hosts = job.hosts()
     wipe(hosts[3])
     job.case(hosts, select="layer *")
+    hosts = job.hosts()
+    wipe(hosts[3])
+    job.case(hosts, layout="replicated", options={"read": "shared"})
     layers = 4 * 96 * 512 * 2
-    (found,) = job.run(4)
+    found, shared = job.run(4)
     require_step(found, 40)
+    require_step(shared, 40)
     assert [one["got"] for one in found] == [0, 0, 0, layers // 4]
     assert layers // 4 <= sum(one["passed"] for one in found) <= 1.02 * layers // 4
     assert layers <= sum(one["read"] for one in found) <= 1.02 * layers, "each chunk is read once in the whole job"
