@@ -130,7 +130,7 @@ class Saver:
         self.last.begun(pending, step)
         if flush is not None and self.local is not None:
             self.local.flush = flush
-            self.flushed.begun(flush.begin(pending), step)
+            self.flushed.begun(flush.begin(pending), step, pending)
         return True
 
     def _completed(self, record: StepRecord, request: SaveRequest, *, stored: bool, last_one: bool) -> SaveRequest:
