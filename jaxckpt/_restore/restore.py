@@ -118,9 +118,9 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(request.mesh)
             require_request(request)
-            if isinstance(path, Pooled):  # half of the memory is for what other processes pass on
+            if isinstance(path, Pooled):  # half of the memory is for what other processes pass on, as they all do
                 source, digest = path, path.digest
-                options = replace(options, host_bytes=max(1, options.host_bytes // 2))
+                options = replace(options, host_bytes=max(1, options.host_bytes // 2), read="each")
             else:
                 source, digest = source_at(path, options)
             source = renamed_source(source, request.rules)

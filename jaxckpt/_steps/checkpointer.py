@@ -284,7 +284,7 @@ class Checkpointer:
         return self._local.plan(draft, self._options)
 
     def delete(self, step: int) -> None:
-        """Delete a step. Every process calls this. A step that does not exist is not an error.
+        """Delete a step, here and in local folders. Every process calls this. It is no error if it does not exist.
 
         Raises:
             InputError: It is the only step.
@@ -295,11 +295,13 @@ class Checkpointer:
 
     def _delete_together(self, step: int, group: Group) -> None:
         with group.meeting("deleting a step") as meeting:
-            self._last.wait()
+            self._saver.wait()
             meeting.gather("")
             if self._first:
                 self._deletion.delete(step)
             meeting.share("")
+            if self._local is not None:
+                self._local.delete(step, meeting)
 
     @property
     def preempted(self) -> bool:
@@ -363,14 +365,19 @@ class Checkpointer:
         asked = Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
         return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)[1]
 
-    def _restore(self, step: int | None, chosen: Chosen, asked: Request) -> tuple[int, Tree]:
+    def _restore(
+        self, step: int | None, chosen: Chosen, asked: Request, init: Callable[[], Tree] | None = None
+    ) -> tuple[int | None, Tree]:
+        if chosen.step is None and init is not None:
+            self._newest.taken(chosen)
+            return None, init()
         number = self._newest.required(chosen)
         try:
             tree = carry_out(chosen.source or self.path(number), asked, self._options)
         except DamagedError as error:
             assert chosen.source is not None
             self._newest.avoid(chosen.source, error)
-            return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)
+            return self._restore(step, self._chosen(step, apart=asked.rules is None), asked, init)
         except JaxckptError as error:
             for note in self._directory.hints(number, error):
                 error.add_note(note)
@@ -412,13 +419,9 @@ class Checkpointer:
         self._trains = True
         new_names, rules = split_rename(rename)
         chosen = self._chosen(None, apart=rules is None)
-        if chosen.step is None:
-            self._newest.taken(chosen)
-            return None, init()
-        target, initial = target_of(init)
-        return self._restore(
-            None, chosen, Request(target, mesh, specs, select, new_names, rules, strict, initial=initial)
-        )
+        target, initial = (None, None) if chosen.step is None else target_of(init)
+        asked = Request(target, mesh, specs, select, new_names, rules, strict, initial=initial)
+        return self._restore(None, chosen, asked, init)
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
         """The value that this process saved as `process_state[name]`. Every process calls this.

@@ -82,6 +82,14 @@ class Directory:
             found = self._known.setdefault(step, SavedStep.of(step, manifest))
         return found
 
+    def save_id(self, step: int) -> str | None:
+        """The id of the save that a step is of; None if its manifest is missing or damaged."""
+        try:
+            return load_manifest(self.child(step))[0].save_id
+        except (CorruptError, NotACheckpointError) as error:
+            _log.warning("ignoring step %d: %s", step, error)
+            return None
+
     def look_at(self, steps: list[int]) -> list[SavedStep]:
         """What all steps' manifests say."""
         found = [found for step in steps if (found := self.look(step)) is not None]

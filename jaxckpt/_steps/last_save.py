@@ -15,9 +15,11 @@ class LastSave:
         self.step: int | None = None
         """Its step; None if the save failed, or the step was deleted."""
 
-    def begun(self, pending: PendingSave, step: int) -> None:
-        """A later save has begun."""
-        self.pending, self.step = pending, step
+        self._following: PendingSave | None = None
+
+    def begun(self, pending: PendingSave, step: int, following: PendingSave | None = None) -> None:
+        """A later save has begun. What it only follows reports its own error."""
+        self.pending, self.step, self._following = pending, step, following
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for it, but not beyond a deadline: then it is abandoned.
@@ -33,6 +35,12 @@ class LastSave:
                 if not pending.done:
                     pending.abandon()
                     return False
-                pending.wait()  # it ended just now, or with a TimeoutError of its own
+            except Exception:
+                if not pending.done:
+                    raise
+            if pending.error is not None:
+                if self._following is None or pending.error is not self._following.error:
+                    raise pending.error
+                step = None
         self.step = step
         return True

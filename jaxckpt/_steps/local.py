@@ -11,6 +11,7 @@ one, it deletes all but one older step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -25,9 +26,9 @@ from typing import Any, Self
 import msgspec
 
 from jaxckpt._format.names import MANIFEST, is_data, names_data
-from jaxckpt._runtime.errors import InputError, PeersDisagreeError
+from jaxckpt._runtime.errors import DataError, InputError, PeersDisagreeError, StorageError
 from jaxckpt._runtime.options import Options, rate, whole_number
-from jaxckpt._runtime.processes import Group, process_names
+from jaxckpt._runtime.processes import Group, Meeting, process_names
 from jaxckpt._save.copies import Domains
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import Object
@@ -161,19 +162,25 @@ class Local:
         self.run, self._storage, self._index = terms.run, directory.url, group.index
         self.here = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
         self.domains = Domains(tuple(terms.domains), self._copies)
-        name = f"process-{group.index}"
-        self.own = self.folder.child(name)
+        self.own = self.folder.child(f"process-{group.index}")
+        self._claim()
+
+    def _claim(self) -> None:
+        """Make this process's folder the run's, unless it is. Raises InputError, DataError, StorageError."""
         note = _run_of(self.own)
         if note is None and not {_NEW_NOTE}.issuperset(self.own.names()):
-            raise InputError(f"{self.own.url} holds other files: give another local=, or remove them")
-        if note is not None and (note.get("run"), note.get("storage")) != (self.run, directory.url):
-            raise InputError(
-                f"{self.own.url} holds local steps of another run, which is stored at {note.get('storage')}, expected"
-                f" {directory.url}: remove that folder if the run has ended, or give another local="
-            )
+            raise InputError(f"{self.own.url} holds other files, but no {_NOTE}: give another local=, or remove them")
+        if note is not None and (note.get("run"), note.get("storage")) != (self.run, self._storage):
+            where = note.get("storage")
+            whose = f"local steps of another run, which is stored at {where}, expected {self._storage}"
+            if where == self._storage:
+                whose = f"local steps of an earlier run in {where}, which was deleted or replaced since"
+            elif where is None:
+                whose = f"a damaged {_NOTE}, so that nobody can tell of which run its steps are"
+            raise InputError(f"{self.own.url} holds {whose}: remove that folder, or give another local=")
         if note is None:
-            note = {"run": self.run, "storage": directory.url, "folder": uuid.uuid4().hex}
-            self.folder.made(name).put(_NEW_NOTE, json.dumps(note).encode())
+            note = {"run": self.run, "storage": self._storage, "folder": uuid.uuid4().hex}
+            self.folder.made(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())
             self.own.rename(_NEW_NOTE, _NOTE)
 
     def folders(self) -> dict[int, tuple[str, Folder]]:
@@ -183,7 +190,11 @@ class Local:
         for name in self.folder.names():
             if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
                 folder = self.folder.child(name)
-                note = _run_of(folder) or {}
+                try:
+                    note = _run_of(folder) or {}
+                except (DataError, StorageError) as error:
+                    _log.warning("%s is ignored: %s", folder.url, error)
+                    continue
                 if (note.get("run"), note.get("storage")) == (self.run, self._storage):
                     found[int(name.removeprefix("process-"))] = str(note.get("folder")), folder
                 else:
@@ -199,6 +210,14 @@ class Local:
     def newest(self) -> tuple[int, str] | None:
         """The (step, save id) that this Checkpointer has saved last, or else restored."""
         return self._made or self._whole
+
+    def delete(self, step: int, meeting: Meeting) -> None:
+        """Delete a step in all folders of the run. Every process: what one of them had left could be whole."""
+        meeting.renew()
+        for _, folder in self.folders().values():
+            folder.child(step_name(step)).unpublish(sync=False)
+            folder.delete(step_name(step))
+        meeting.barrier()
 
     # Saving ----------------------------------------------------------------------------------------------
 
@@ -252,6 +271,7 @@ class Local:
 
     def _clear(self, text: str) -> None:
         """Delete all steps but the one that stays."""
+        self._claim()  # whoever has deleted the folder meanwhile: without its note, no step in it counts
         kept = msgspec.json.decode(text, type=_Kept)
         if kept.known:
             _trim(self.own, kept)
@@ -316,8 +336,9 @@ def _trim(own: Folder, kept: _Kept) -> None:
     for name in filter(is_step, own.names()):
         child = own.child(name)
         stays = f"data-{kept.save_id}" if int(name) == kept.step else ""
-        if not names_data(child.read(MANIFEST), stays):
-            child.unpublish(sync=False)
+        with contextlib.suppress(DataError, StorageError):  # something that is no manifest, and goes with the rest
+            if not names_data(child.read(MANIFEST), stays):
+                child.unpublish(sync=False)
         if not stays:
             own.delete(name)
         for data in filter(is_data, child.names()):

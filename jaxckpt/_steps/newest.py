@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -23,14 +24,13 @@ from jaxckpt._format.records import Manifest
 from jaxckpt._restore.plan import read_bytes
 from jaxckpt._restore.pooled import DamagedError, Pooled
 from jaxckpt._restore.surviving import Candidate, Files, Held, candidates, missing
-from jaxckpt._runtime.errors import DataError, ManifestError, NotACheckpointError, StorageError
+from jaxckpt._runtime.errors import CorruptError, ManifestError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.local import Local
 from jaxckpt._storage.errors import system_errors
 from jaxckpt._storage.folder import Folder
-from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.steps import is_step, step_name
 
 _log = logging.getLogger("jaxckpt")
@@ -108,9 +108,11 @@ class Newest:
         """The steps in the local folders that this process sees."""
         for name, process in self._local.folders().values() if self._local else ():
             try:
-                yield from [_seen(name, process.child(step), int(step)) for step in process.names() if is_step(step)]
-            except (DataError, StorageError) as error:
+                steps = list(filter(is_step, process.names()))
+            except StorageError as error:
                 _log.warning("the local folder %s is not used: %s", process.url, error)
+                continue
+            yield from (_seen(name, process.child(step), int(step)) for step in steps)
 
     def _offer(self, heard: Sequence[str], step: int | None) -> str:
         """The storage's step; and saves that are to be preferred if they are whole, the newest first, each with the
@@ -123,7 +125,7 @@ class Newest:
             if one.step != step if step is not None else stored is not None and one.step < stored:
                 continue
             # Of two saves of one step, the storage's counts.
-            if one.step in steps and load_manifest(self._directory.child(one.step))[0].save_id != one.save_id:
+            if one.step in steps and self._directory.save_id(one.step) not in (None, one.save_id):
                 continue
             having = [process for process, some in enumerate(found) if one in some]
             offered.append((one, having[0] if len(having) < len(found) else None))
@@ -147,16 +149,22 @@ class Newest:
         of_step = [one for one in seen if one.step == candidate.step]
         own = np.full(len(files.keys), -1)
         numbers = {key: number for number, key in enumerate(files.keys)}
-        usable: dict[str, str] = {}
+        nothing = _bits([], len(own))
+        usable: dict[str, Held] = {}
         for number, one in enumerate(of_step):
             there = self._usable(one.folder, manifest.data, files, numbers)
             own[there] = number
-            usable[one.process] = _packed(_bits(there, len(own)).tobytes())
-        texts = meeting.gather(json.dumps(usable))
-        held: list[dict[str, str]] = json.loads(meeting.share(f"[{','.join(texts)}]"))
-        by_folder = {name: np.frombuffer(_unpacked(bits), np.uint8) for some in held for name, bits in some.items()}
-        nothing = _bits([], len(own))
-        every = np.array([np.bitwise_or.reduce([nothing, *map(by_folder.__getitem__, some)]) for some in held])
+            usable[one.process] = usable.get(one.process, nothing) | _bits(there, len(own))
+        texts = meeting.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
+        held = [
+            {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in some.items()}
+            for some in json.loads(meeting.share(f"[{','.join(texts)}]"))
+        ]
+        by_folder: dict[str, Held] = {}
+        for name, bits in itertools.chain.from_iterable(map(dict.items, held)):
+            by_folder[name] = by_folder.get(name, bits) & bits
+        # A process is asked only for what it can read: another one may see more in the same folder, or in a copy of it.
+        every = np.array([np.bitwise_or.reduce([nothing, *some.values()]) for some in held])
         lacking = missing(every if apart else np.bitwise_and.reduce(every)[None], len(own))
         if lacking:
             if process == 0:
@@ -191,7 +199,11 @@ class Newest:
             if (key := os.path.relpath(os.path.join(path, name), folder.folder)) in numbers
             and f"{folder.url}/{key}" not in self._unusable
         }
-        misfits = folder.misfits({key: files.lengths[number] for number, key in there.items()})
+        try:
+            misfits = folder.misfits({key: files.lengths[number] for number, key in there.items()})
+        except StorageError as error:
+            _log.warning("the local folder %s is not used: %s", folder.url, error)
+            return []
         for key, why in misfits.items():
             _log.warning("the local file %s/%s is not used: it %s", folder.url, key, why)
         return [number for number, key in there.items() if key not in misfits]
@@ -222,23 +234,25 @@ class Newest:
             self._known.update({one.step: decode(one.content or b"", one.folder.url) for one in ours})
         record = self._known[step].step if step in self._known else None
         if record is None:
-            raise NotACheckpointError(f"{self._directory.url} has no step {step}")
+            more = ", and no local step of that number was restored or saved last" if self._local else ""
+            raise NotACheckpointError(f"{self._directory.url} has no step {step}{more}")
         return dict(record.metrics)
 
 
 def _seen(process: str, folder: Folder, step: int) -> _Seen:
     """A step's folder. A manifest that is damaged, or of another step, counts as none."""
-    content = folder.read(MANIFEST)
-    if content is not None:
-        try:
-            manifest = decode(content, folder.url)
-            if manifest.step is not None and manifest.step.number == step:
-                found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
-                return _Seen(process, folder, step, content, found)
-            why = "it is of another step"
-        except ManifestError as error:
-            why = str(error)
-        _log.warning("the manifest in %s is not used: %s", folder.url, why)
+    try:
+        content = folder.read(MANIFEST)
+        if content is None:
+            return _Seen(process, folder, step, None, None)
+        manifest = decode(content, folder.url)
+        if manifest.step is not None and manifest.step.number == step:
+            found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
+            return _Seen(process, folder, step, content, found)
+        why = "it is of another step"
+    except (CorruptError, StorageError) as error:
+        why = str(error)
+    _log.warning("the manifest in %s is not used: %s", folder.url, why)
     return _Seen(process, folder, step, None, None)
 
 

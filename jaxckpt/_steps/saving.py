@@ -130,7 +130,7 @@ class Saver:
         self.last.begun(pending, step)
         if flush is not None and self.local is not None:
             self.local.flush = flush
-            self.flushed.begun(flush.begin(pending), step)
+            self.flushed.begun(flush.begin(pending), step, pending)
         return True
 
     def _completed(self, record: StepRecord, request: SaveRequest, *, stored: bool, last_one: bool) -> SaveRequest:
@@ -170,7 +170,7 @@ class Saver:
 
     def _leave(self, step: int, saved: bool) -> None:
         here = saved and self.last.wait(self.notice.seconds_left())
-        in_time = here and self.flushed.wait(self.notice.seconds_left())
+        in_time = self.flushed.wait(self.notice.seconds_left()) and here  # else `close` would wait for it, for ever
         outcome = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
         if here and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"

@@ -100,7 +100,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     }
     for some in (counts, lines, arrivals):
         some.clear()
-    options = jaxckpt.Options(host_bytes=case.get("host_bytes", 256 << 20), timeout_seconds=20)
+    options = jaxckpt.Options(
+        host_bytes=case.get("host_bytes", 256 << 20), timeout_seconds=20, **case.get("options", {})
+    )
     with jaxckpt.Checkpointer(args["path"], local=case["hosts"][process_id], options=options) as steps:
         counts.clear()
         tree = steps.restore(case.get("step"), target, select=case.get("select"))

@@ -279,13 +279,39 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
 
 
 @pytest.mark.child
+def test_a_process_is_asked_only_for_what_it_can_read_itself(job: Job) -> None:
+    """Others see the same folder, or a copy of it with the same id, and what they can read of it differs."""
+    for number in range(0, 12, 3):  # one process alone reads the damaged object, and the others see it as sound
+        hosts = job.hosts()
+        for other in (1, 2, 3):
+            shutil.move(hosts[other] / f"process-{other}", hosts[0])
+        for file in copies(hosts, objects(hosts[0])[number]):
+            flip(file)
+        job.case([hosts[0]] * 2, 30)
+    hosts = job.odd_hosts()  # a part of one host's folder was copied to the other
+    for other in (1, 2, 3):
+        shutil.move(hosts[other] / f"process-{other}", hosts[0])
+    for copied in list(hosts[0].iterdir()):
+        shutil.copytree(copied, hosts[1] / copied.name)
+        for file in local_folders.files(hosts[1] / copied.name / "00000040")[::2]:
+            file.unlink()
+    job.case(hosts[:2], 40)
+    for found, step in zip(job.run(2), [30] * 4 + [40], strict=True):
+        require_step(found, step)
+
+
+@pytest.mark.child
 def test_only_what_a_process_lacks_is_passed_on_and_only_to_it(job: Job) -> None:
     hosts = job.hosts()
     wipe(hosts[3])
     job.case(hosts, select="layer *")
+    hosts = job.hosts()
+    wipe(hosts[3])
+    job.case(hosts, layout="replicated", options={"read": "shared"})
     layers = 4 * 96 * 512 * 2
-    (found,) = job.run(4)
+    found, shared = job.run(4)
     require_step(found, 40)
+    require_step(shared, 40)
     assert [one["got"] for one in found] == [0, 0, 0, layers // 4]
     assert layers // 4 <= sum(one["passed"] for one in found) <= 1.02 * layers // 4
     assert layers <= sum(one["read"] for one in found) <= 1.02 * layers, "each chunk is read once in the whole job"

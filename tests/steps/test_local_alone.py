@@ -1,0 +1,174 @@
+"""The local tier of a job of one process: folders in odd states, saves that fail, and steps that are deleted."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.full((40, 50), step), "step": step}
+
+
+def opened(tmp_path: Path, **more: Any) -> jaxckpt.Checkpointer:
+    """A run that saves every 5th step locally, and every 10th in the storage, too."""
+    options = jaxckpt.Options(sync=False)
+    tier = {"local": tmp_path / "local", "local_every": 5, "copies": 0}
+    return jaxckpt.Checkpointer(tmp_path / "run", every=10, on_preemption="ignore", options=options, **tier, **more)
+
+
+def saved(tmp_path: Path, *steps: int) -> Path:
+    """The local folder in which these steps were saved, one after the other."""
+    with opened(tmp_path) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state(step), metrics={"loss": step})
+            checkpoints.wait()
+    return tmp_path / "local/process-0"
+
+
+def resumed(tmp_path: Path) -> int | None:
+    with opened(tmp_path) as checkpoints:
+        step, tree = checkpoints.restore_or_init(lambda: state(0))
+    np.testing.assert_array_equal(tree["w"], state(step or 0)["w"])
+    return step
+
+
+def held(own: Path) -> list[str]:
+    return sorted(path.name for path in own.iterdir())
+
+
+def test_a_deleted_step_does_not_come_back_from_the_local_folders(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 10, 15, 20)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.delete(20)
+        assert (checkpoints.steps(), checkpoints.latest_step()) == ([10], 15)
+        checkpoints.delete(15)
+        assert checkpoints.latest_step() == 10
+        checkpoints.save(25, state(25))
+        checkpoints.wait()
+        with pytest.raises(jaxckpt.JaxckptError, match="is the only one"):
+            checkpoints.delete(10)
+        assert checkpoints.latest_step() == 25
+    assert resumed(tmp_path) == 25
+
+
+def test_a_local_folder_that_was_deleted_during_the_run_is_used_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(5, state(5))
+        checkpoints.wait()
+        shutil.rmtree(tmp_path / "local")
+        for step in (10, 15):
+            checkpoints.save(step, state(step))
+            checkpoints.wait()
+            assert checkpoints.latest_step() == step
+    assert resumed(tmp_path) == 15
+
+
+def test_a_save_that_failed_is_reported_once_and_does_not_cost_the_next_one(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with opened(tmp_path) as checkpoints:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            checkpoints.save(10, state(10))
+            with pytest.raises(jaxckpt.StorageError, match="File too large"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        for step in (15, 20):
+            assert checkpoints.save(step, state(step))
+            checkpoints.wait()
+        assert (checkpoints.steps(), checkpoints.latest_step()) == ([20], 20)
+
+
+def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in saved(tmp_path, 5).glob("*/data-*/*/c/**/*"):
+        if file.is_file():
+            content = bytearray(file.read_bytes())
+            content[10] ^= 1
+            file.write_bytes(content)
+    assert resumed(tmp_path) is None
+    assert "no step is left" in caplog.text
+
+
+def turned_into_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def turned_into_a_link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_suffix(".real")))
+
+
+@pytest.mark.parametrize("turned", [turned_into_a_folder, turned_into_a_link])
+def test_a_step_with_an_odd_manifest_is_not_used_and_is_deleted(tmp_path: Path, turned: Callable[[Path], None]) -> None:
+    own = saved(tmp_path, 5, 10, 15)
+    turned(own / "00000015/manifest.json")
+    (tmp_path / "run/00000010").rename(tmp_path / "elsewhere")
+    assert resumed(tmp_path) == 10, "the other step of that folder is whole"
+    assert resumed(tmp_path) == 10
+    with opened(tmp_path) as checkpoints:
+        checkpoints.restore()
+        for step in (25, 35):
+            checkpoints.save(step, state(step))
+            checkpoints.wait()
+    assert held(own) == ["00000025", "00000035", "run.json"]
+
+
+def test_a_folder_of_another_process_that_cannot_be_read_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = saved(tmp_path, 5)
+    shutil.copytree(own, own.with_name("process-7"))
+    turned_into_a_folder(own.with_name("process-7") / "run.json")
+    assert resumed(tmp_path) == 5
+    assert "process-7 is ignored: " in caplog.text
+
+
+def test_a_folder_with_a_copied_part_of_another_hides_nothing(tmp_path: Path) -> None:
+    own = saved(tmp_path, 5)
+    (own.with_name("process-7") / "00000005").mkdir(parents=True)
+    for name in ("run.json", "00000005/manifest.json"):
+        shutil.copy(own / name, own.with_name("process-7") / name)
+    assert resumed(tmp_path) == 5
+
+
+def test_a_local_step_is_restored_if_the_storage_s_manifest_is_damaged(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 10)
+    (tmp_path / "run/00000010/manifest.json").write_text("")
+    assert resumed(tmp_path) == 10
+
+
+def test_whose_folder_it_is_and_what_to_do(tmp_path: Path) -> None:
+    own = saved(tmp_path, 5, 10)
+    note = json.loads((own / "run.json").read_text())
+
+    def error() -> str:
+        with pytest.raises(jaxckpt.InputError) as found:
+            resumed(tmp_path)
+        return str(found.value)
+
+    remedy = ": remove that folder, or give another local="
+    (own / "run.json").write_text('{"run"')
+    assert error() == f"{own} holds a damaged run.json, so that nobody can tell of which run its steps are{remedy}"
+    (own / "run.json").write_text(json.dumps({**note, "storage": "gs://other/run"}))
+    assert f"another run, which is stored at gs://other/run, expected {tmp_path}/run{remedy}" in error()
+    (own / "run.json").write_text(json.dumps(note))
+    shutil.rmtree(tmp_path / "run")
+    assert error().endswith(f"an earlier run in {tmp_path}/run, which was deleted or replaced since{remedy}")
+    (own / "run.json").unlink()
+    assert "holds other files, but no run.json" in error()
