@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from typing import TypeGuard
 
 from jaxckpt._format import manifest as manifests
@@ -62,6 +63,14 @@ class Deletion:
         # A step is either deleted or saved: each side first says what it is about to do, then looks at the other.
         self._deleting: int | None = None
         self._saving: int | None = None
+        _all.add(self)
+
+    def forget_parent(self) -> None:
+        """In a fork: the thread, and what it was deleting, are the parent's."""
+        self._working, self._starting = threading.Lock(), threading.Lock()
+        self._passes, self._last, self._runs = queue.SimpleQueue(), None, False
+        self._deleting = self._saving = None
+        atexit.unregister(self._at_exit)
 
     # Around a save ---------------------------------------------------------------------------------------
 
@@ -275,3 +284,14 @@ class Deletion:
 def _is_link(step: Store) -> TypeGuard[Folder]:
     """Whether a step's folder is a symbolic link: its data is perhaps another run's, and is not ours to delete."""
     return isinstance(step, Folder) and os.path.islink(step.folder)
+
+
+_all = weakref.WeakSet[Deletion]()
+
+
+def _forget_parent() -> None:
+    for deletion in _all:
+        deletion.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
