@@ -415,10 +415,13 @@ def _leave_with_status() -> None:
 
 def _forget_parent() -> None:
     """In a fork: the thread, and the saves that it was writing, are its parent's."""
-    global _starting, _ran_out, _wakes
+    global _starting, _ran_out, _wakes, _writer
     _starting = threading.Lock()
-    _ran_out = None
+    _ran_out = _writer = None
     _wakes = queue.SimpleQueue()
+    for job in _jobs:  # no thread of this process will ever end it
+        where = f"the save to {job.pending.path} runs in process {os.getppid()}, from which this process was forked"
+        job.pending.end(InputError(f"{where}: wait for it there"))
     _jobs.clear()
     atexit.unregister(_wait_at_exit)
 

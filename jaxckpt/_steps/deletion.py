@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import datetime
 import logging
+import os
 import queue
 import threading
 import time
+import weakref
+from typing import TypeGuard
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.names import MANIFEST
@@ -17,10 +20,12 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.threads import Task, ending, start_thread
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.retention import SavedStep, Verdict
+from jaxckpt._storage.errors import system_errors
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.steps import TRASH, is_step, pins, step_folders, step_name
+from jaxckpt._storage.store import Store
 
 _log = logging.getLogger("jaxckpt")
 
@@ -58,6 +63,14 @@ class Deletion:
         # A step is either deleted or saved: each side first says what it is about to do, then looks at the other.
         self._deleting: int | None = None
         self._saving: int | None = None
+        _all.add(self)
+
+    def forget_parent(self) -> None:
+        """In a fork: the thread, and what it was deleting, are the parent's."""
+        self._working, self._starting = threading.Lock(), threading.Lock()
+        self._passes, self._last, self._runs = queue.SimpleQueue(), None, False
+        self._deleting = self._saving = None
+        atexit.unregister(self._at_exit)
 
     # Around a save ---------------------------------------------------------------------------------------
 
@@ -213,12 +226,18 @@ class Deletion:
             self._deleting = None
 
     def _delete(self, step: int) -> None:
+        child = self._directory.child(step)
+        if _is_link(child):
+            with system_errors(f"cannot delete {child.url}"):
+                os.unlink(child.folder)
+            self._directory.forget(step)
+            return
         if self._trash and isinstance(self._store, Folder):
             at = datetime.datetime.now(datetime.UTC)
             self._store.rename(step_name(step), f"{TRASH}/{step_name(step)}-{at:%Y%m%dT%H%M%S.%fZ}")
             self._directory.forget(step)
             return
-        self._directory.child(step).unpublish(sync=self._sync)
+        child.unpublish(sync=self._sync)
         self._clear(step)
 
     def _clear(self, step: int) -> None:
@@ -233,7 +252,7 @@ class Deletion:
         """Publish a step's manifest again without some subtrees, then delete their data."""
         child = self._directory.child(step)
         manifest, content = load_manifest(child)
-        less = manifests.without(manifest, paths)
+        less = None if _is_link(child) else manifests.without(manifest, paths)
         if less is None:
             self._directory.remember(SavedStep.of(step, manifest, undroppable=paths))
             return
@@ -260,3 +279,19 @@ class Deletion:
                     self._store.mark(name)
                 child.sweep(manifest.data)
                 child.trim(manifest.data, (record.stack() for record in manifest.stacks))
+
+
+def _is_link(step: Store) -> TypeGuard[Folder]:
+    """Whether a step's folder is a symbolic link: its data is perhaps another run's, and is not ours to delete."""
+    return isinstance(step, Folder) and os.path.islink(step.folder)
+
+
+_all = weakref.WeakSet[Deletion]()
+
+
+def _forget_parent() -> None:
+    for deletion in _all:
+        deletion.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

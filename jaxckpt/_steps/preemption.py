@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ class Notice:
     def __init__(self, processes: int, seconds: float) -> None:
         """`seconds` are how long the last save may take."""
         self._processes = processes
+        self._listener = 0
         self._seconds = seconds
         self._heard = 0.0  # on the monotonic clock
         self._told = False
@@ -38,7 +40,7 @@ class Notice:
             if threading.current_thread() is threading.main_thread():
                 before = signal.getsignal(signal.SIGTERM)
                 if before != self._on_signal:  # else an interrupt came right after the last of these
-                    self._previous = before
+                    self._previous, self._listener = before, os.getpid()
                     signal.signal(signal.SIGTERM, self._on_signal)
             else:
                 _log.warning(
@@ -48,6 +50,8 @@ class Notice:
         self._listening = True
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._listener:
+            self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
         closed, previous = self._closed, self._before()
         self._told, self._heard = True, time.monotonic()
         self.close()  # a second signal does what it did before

@@ -46,7 +46,7 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
 
     Raises NotACheckpointError if the step is deleted or being deleted, StorageError if no lease can be written.
     """
-    term_seconds = seconds(term_seconds, "term_seconds")
+    term_seconds, holding = seconds(term_seconds, "term_seconds"), os.getpid()
     name, folder = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}", run.child(RUN)
     stop, writing, holder = Latch(), threading.Lock(), Latch()
     try:
@@ -63,7 +63,8 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         _require_spared(run, folder, step)
         yield
     finally:
-        uninterrupted(functools.partial(_release, folder, name, stop, writing))
+        if os.getpid() == holding:  # a fork that ends has no part in the lease
+            uninterrupted(functools.partial(_release, folder, name, stop, writing))
 
 
 def _renew(

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -266,6 +267,20 @@ if child:
     done = at_exit(program, tmp_path / "c")
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
+
+
+def test_forks_neither_wait_for_their_parents_work_nor_undo_it(tmp_path: Path, run_python: RunPython) -> None:
+    found = json.loads(run_python(PROGRAMS / "forked.py", args=[str(tmp_path)], timeout=180).splitlines()[-1])
+    assert found["terminated"] == [-signal.SIGTERM, ""]
+    assert found["held"] == [0, ""]
+    assert found["leases"] == 1
+    for name in ("wait", "close"):
+        status, told = found[name]
+        assert status == 1
+        assert re.search(r"the save to .*2 runs in process \d+, from which this process was forked", told)
+    assert found["exit"] == [5, ""]
+    assert found["deleting"] == [0, ""]
+    assert found["steps"] == [3]
 
 
 # Several processes -----------------------------------------------------------------------------------------

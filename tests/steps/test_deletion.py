@@ -261,3 +261,24 @@ print(jaxckpt.steps(args) if process_id == 0 else "")
 """
     done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
     assert [one.stdout.split("\n")[:2] for one in done] == [["StorageError True", "[3]"], ["PeerFailedError True", ""]]
+
+
+@pytest.mark.parametrize("trash", [False, True])
+def test_a_step_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(tmp_path: Path, trash: bool) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "theirs", options=FAST) as theirs:
+        for step in (1, 2, 3):
+            theirs.save(step, {**state(step), "moments": np.ones(3)})
+    (tmp_path / "ours").mkdir()
+    for step in (1, 2, 3):
+        (tmp_path / "ours" / f"{step:08d}").symlink_to(f"../theirs/{step:08d}")
+    with jaxckpt.Checkpointer(
+        tmp_path / "ours", keep_last=2, components={"moments": 1}, trash=trash, options=FAST
+    ) as ours:
+        ours.delete(2)
+        ours.save(4, {**state(4), "moments": np.ones(3)})
+        ours.wait()
+        assert ours.steps() == [3, 4]
+        assert not (tmp_path / "ours" / "00000001").is_symlink()
+    for step in (1, 2, 3):
+        assert jaxckpt.load_numpy(tmp_path / f"theirs@{step}")["moments"].sum() == 3
+    assert jaxckpt.verify(tmp_path / "theirs").ok
