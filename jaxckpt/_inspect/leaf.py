@@ -83,7 +83,7 @@ class LazyLeaf:
         """The whole leaf, without devices: a NumPy array or scalar, or the Python value."""
         if not self._leaf.is_array:
             return self._leaf.value
-        return on_host(self[...], self.kind, self.path) if self.kind in ("str", "bytes") else self[...]
+        return on_host(self[...], self.kind, self.path)
 
     def __getitem__(self, index: Any) -> Any:
         """NumPy indexing. Integers, slices, Ellipsis and None read their own chunks; index arrays read their hull."""

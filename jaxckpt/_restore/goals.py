@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxckpt._format.dtypes import key_dtype, lossless
+from jaxckpt._format.dtypes import DTYPES, dtype_name, key_dtype, lossless
 from jaxckpt._format.grid import Spec, spec_of
 from jaxckpt._format.layouts import PlannedSharding, on_mesh, saved_sharding
 from jaxckpt._format.leaves import SavedLeaf
@@ -309,6 +309,8 @@ _ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts'
 def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> _Dtype | _Reason | None:
     """The dtype to convert to for an array in a target; None if it is the stored one. `dtype` goes before its own."""
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
+        return _Reason(f"is an array of dtype {wanted.dtype} in the target, which no checkpoint holds")
     if leaf.kind in ("str", "bytes") or (is_key and not leaf.is_array):
         return _Reason(f"is {leaf.kind} in the checkpoint, {'PRNG keys' if is_key else 'an array'} in the target")
     differs = f"has dtype {leaf.dtype} in the checkpoint, {wanted.dtype} in the target"

@@ -138,6 +138,13 @@ def test_a_leafs_value_is_what_was_saved(path: Path, tree: Any) -> None:
     assert float(np.mean(checkpoint["params/w"])) == float(np.mean(np.asarray(tree["params"]["w"])))
 
 
+def test_the_value_of_a_numpy_scalar_is_one(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"scalar": np.float32(1.5), "array": np.array(1.5, np.float32)})
+    checkpoint = jaxckpt.open(tmp_path / "c")
+    assert (type(checkpoint["scalar"].value), checkpoint["scalar"].value) == (np.float32, 1.5)
+    assert isinstance(checkpoint["array"].value, np.ndarray)
+
+
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [

@@ -192,6 +192,17 @@ def test_a_number_that_no_cast_can_make_is_an_error_with_its_path(tmp_path: Path
         jaxckpt.restore(tmp_path / "c", {"x": jnp.float32(0)}, options=jaxckpt.Options(cast="unsafe"))
 
 
+@pytest.mark.parametrize("cast", ["safe", "unsafe"])
+@pytest.mark.parametrize("dtype", [object, "U9", "S9", "m8[s]", "M8[s]", "V4", [("a", "f4")]], ids=str)
+def test_a_dtype_that_no_checkpoint_holds_is_refused_in_a_target(dtype: Any, cast: Any, tmp_path: Path) -> None:
+    tree = {"i8": np.arange(3, dtype=np.int8), "bf16": jnp.arange(3, dtype=jnp.bfloat16), "number": 12}
+    jaxckpt.save(tmp_path / "c", tree)
+    target = {name: np.zeros(np.shape(leaf), dtype) for name, leaf in tree.items()}
+    with pytest.raises(jaxckpt.MismatchError, match="in the target, which no checkpoint holds") as caught:
+        jaxckpt.restore(tmp_path / "c", target, options=jaxckpt.Options(cast=cast))
+    assert caught.value.paths == ("bf16", "i8", "number")
+
+
 def test_keys_do_not_become_numbers_nor_other_keys(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"k": jax.random.key(0)})
     with pytest.raises(jaxckpt.MismatchError, match="PRNG keys do not cast"):
