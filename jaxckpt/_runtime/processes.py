@@ -349,8 +349,7 @@ class Meeting:
     def _hear_all(self) -> list[str]:
         """The texts of the processes, in process order. Raises one error for all that failed or stopped responding.
 
-        The timeouts run at the same time, each from that process's last heartbeat, so many silent processes cost no
-        more time than one.
+        The timeouts run concurrently, from each process's last heartbeat: many silent processes cost no more than one.
         """
         everyone = range(self.group.count)
         blocks = deque(set(everyone[start : start + _BLOCK]) for start in everyone[::_BLOCK])
