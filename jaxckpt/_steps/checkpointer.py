@@ -104,7 +104,7 @@ class Checkpointer:
         >>> shutil.rmtree("/tmp/jaxckpt-doc/steps", ignore_errors=True)
         >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/steps", every=10, keep_last=2) as steps:
         ...     last, state = steps.restore_or_init(lambda: {"w": jnp.zeros(4)})
-        ...     for step in range(0 if last is None else last + 1, 35):
+        ...     for step in range((last or 0) + 1, 35):
         ...         state = {"w": state["w"] + 1}
         ...         saved = steps.save(step, state)
         >>> steps.steps()
