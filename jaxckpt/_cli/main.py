@@ -190,7 +190,7 @@ def cat() -> None:
     click.option("--rate", type=n_bytes, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
 )
 def verify() -> None:
-    """Read and check every byte of a checkpoint, or of all steps of a run.
+    """Read and check every byte of a checkpoint or a run. For a run, all steps are checked.
 
     The exit code is 1 if there are problems.
     """
@@ -257,7 +257,7 @@ def plan() -> None:
     overwrite_option,
 )
 def convert() -> None:
-    """Convert a checkpoint to another format or layout, or extract some of its leaves.
+    """Convert a checkpoint to another format or layout. --select extracts some of its leaves.
 
     \b
     jaxckpt convert run1/00000100 model.safetensors --select params

@@ -1,1 +1,1 @@
-"""What a checkpoint is: trees, boxes, stacks, Zarr metadata and the manifest. No input or output."""
+"""The data model of a checkpoint: trees, boxes, stacks, Zarr metadata and the manifest. No input or output."""

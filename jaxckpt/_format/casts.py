@@ -1,4 +1,4 @@
-"""Which dtype each leaf is cast to: what `dtype=` says for it, if that loses no more than was asked for."""
+"""The dtype that each leaf is cast to: the one from `dtype=`, if the cast loses no more than requested."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 @dataclass(frozen=True, slots=True)
 class Castable:
-    """A leaf that `dtype=` may be about."""
+    """A leaf that `dtype=` may apply to."""
 
     path: str
     leaf: Any
-    """What a function is given."""
+    """The argument for a `dtype` function."""
 
     dtype: np.dtype[Any] | None
-    """Its own; None for PRNG keys, for what is no array, and in the state of an object."""
+    """Its current dtype; None for PRNG keys, for values that are not arrays, and in the state of an object."""
 
 
 def resolve_casts(
     asked: Dtypes, leaves: Sequence[Castable], options: Options
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
-    """The dtype of each leaf that gets another one, by path, and what cannot be done.
+    """The new dtype of each leaf whose dtype changes, by path, and the problems.
 
-    A dtype for the tree or a container is for the leaves below of the same kind of number: bfloat16 leaves integers as
-    they are. A function, and a dtype at a leaf's own path, are obeyed. Raises InputError if an entry is no dtype or is
-    for nothing.
+    A dtype for the tree or a container applies to the leaves below with the same kind of number: bfloat16 does not
+    change integers. A function, or a dtype at a leaf's own path, applies to any kind. Raises InputError if an entry is
+    not a dtype or matches nothing.
     """
     chosen: dict[str, np.dtype[Any]] = {}
     problems: list[Problem] = []
@@ -62,7 +62,7 @@ def resolve_casts(
 
 
 def _wanted(asked: Dtypes, leaves: Sequence[Castable]) -> list[tuple[Castable, np.dtype[Any]]]:
-    """(leaf, dtype) of each leaf that a dtype is asked for."""
+    """(leaf, dtype) of each leaf for which a dtype is requested."""
     if callable(asked) and not _is_dtype(asked) and jax.tree_util.all_leaves([asked]):
         answers = [(one, asked(one.path, one.leaf)) for one in leaves if one.dtype is not None]
         return [(one, _dtype(answer, one.path)) for one, answer in answers if answer is not None]
@@ -99,11 +99,11 @@ def _dtype(value: Any, path: str) -> np.dtype[Any]:
 
 
 def _alike(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
-    """Whether two dtypes are of one kind of number."""
+    """Whether two dtypes have the same kind of number."""
     return own is not None and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS)
 
 
 def _may_cast(own: np.dtype[Any], wanted: np.dtype[Any], options: Options) -> bool:
-    """Whether a cast loses nothing, or only what asking for fewer digits means."""
+    """Whether a cast loses nothing, or only digits of a float."""
     inexact = any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:])
     return inexact or options.cast == "unsafe" or lossless(own, wanted)

@@ -1,4 +1,4 @@
-"""What can be wrong with a manifest, as far as that shows without opening another file."""
+"""Checks of a manifest that do not open any other file."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FORMAT = "jaxckpt"
 VERSION = 1
 
 MAX_INDEX_BYTES = 64 << 20
-"""Of one object's index, which tensorstore holds in memory whole: 4 million chunks."""
+"""Largest index of an object, which tensorstore holds in memory: 4 million chunks."""
 
 MAX_TIED = 256
-"""Leaves in one row, at most: a forged manifest cannot claim much more than its objects hold."""
+"""The most leaves in one row, so that a forged manifest cannot claim much more than its objects hold."""
 
 _ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes; blosc's are of zstd
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 
 SHOWN = 500
-"""Characters of a problem that a message shows."""
+"""The most characters of a problem in a message."""
 
 
 def problems(manifest: Manifest) -> list[str]:
-    """What is wrong with a manifest, 20 problems at most. Each check trusts what the ones before it have looked at."""
+    """The problems of a manifest, at most 20. Each check relies on the previous checks."""
     checks = (_head_problems, _layout_problems, _tree_problems)
     lists = (list(itertools.islice(check(manifest), 20)) for check in checks)
     return [problem[:SHOWN] for problem in next(filter(None, lists), [])]
@@ -74,7 +74,7 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _few(items: Collection[Any]) -> str:
-    """Names for a message, shortened: any user chose them, and there may be millions."""
+    """Names for a message, shortened, because they are arbitrary and there may be millions."""
     return ", ".join(str(item)[:40] for item in itertools.islice(items, 8)) + (", …" if len(items) > 8 else "")
 
 
@@ -82,7 +82,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
     leaves = manifest.leaves
     paths = [leaf.path for leaf in leaves]
     try:
-        # Some more than there are, so that a leaf at fault can be named.
+        # A few more than the limit, so that the leaf at fault can be named.
         places, numbers = paths_of(manifest.tree, len(paths) + 1000, sum(map(len, paths)) + (1 << 20))
     except ValueError as error:
         yield f"tree: {error}"
@@ -103,7 +103,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _leaves_fit(manifest: Manifest) -> bool:
-    """Whether no leaf has a problem. Of the leaves of a stack, those of one kind and layout are checked once."""
+    """Whether no leaf has a problem. Leaves of a stack with the same kind and layout are checked once."""
     count = len(manifest.stacks)
     members: list[list[LeafRecord]] = [[] for _ in range(count)]
     for leaf in manifest.leaves:
@@ -118,7 +118,7 @@ def _leaves_fit(manifest: Manifest) -> bool:
 
 
 def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
-    """Whether these are the leaves of a stack: at least one for each row."""
+    """Whether these leaves fill a stack: at least one for each row."""
     rows = [leaf.row for leaf in leaves if leaf.row is not None]
     if len(rows) != len(leaves) or sorted({*rows}) != list(range(stack.rows)):
         return False
@@ -129,7 +129,7 @@ def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> b
 
 
 def _leaf_problems(manifest: Manifest) -> Iterator[str]:
-    """What is wrong, leaf by leaf."""
+    """The problems of each leaf."""
     holders: dict[tuple[int | None, int], str] = {}
     counts = collections.Counter[tuple[int | None, int]]()
     for leaf in manifest.leaves:
@@ -150,7 +150,7 @@ def _leaf_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _value_problem(leaf: LeafRecord) -> str | None:
-    """What is wrong with a leaf that has a value."""
+    """The problem of a leaf with a value, if any."""
     assert leaf.value is not None, leaf
     try:
         canonical = encode_value(decode_value(leaf.kind, leaf.value)) == (leaf.kind, leaf.value)
@@ -164,7 +164,7 @@ def _value_problem(leaf: LeafRecord) -> str | None:
 
 
 def _array_problem(manifest: Manifest, leaf: LeafRecord) -> str | None:
-    """What is wrong with a leaf that has none, whatever its path and row."""
+    """The problem of a leaf without a value, if any, regardless of its path and row."""
     kind = KINDS.get(leaf.kind)
     if kind is None or kind.holds is None:
         return f"is of unknown kind {leaf.kind[:40]!r}"
@@ -216,14 +216,14 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
 
 
 def _is_grid(stack: StackRecord) -> bool:
-    """Whether a stack's sides make a grid of objects and chunks that can be counted and addressed."""
+    """Whether a stack's sides form a grid of objects and chunks that can be counted and addressed."""
     itemsize = DTYPES[stack.dtype].itemsize
-    # No side is longer than it takes to hold the array, so that what an index promises has data behind it.
+    # No side is longer than the array requires, so that every chunk of an index has data.
     sides = all(
         0 < chunk <= max(1, n) and 0 < side <= -(-max(1, n) // chunk) * chunk and side % chunk == 0
         for n, chunk, side in zip((stack.rows, *stack.shape), stack.chunk, stack.object, strict=True)
     )
-    # A side of zero counts as one: NumPy's own limit does not except it either.
+    # A side of zero counts as one, as in NumPy's own limit.
     fits = stack.rows * math.prod(max(1, n) for n in stack.shape) * itemsize <= LARGEST
     return sides and fits and math.prod(stack.object) * itemsize <= LARGEST
 
@@ -244,7 +244,7 @@ def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
     if not count:
         return
     most = index_bytes + stack.chunks_per_object * chunk_bytes
-    # Along each dimension, each place with the number of its chunks that lie in the array.
+    # For each dimension: each grid index with the number of its chunks inside the array.
     sides = [
         [(str(i), -(-(min(n, (i + 1) * o) - i * o) // c)) for i in range(-(-n // o))]
         for n, o, c in zip(stack.array_shape, stack.object, stack.chunk, strict=True)

@@ -5,23 +5,23 @@ time on one core (Intel Xeon, files on tmpfs, checksums included):
 
     in place    0.55 ns a byte and 5 µs a chunk, for a chunk that is one run of the cell's memory
     gathered    0.75 ns a byte and 40 µs a chunk, for any other chunk; more if its runs are shorter than `RUN_BYTES`
-    over-read   a reader pays for every byte of a chunk, however little of it is wanted
+    over-read   a reader pays for every byte of a chunk, even if it needs only a few of them
     index       20 bytes a chunk
 
 Readers ask for a cell as it was saved; for single indices of its leading dimensions (the layers of a scanned model, the
 experts of a layer); and for 1/2, 1/4 or 1/8 of it along any dimension, because the mesh became larger or the split
-moved to another dimension. `chunk_shape` keeps what they read to twice what they want, in three steps:
+moved to another dimension. `chunk_shape` limits what they read to twice what they need, in three steps:
 
-1. A leading dimension is cut to 1, so that reading one layer reads that layer and no other.
-2. Rows (what follows the first dimension that is left) of at least `COLUMN_CUTS` × `RUN_BYTES` are cut into
-   `COLUMN_CUTS`, and those of four times that length into twice as many; but only if as many cuts are left for the
-   rows, since a mesh that splits the same dimension further is more common than one that splits another. Shorter rows,
-   and rows of a smaller layer, stay whole: chunks are then in place, which every save and restore gains from, and a
-   reader of 1/8 of the columns reads whole rows.
-3. Rows are cut apart until a chunk has at most `chunk_bytes`, and further until it has 1/`ROW_CUTS` of the cell's rows.
+1. A leading dimension is cut to 1, so that reading one layer reads only that layer.
+2. Rows (everything after the first remaining dimension) of at least `COLUMN_CUTS` × `RUN_BYTES` are cut into
+   `COLUMN_CUTS` parts, and rows of four times that length into twice as many, but only if as many cuts remain for the
+   number of rows: a mesh that splits the same dimension further is more common than one that splits another. Shorter
+   rows, and rows of a smaller layer, stay whole. Their chunks are then in place, which speeds up every save and
+   restore, and a reader of 1/8 of the columns reads whole rows.
+3. The number of rows is cut until a chunk has at most `chunk_bytes`, and then until it has 1/`ROW_CUTS` of the rows.
 
-No step makes a chunk smaller than `LEAST_BYTES`, or `GATHERED_BYTES` if it is not in place: below that a chunk costs
-more for being one than its readers would save. So leaves of a few times that size may stay whole.
+No step makes a chunk smaller than `LEAST_BYTES`, or `GATHERED_BYTES` if it is not in place: a smaller chunk costs more
+than its readers would save. Leaves of a few times that size may therefore stay whole.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from collections.abc import Iterator, Sequence
 from jaxckpt._format.grid import divisors
 
 LEAST_BYTES = 64 << 10
-"""Chunks in place are no smaller for the sake of their readers."""
+"""Smallest chunk in place."""
 
 GATHERED_BYTES = 256 << 10
-"""Other chunks are no smaller for the sake of their readers."""
+"""Smallest chunk that is not in place."""
 
 RUN_BYTES = 2000
 """Rows are not cut into shorter runs. Measured on 1 GiB of float32 on a busy machine (tmpfs, 2 cores), CPU seconds to
@@ -43,34 +43,35 @@ save and to restore: 0.62 and 0.55 in place, 0.80 and 0.85 in runs of 4 KiB, 0.9
 384 bytes."""
 
 LAYER_RUN_BYTES = 1 << 10
-"""Runs may be as short as this where the layers are not the first dimension: reading all layers for one costs more."""
+"""Shortest runs if the layers are not the first dimension, because reading all layers for one would cost more."""
 
 COLUMN_CUTS = 4
-"""Parts that a row is cut into, if it is: a reader of 1/8 of the columns then reads 1/4. Twice as many if the runs are
-then at least twice as long as they must be."""
+"""Number of parts of a row that is cut: a reader of 1/8 of the columns then reads 1/4. Twice as many if the runs are
+then at least twice as long as required."""
 
 PADDED = 1.125
-"""Chunks that stick out of the array make it at most so much larger, for the sake of their readers."""
+"""Chunks that extend beyond the array may enlarge it by at most this factor."""
 
 ROW_CUTS = 8
-"""Parts that the rows of a cell are cut into, at least."""
+"""The least number of parts that the rows of a cell are cut into."""
 
 
 def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Sides of a chunk of at most about `chunk_bytes` within a cell of an array of `shape`, for the readers above.
+    """Sides of a chunk of at most about `chunk_bytes` in a cell of an array of `shape`, for the readers above.
 
-    A cell's side is a multiple of the chunk's, but along dimensions in which the array is not split the last chunk may
-    stick out of the array.
+    A cell's side is a multiple of the chunk's side. Along dimensions in which the array is not split, the last chunk
+    may extend beyond the array.
     """
     sides, free = [max(1, n) for n in cell], _free(cell, shape)
     least, gathered = min(LEAST_BYTES, chunk_bytes), min(GATHERED_BYTES, chunk_bytes)
 
     def run(dim: int) -> int:
-        """Bytes of one index of a dimension."""
+        """Bytes per index of a dimension."""
         return math.prod(sides[dim + 1 :]) * itemsize
 
     def halve(dim: int, least_bytes: int) -> bool:
-        """Cut about in half, unless that makes a chunk too small, a prime side 1, or the last one nearly empty."""
+        """Cut about in half, unless the chunk becomes too small, a prime side becomes 1, or the last chunk is nearly
+        empty."""
         if sides[dim] == 1:
             return False
         smaller = _halved(cell[dim], sides[dim], free[dim])
@@ -105,8 +106,8 @@ def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, shape: Seq
 def cut_to(
     cell: Sequence[int], itemsize: int, most_bytes: int, shape: Sequence[int], sides: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Sides of a part of a cell, or of `sides` in it, of at most about `most_bytes`; the leading dimensions are cut
-    first, so that it is one run. A prime side of a split dimension is cut last, and only if the part would be over
+    """Sides of a part of a cell, or of `sides` in it, of at most about `most_bytes`. Leading dimensions are cut first,
+    so that the part is one run. A prime side of a split dimension is cut last, and only if the part would exceed
     16 × `most_bytes`."""
     free = _free(cell, shape)
     found = [max(1, n) for n in (cell if sides is None else sides)]
@@ -140,30 +141,31 @@ def _free(cell: Sequence[int], shape: Sequence[int]) -> list[bool]:
 
 
 def _leading(shape: Sequence[int]) -> Iterator[int]:
-    """The dimensions of which readers take single indices, shortest first: all but the columns (the last one) and the
-    rows (the longest of the others). In [layers, experts, in, out] and in [in, layers, out] those are not `in`."""
+    """The dimensions in which readers use single indices, shortest first: all except the columns (the last one) and the
+    rows (the longest of the others). In [layers, experts, in, out] and [in, layers, out], `in` is the rows."""
     order = sorted(range(len(shape) - 1), key=lambda dim: (shape[dim], dim))
     yield from order[:-1]
 
 
 def _first_cut(sides: Sequence[int]) -> int:
-    """The first dimension along which a chunk is longer than 1, else the last."""
+    """The first dimension along which a chunk is longer than 1, otherwise the last."""
     return next((dim for dim, side in enumerate(sides) if side > 1), len(sides) - 1)
 
 
 def _halved(length: int, current: int, free: bool) -> int:
-    """The next smaller side after `current`: about half, and a divisor of `length` unless the last may stick out."""
+    """The next smaller side: about half of `current`, and a divisor of `length` unless the last chunk may extend
+    beyond it."""
     if free:
         return math.ceil(length / (2 * math.ceil(length / current)))
     return max(d for d in divisors(length) if d == 1 or d <= current / 2)
 
 
 def _at_least(length: int, least: int, free: bool) -> int:
-    """The smallest side that is no smaller than `least`: a divisor of `length` unless the last may stick out."""
+    """The smallest side of at least `least`: a divisor of `length` unless the last chunk may extend beyond it."""
     most = PADDED if free else 1
     return next(side for side in range(least, length + 1) if _padded(length, side) <= most * length)
 
 
 def _padded(length: int, side: int) -> int:
-    """What chunks with this side make of a length."""
+    """A length rounded up to a multiple of this side."""
     return -(-length // side) * side

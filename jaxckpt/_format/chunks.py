@@ -1,4 +1,4 @@
-"""The chunks of an object's data in memory: where they lie, or gathered; and the digest of what they hold."""
+"""The chunks of an object's data in memory, in place or gathered, and the digest of their content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chunks_of(
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
     """(numbers of chunks in the object, their data one after the other) until all are there.
 
-    The data stays as it is until `empty` is called: then what was yielded must have been used.
+    The data does not change until `empty` is called. By then, everything that was yielded must have been used.
     """
     size = stack.chunk_stored_bytes - 4
     scratch, used = np.empty(0, np.uint8), 0
@@ -55,8 +55,8 @@ def in_place(block: Box, box: Box, target: Array) -> Bytes | None:
 
 
 def scatter(stack: Stack, chunks: Chunks, data: Bytes, part: Box, target: Array) -> None:
-    """Copy what chunks hold of `part` of the stack into `target`, which is that part. `data` has the chunks one after
-    the other, each with its checksum. However many they are, what is wanted whole of them is one copy."""
+    """Copy the overlap of chunks and `part` of the stack into `target`, which is that part. `data` has the chunks one
+    after the other, each with its checksum. All chunks inside `part` are copied by one call."""
     common = intersection(part, chunks.box)
     if common is None:
         return
@@ -90,7 +90,7 @@ def _steps(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]
 
 
 def _spans(start: int, stop: int, side: int) -> Iterator[tuple[int, int]]:
-    """A range cut into whole chunks of this side, together, and parts of one chunk."""
+    """A range cut into one run of whole chunks of this side, and partial chunks."""
     while start < stop:
         whole = start % side == 0 and stop - start >= side
         end = stop // side * side if whole else min(stop, (start // side + 1) * side)
@@ -99,8 +99,8 @@ def _spans(start: int, stop: int, side: int) -> Iterator[tuple[int, int]]:
 
 
 def content_digest(stack: Stack, index: tuple[int, ...], pieces: Pieces) -> str:
-    """XXH3 with 128 bits of what an object's chunks hold before they are compressed, as docs/format.md defines it."""
-    import xxhash  # only here: a save that compares no content does without
+    """128-bit XXH3 of the uncompressed content of an object's chunks, as docs/format.md defines it."""
+    import xxhash  # imported only by saves that compare content
 
     size = stack.chunk_stored_bytes - 4
     entries: list[tuple[int, bytes]] = []

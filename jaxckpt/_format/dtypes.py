@@ -28,13 +28,13 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 @functools.lru_cache(maxsize=1024)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """A dtype's name, remembered: NumPy builds it again each time, which takes 3 µs."""
+    """A dtype's name, cached, because NumPy needs 3 µs to build it each time."""
     return dtype.name
 
 
 @functools.cache
 def key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has none of that name."""
+    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has no implementation of that name."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
@@ -51,8 +51,8 @@ MAX_RANK = 30
 def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     """Whether every value of `source` is a value of `target`.
 
-    NumPy's "safe" is another thing: it takes int64 to float64, and ml_dtypes' own rules take int8 to float8. Here the
-    types of one and two bytes are simply tried out, value by value; the wider ones are compared by range and digits.
+    NumPy's "safe" differs: it allows int64 to float64, and ml_dtypes' rules allow int8 to float8. Here, types of one
+    and two bytes are tested value by value, and wider types are compared by range and digits.
     """
     if source == target:
         return True
@@ -75,7 +75,7 @@ def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
 
 
 def _survives(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether each value of a narrow type comes back from `target`, signs of zero included."""
+    """Whether each value of a narrow type survives a cast to `target` and back, including the signs of zeros."""
     if source.name.removeprefix("u") in ("int2", "int4"):
         info = ml_dtypes.iinfo(source)
         values = np.arange(info.min, info.max + 1).astype(source)
@@ -88,7 +88,7 @@ def _survives(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     try:
         with np.errstate(all="ignore"):
             there = values.astype(target)
-            # Through float64, which holds each of them: a type that has no NaN or no sign must not hide it.
+            # Compared as float64, which holds every value, so that a type without NaN or sign cannot hide a difference.
             before, after = values.astype(np.float64), there.astype(np.complex128).real
     except (TypeError, ValueError):
         return False

@@ -1,6 +1,6 @@
 """Boxes, and the grids that shardings cut arrays into.
 
-Pure arithmetic on integers: nothing here knows of devices in use, of files, or of leaves.
+Pure integer arithmetic, independent of devices, files and leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxckpt._runtime.errors import SpecError
 
 Box = tuple[tuple[int, int], ...]
-"""A rectangular index region: (start, stop) of each dimension, start inclusive, stop exclusive."""
+"""A rectangular index region: (start, stop) of each dimension, with `stop` excluded."""
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -58,7 +58,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def within(box: Box, origin: Box) -> tuple[slice, ...]:
-    """Slices that address `box` in an array that holds just `origin`."""
+    """Slices that address `box` in an array whose content is the box `origin`."""
     return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
 
 
@@ -143,20 +143,20 @@ def divisibility_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[in
 
 
 def pieces_along(axes: Mapping[str, int], spec: Spec, rank: int) -> list[int]:
-    """Into how many pieces `spec` cuts each dimension."""
+    """The number of pieces into which `spec` cuts each dimension."""
     return [math.prod(axes[axis] for axis in entry) for entry in (*spec, *[()] * (rank - len(spec)))]
 
 
 def replicate_indivisible(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Spec:
-    """`spec` with each dimension that its mesh axes do not divide left unsplit."""
+    """`spec` without the mesh axes of dimensions that they do not divide."""
     counts = pieces_along(axes, spec, len(shape))
     return tuple(() if n % count else entry for n, count, entry in zip(shape, counts, spec, strict=False))
 
 
 def spec_boxes(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> Iterator[Box]:
-    """The box of each mesh position, positions in row-major order of the axes.
+    """The box of each mesh position, in row-major order of the axes.
 
-    The same boxes as `NamedSharding(mesh, spec).devices_indices_map(shape)`, for a mesh that need not exist here.
+    Equal to `NamedSharding(mesh, spec).devices_indices_map(shape)`, but the devices of the mesh need not exist here.
     """
     for position in itertools.product(*(range(size) for size in axes.values())):
         yield spec_box(axes, spec, shape, position)
@@ -192,7 +192,7 @@ def show_axes(axes: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """An array cut into a regular grid of cells, and the processes that hold each cell whole."""
+    """An array cut into a regular grid of cells, and the processes that hold each complete cell."""
 
     grid: tuple[int, ...]
     """Number of cells along each dimension."""
@@ -205,28 +205,29 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        # Thousands of leaves have one layout of thousands of cells: it is hashed once.
+        # Cached, because thousands of leaves may share a layout of thousands of cells.
         return hash((self.grid, self.holders))
 
     @cached_property
     def processes(self) -> frozenset[int]:
-        """All that hold any cell."""
+        """All processes that hold any cell."""
         return frozenset(itertools.chain.from_iterable(self.groups))
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The distinct sets of holders, in order of their first cells."""
+        """The distinct sets of holders, ordered by their first cells."""
         return tuple(dict.fromkeys(self.holders))
 
     @cached_property
     def group_of(self) -> Numbers:
-        """For each cell in row-major order, the number of its set among `groups`."""
+        """For each cell in row-major order, the index of its set in `groups`."""
         numbers = {group: number for number, group in enumerate(self.groups)}
         return np.array([numbers[holders] for holders in self.holders], np.int64)
 
 
 def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) -> Layout:
-    """The layout of any array of `rank` dimensions that `spec` divides, from the process of each place in the mesh."""
+    """The layout of any array of `rank` dimensions that `spec` divides. `processes` has the process of each mesh
+    position."""
     entries = (*spec, *itertools.repeat((), rank - len(spec)))
     split = [axes.index(axis) for entry in entries for axis in entry]
     grid = tuple(math.prod(processes.shape[axes.index(axis)] for axis in entry) for entry in entries)
@@ -238,14 +239,14 @@ def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) 
 
 
 def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout:
-    """The layout of an array whose (box, process) pairs are given, as a JAX sharding gives them.
+    """The layout of an array with these (box, process) pairs, as a JAX sharding returns them.
 
-    Raises SpecError if the boxes are no regular grid; no known JAX sharding makes such boxes.
+    Raises SpecError if the boxes do not form a regular grid; those of all known JAX shardings do.
     """
     holders: dict[Box, set[int]] = {}
     for box, process in held:
         holders.setdefault(box, set()).add(process)
-    if 0 in shape:  # no element, so no cell to speak of
+    if 0 in shape:  # no elements, so no cells
         return Layout((1,) * len(shape), (tuple(sorted(set().union(*holders.values()))),))
     sides = extent(next(iter(holders)))
     grid = tuple(n // side for n, side in zip(shape, sides, strict=True))
@@ -264,9 +265,9 @@ def cell_shape(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def coarsen(layout: Layout) -> Layout:
-    """The coarsest grid whose every cell still lies whole in some process.
+    """The coarsest grid in which some process holds each cell completely.
 
-    Small leaves are stored on this grid: devices of one process write together, so their cut need not show on disk.
+    Small leaves are stored on this grid, because the devices of one process write together.
     """
     for dim in reversed(range(len(layout.grid))):
         for count in divisors(layout.grid[dim]):
@@ -279,9 +280,10 @@ def coarsen(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=256)
 def both(layout: Layout, held: Layout) -> Layout | None:
-    """The cells of `layout` with those holders that have each whole in `held` too; None if one is left without."""
+    """The cells of `layout` with only the holders that also hold the complete cell in `held`; None if a cell has
+    none."""
     cut: Layout | None = held
-    # Dimensions that get coarser first: so what lies between is never finer than both grids.
+    # Dimensions that become coarser come first, so that no intermediate grid is finer than both grids.
     for dim in sorted(range(len(held.grid)), key=lambda dim: layout.grid[dim] / held.grid[dim]):
         cut = None if cut is None else _cut_along(cut, dim, layout.grid[dim])
     if cut is None:
@@ -295,11 +297,11 @@ def both(layout: Layout, held: Layout) -> Layout | None:
 
 
 def _cut_along(layout: Layout, dim: int, count: int) -> Layout | None:
-    """The layout with `count` cells along one dimension; None if no process holds all of one of them."""
+    """The layout with `count` cells along one dimension; None if some cell has no process that holds it completely."""
     if count == layout.grid[dim]:
         return layout
     grid = (*layout.grid[:dim], count, *layout.grid[dim + 1 :])
-    # The cells that each new one touches: as many for all, the last one repeated if there are fewer.
+    # The cells that each new cell touches: the same number for all, with the last one repeated if there are fewer.
     borders = np.arange(count + 1) * layout.grid[dim]
     first, last = borders[:-1] // count, -(-borders[1:] // count) - 1
     touched = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
@@ -319,7 +321,7 @@ def _cut_along(layout: Layout, dim: int, count: int) -> Layout | None:
 
 
 def _common(layout: Layout, groups: Iterable[int]) -> tuple[int, ...]:
-    """The processes that are in all of some sets of holders."""
+    """The intersection of several sets of processes."""
     first, *others = dict.fromkeys(groups)
     common = set(layout.groups[first])
     for other in others:
@@ -350,7 +352,7 @@ def grid_cells(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[tup
 
 
 def touched(box: Box, sides: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Range of grid indices, per dimension, of the cells that `box` touches."""
+    """For each dimension, the range of grid indices of the cells that `box` touches."""
     return tuple((start // side, -(-stop // side)) for (start, stop), side in zip(box, sides, strict=True))
 
 
@@ -358,11 +360,11 @@ def touched(box: Box, sides: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Regions that together cover `boxes`, with the boxes (by number) that each one serves.
+    """Regions that together cover `boxes`, each with the indices of the boxes that it serves.
 
-    No chunk lies in two regions, so reading each region once reads no chunk twice. Where a chunk serves several
-    boxes it falls in a region of its own kind; a region that serves one box lies in it but for the chunks' borders.
-    Regions are clipped to the hull of what they serve.
+    No chunk is in two regions, so reading each region once reads no chunk twice. Chunks that serve several boxes have
+    separate regions. A region that serves one box exceeds it only up to the border of its chunks. Each region is
+    clipped to the hull of its boxes.
     """
     if not boxes:
         return
@@ -382,10 +384,10 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
 
 
 def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
-    """`box` cut at borders of the first grid, then of the next ones if a cell does not fit.
+    """`box` cut at the borders of the first grid, and of the next grids if a cell is too large.
 
-    What does not fit lies in one cell of the last grid. Boxes along leading dimensions come first, and the
-    leading dimensions are cut first, so that boxes are as contiguous as may be.
+    A part that is still too large is one cell of the last grid. Leading dimensions are cut first, so that the boxes
+    are as contiguous as possible.
     """
     if not grids:
         yield box

@@ -1,4 +1,4 @@
-"""Keys of containers: which may be stored, and as JSON that keeps their type."""
+"""Keys of containers: which can be stored, and their JSON, which keeps their type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_key(entry: Any, path: str) -> Key:
 
 
 def _checked_key(key: object, path: str, depth: int = 0) -> Key:
-    """A key as the plain value that it comes back as. An enumeration's member is its value, a namedtuple a tuple."""
+    """A key as the plain value that a restore returns. An enum member becomes its value, a namedtuple a tuple."""
     if isinstance(key, np.generic):
         key = key.item()
     match key:
@@ -102,10 +102,10 @@ _MOST_COLLISIONS = 64
 
 
 def ambiguity(keys: Sequence[Key]) -> str | None:
-    """Why keys cannot be a dict's, or not in linear time; None if they can.
+    """The reason why a dict cannot be built from these keys in linear time; None if it can.
 
-    Python's hashes of numbers are no secret: millions of tuples of -1 and -2 have one hash, and a dict of them takes
-    hours to build.
+    An attacker can choose keys with equal hashes: millions of tuples of -1 and -2 share one hash, and a dict of them
+    takes hours to build.
     """
     if not are_texts(keys):
         hashes = collections.Counter(map(hash, keys))

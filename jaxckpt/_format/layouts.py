@@ -1,4 +1,4 @@
-"""JAX shardings as boxes and cells, recorded, and brought back."""
+"""JAX shardings as boxes and cells, and as records that can be turned into shardings again."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from jaxckpt._format.specs import partition_spec
 from jaxckpt._runtime.errors import LayoutError, SpecError
 
 Placement = tuple[tuple[Any, int, Box], ...]
-"""(device, its process, the box it wants) for every device of a sharding."""
+"""(device, its process, its box) for every device of a sharding."""
 
 
 def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
-    """A spec on a mesh, in a kind of memory that is not the default one. Raises LayoutError if the devices lack it."""
+    """A spec on a mesh, in a non-default memory kind. Raises LayoutError if the devices lack that memory kind."""
     try:
         return NamedSharding(mesh, partition_spec(spec), memory_kind=memory)
     except ValueError as error:
@@ -62,11 +62,11 @@ def process_layout(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return layout_of(((box, process) for _, process, box in placement(sharding, shape)), shape)
     sharding.shard_shape(shape)  # raises where the spec does not fit
-    # Of no element there is no cell to speak of: all hold it.
+    # An array without elements has no cells, so all processes hold it.
     return _mesh_layout(sharding.mesh, () if 0 in shape else spec_of(sharding.spec), len(shape))
 
 
-# A job has few meshes and specs for its thousands of leaves, and each takes a walk over all devices.
+# Cached, because a job has few meshes and specs for thousands of leaves, and each needs a loop over all devices.
 @functools.lru_cache(maxsize=256)
 def _mesh_layout(mesh: Mesh, spec: Spec, rank: int) -> Layout:
     return mesh_layout(_processes(mesh), mesh.axis_names, spec, rank)
@@ -74,7 +74,7 @@ def _mesh_layout(mesh: Mesh, spec: Spec, rank: int) -> Layout:
 
 @functools.lru_cache(maxsize=16)
 def _processes(mesh: Mesh) -> Numbers:
-    """The process of each place in a mesh."""
+    """The process of each mesh position."""
     return np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(mesh.devices.shape)
 
 
@@ -90,7 +90,7 @@ def addressable_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[
 
 @functools.lru_cache(maxsize=16)
 def _local_places(mesh: Mesh) -> tuple[tuple[Any, tuple[int, ...]], ...]:
-    """(device, its position in the mesh) of this process's devices: JAX would work out the boxes of all others too."""
+    """(device, its position in the mesh) of this process's devices. JAX would compute the boxes of all devices."""
     local = set(mesh.local_devices)
     return tuple((device, position) for position, device in np.ndenumerate(mesh.devices) if device in local)
 
@@ -104,12 +104,12 @@ class PlannedSharding:
     devices_per_process: int
 
     def placement(self, shape: tuple[int, ...]) -> Placement:
-        """As `placement` gives it for a real sharding, devices numbered in row-major order of the mesh."""
+        """The result of `placement` for a real sharding, with devices numbered in row-major order of the mesh."""
         boxes = spec_boxes(dict(self.axes), self.spec, shape)
         return tuple((device, device // self.devices_per_process, box) for device, box in enumerate(boxes))
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """As `process_layout` gives it for a real sharding."""
+        """The result of `process_layout` for a real sharding."""
         sizes = tuple(size for _, size in self.axes)
         processes = np.arange(math.prod(sizes)).reshape(sizes) // self.devices_per_process
         return mesh_layout(processes, [axis for axis, _ in self.axes], () if 0 in shape else self.spec, len(shape))
@@ -119,7 +119,7 @@ class PlannedSharding:
 
 
 class LayoutTable:
-    """Collects the layouts and meshes of a tree's leaves, each once."""
+    """Collects the distinct layouts and meshes of a tree's leaves."""
 
     def __init__(self) -> None:
         self._meshes: dict[Mesh, int] = {}
@@ -128,7 +128,7 @@ class LayoutTable:
         self.layouts: list[LayoutRecord] = []
 
     def number(self, sharding: Sharding, *, committed: bool) -> int:
-        """The number of the layout record of a sharding, and of whether the array was committed to it."""
+        """The index of the layout record for a sharding and for whether the array was committed to it."""
         key = (sharding, committed)
         if key not in self._numbers:
             self._numbers[key] = len(self.layouts)
@@ -154,15 +154,15 @@ class LayoutTable:
 
 
 def memory_kind(sharding: Sharding) -> str | None:
-    """The kind of memory that a sharding puts arrays in; None where it is its devices' own."""
+    """The memory kind of a sharding; None for the default of its devices."""
     kind = sharding.memory_kind
-    # On TPUs only a process's own devices can say what their memory is.
+    # On TPUs, only devices of this process report their memory.
     default = next(iter(sharding.addressable_devices or sharding.device_set)).default_memory().kind
     return None if kind == default else kind
 
 
 def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
-    """The sharding of a layout record on this machine's devices, None for uncommitted. Raises LayoutError."""
+    """The sharding of a layout record on this machine's devices; None if uncommitted. Raises LayoutError."""
     record = manifest.layouts[layout]
     if record.opaque:
         raise LayoutError("a sharding over several devices that is not a NamedSharding")
@@ -191,7 +191,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
 
 
 def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:
-    """A saved layout in a few words."""
+    """A short description of a saved layout."""
     if mesh is not None:
         return f"{show_spec(spec)} on {show_axes(mesh.axes)}"
     if record.device is not None:

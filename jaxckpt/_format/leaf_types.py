@@ -1,4 +1,4 @@
-"""Types of leaves beyond arrays and Python values: how the state of a leaf is taken, and how it is put back."""
+"""Types of leaves beyond arrays and Python values: how the state of a leaf is read and restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxckpt._format.values import PYTHON, is_utf8
 from jaxckpt._runtime.errors import InputError, show
 
 _PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-"""Methods that give and take an object's state; the first pair that a class has is used."""
+"""Methods that return and set an object's state. The first pair that a class has is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,16 @@ class LeafType:
     """How leaves of a type are saved and restored."""
 
     name: str
-    """What a checkpoint records of the type."""
+    """The type's name in a checkpoint."""
 
     to_state: Callable[[Any], Any]
     """The leaf's state: a tree."""
 
     from_state: Callable[[Any], Any] | None
-    """A leaf made from a state, if that is possible without the leaf of a target."""
+    """Creates a leaf from a state, if that is possible without the leaf of a target."""
 
     set_state: Callable[[Any, Any], object] | None
-    """Puts a state into the leaf of a target, if leaves of the type can change."""
+    """Sets the state of a target's leaf, if leaves of the type are mutable."""
 
     cls: type
     """The type itself."""
@@ -58,27 +58,27 @@ def register_leaf(
     set_state: Callable[[Any, Any], object] | None = None,
     name: str | None = None,
 ) -> None:
-    """Let trees have leaves of a type that jaxckpt does not know. Every process, before it saves or restores.
+    """Allow leaves of a type that jaxckpt does not know. Every process calls this before it saves or restores.
 
-    A checkpoint holds the state of such a leaf as a part of the tree, and the name of the type. Where the type is not
-    registered, the state comes back as it is. Nothing is imported, and no function is called that is not passed here.
+    A checkpoint stores the state of such a leaf as a part of the tree, and the name of the type. A program that has not
+    registered the type gets the state. jaxckpt imports nothing and calls only the functions that are passed here.
 
     Objects with the methods `state_dict` and `load_state_dict`, or `get_state` and `set_state`, need no registration:
-    they are saved as they are, and restored into the object that is in the target.
+    their state is saved, and restored into the object in the target.
 
     Args:
-        cls: The class of the leaves; not its subclasses. JAX must take its instances for leaves: a pytree is a
-            container, and needs no registration.
-        to_state: Returns a leaf's state: a tree of arrays, Python values and containers, as `save` takes it. A dict of
-            JSON is one.
-        from_state: Returns a leaf that has a state.
-        set_state: Called with a leaf of the target and a state, changes the leaf. Without it, the leaf of the target is
-            replaced by what `from_state` returns. At least one of the two must be given; without `from_state`, a
+        cls: The class of the leaves; its subclasses are not included. JAX must treat the instances as leaves: a pytree
+            is a container and needs no registration.
+        to_state: Returns a leaf's state: a tree of arrays, Python values and containers, as for `save`. A dict of JSON
+            values is such a tree.
+        from_state: Returns a new leaf with this state.
+        set_state: Called with a leaf of the target and a state; changes the leaf. Without it, the result of
+            `from_state` replaces the leaf of the target. At least one of the two is required. Without `from_state`, a
             restore without a target returns the state.
-        name: What a checkpoint records, "module.Class" by default. Give the old name if the class was renamed.
+        name: The name in the checkpoint, "module.Class" by default. Pass the old name if the class was renamed.
 
     Raises:
-        InputError: The type is known already, or another class has this name.
+        InputError: jaxckpt already knows the type, or another class has this name.
 
     Examples:
         >>> import decimal, jaxckpt
@@ -103,7 +103,7 @@ def register_leaf(
     other = _NAMES.get(name, cls)
     if full_name(other) != full_name(cls):
         raise InputError(f"register_leaf({cls.__qualname__}): {full_name(other)} has the name {name!r}; give another")
-    _TYPES.pop(other, None)  # a notebook defines a class again
+    _TYPES.pop(other, None)  # a notebook has redefined a class
     for old in [old for old, known in _NAMES.items() if known is cls]:
         del _NAMES[old]
     _TYPES[cls] = LeafType(name, to_state, from_state, set_state, cls)
@@ -111,13 +111,13 @@ def register_leaf(
 
 
 def is_plain(cls: type) -> bool:
-    """Whether leaves of this type are stored as they are."""
+    """Whether leaves of this type are stored directly, without a state."""
     known = (jax.Array, np.generic, jax.ShapeDtypeStruct, jax.sharding.Sharding)
     return cls in PYTHON or cls in (np.ndarray, np.memmap) or issubclass(cls, known)
 
 
 def full_name(cls: type) -> str:
-    """Module and name of a class, as a checkpoint records it."""
+    """Module and name of a class, as recorded in a checkpoint."""
     return f"{cls.__module__}.{cls.__qualname__}".encode(errors="backslashreplace").decode()
 
 
@@ -126,12 +126,12 @@ def is_registered(cls: type) -> bool:
 
 
 def registered(name: str) -> LeafType | None:
-    """The type that is registered under a name, if there is one."""
+    """The type that is registered under a name, if any."""
     return _TYPES[_NAMES[name]] if name in _NAMES else None
 
 
 def leaf_type(cls: type) -> LeafType | None:
-    """How leaves of this type are saved and restored; None for plain ones, and for those that cannot be."""
+    """How leaves of this type are saved and restored; None for plain types and for types that cannot be saved."""
     return _TYPES.get(cls) or _with_methods(cls)
 
 
@@ -148,7 +148,7 @@ def _call(method: str, leaf: Any, state: Any) -> object:
 
 
 def called(function: Callable[..., Any], doing: str, path: str, *arguments: Any) -> Any:
-    """What a function of the user's returns; what it raises has a note that names the leaf."""
+    """The result of a user's function. An exception of the function gets a note that names the leaf."""
     try:
         return function(*arguments)
     except Exception as error:

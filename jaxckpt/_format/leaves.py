@@ -1,4 +1,4 @@
-"""What is known of a saved leaf without reading it."""
+"""The properties of a saved leaf that are known without reading it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SavedLeaf:
 
     @property
     def is_array(self) -> bool:
-        """Whether it lies in a row of a stack, not in the manifest."""
+        """Whether its data is a row of a stack, and not in the manifest."""
         return self.record.stack is not None
 
     @property
@@ -41,32 +41,32 @@ class SavedLeaf:
 
     @property
     def stack(self) -> Stack:
-        """The stack that it is a row of."""
+        """The stack of its row."""
         return self.manifest.arrays[self.manifest.place(self.record)[0]]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of what is stored: of the raw data of a PRNG key; () for a value in the manifest."""
+        """Shape of the stored data: of the raw data for a PRNG key; () for a value in the manifest."""
         return self.stack.shape if self.is_array else ()
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has, as the user knows it: functions of (path, leaf) ask."""
+        """Number of dimensions of `shape`, for functions of (path, leaf)."""
         return len(self.shape)
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Dtype of what is stored: that of the raw data of a PRNG key; NumPy's own for a value in the manifest."""
+        """Dtype of the stored data: of the raw data for a PRNG key; NumPy's default for a value in the manifest."""
         return DTYPES[self.stack.dtype] if self.is_array else np.asarray(self.value).dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape as the user knows it: of PRNG keys, not of their raw data."""
+        """Shape that the user sees: for PRNG keys, not the shape of their raw data."""
         return self.stored_shape[:-1] if self.record.kind == "key" else self.stored_shape
 
     @property
     def dtype(self) -> Any:
-        """Dtype as the user knows it. Raises ValueError for PRNG keys of an implementation that JAX does not know."""
+        """Dtype that the user sees. Raises ValueError for PRNG keys of an implementation that JAX does not have."""
         return key_dtype(self.record.impl or "") if self.record.kind == "key" else self.stored_dtype
 
     @property
@@ -76,25 +76,25 @@ class SavedLeaf:
 
     @property
     def value(self) -> Any:
-        """The value, if it lies in the manifest."""
+        """The value, if it is in the manifest."""
         return decode_value(self.record.kind, self.record.value or "")
 
     @property
     def spec(self) -> Spec:
-        """The spec that it was saved with; an empty one if it had none."""
+        """The spec at the time of the save; an empty spec if it had none."""
         return self.manifest.leaf_layout(self.record)[1]
 
     @property
     def mesh(self) -> MeshRecord | None:
-        """The mesh that it was saved on, if any."""
+        """The mesh at the time of the save, if any."""
         return self.manifest.leaf_layout(self.record)[0]
 
     @property
     def memory(self) -> str | None:
-        """The kind of memory that it was saved from; None for its devices' own."""
+        """The memory kind at the time of the save; None for the default of its devices."""
         return self.manifest.leaf_layout(self.record)[2].memory
 
     @property
     def layout(self) -> str:
-        """Mesh and spec that it was saved with, in words."""
+        """A description of the mesh and spec at the time of the save."""
         return "host" if self.record.layout is None else show_layout(*self.manifest.leaf_layout(self.record))

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds, published last. docs/format.md is its specification.
+"""manifest.json: describes a checkpoint, and is published last. docs/format.md is its specification.
 
 Decoding checks everything that can be checked without opening another file, before anything is allocated.
 """
@@ -23,8 +23,8 @@ from jaxckpt._format.values import decode_bytes, encode_bytes, is_utf8
 from jaxckpt._runtime.errors import InputError, ManifestError, listing
 
 LARGEST_BYTES = 64 << 20
-"""Of a manifest that is written or read. 16,000 leaves in 500,000 objects (32 TB at 64 MiB each) make 16 MB; decoding
-takes up to 25 bytes of memory for each."""
+"""The largest manifest, in bytes. 16,000 leaves in 500,000 objects (32 TB at 64 MiB each) take 16 MB. Decoding takes up
+to 25 bytes of memory for each byte."""
 
 MAX_NESTING = 500
 """Arrays and objects of a manifest may nest this deep: a tree of 200 containers takes 402. JSON parsers recurse."""
@@ -33,8 +33,8 @@ MAX_NESTING = 500
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, its last member the SHA-256 of all the bytes before that member.
 
-    Raises InputError if `decode` would refuse it: it is decoded here, before it takes the place of an older one. That
-    takes 5 ms for 2,000 leaves, 60 ms for 20,000 leaves in 10,000 containers.
+    Raises InputError if `decode` would refuse it. For that, this function decodes it, before it replaces an older one:
+    5 ms for 2,000 leaves, 60 ms for 20,000 leaves in 10,000 containers.
     """
     try:
         body = msgspec.json.encode(manifest, enc_hook=_plain)[:-1]
@@ -58,7 +58,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """A value of a class derived from float, int or str, such as np.float64, as msgspec takes it."""
+    """A value of a subclass of float, int or str, such as np.float64, as the plain type that msgspec accepts."""
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, int):
@@ -80,7 +80,7 @@ def decode(content: bytes, where: str) -> Manifest:
     body = content.rpartition(SEAL)[0] + b"}"
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
-        # What encodes to the same bytes repeats no member; msgspec would have kept the last of them without a word.
+        # JSON that encodes to the same bytes repeats no member. msgspec would silently keep the last of them.
         if msgspec.json.encode(manifest) != body:
             json.loads(body, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
@@ -92,7 +92,8 @@ def decode(content: bytes, where: str) -> Manifest:
 
 
 def _refusal(content: bytes, where: str, reason: str) -> ManifestError:
-    """Why a manifest cannot be read; first of all its version, since a newer one may be sealed and made otherwise."""
+    """The reason why a manifest cannot be read. Checks the version first, because a newer format may differ
+    entirely."""
     version = _version_of(content)
     if version is not None and version > VERSION:
         reason = f"is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
@@ -100,12 +101,12 @@ def _refusal(content: bytes, where: str, reason: str) -> ManifestError:
 
 
 def state_name(process: int) -> str:
-    """Name of the file, in the data folder, of what one process alone knew."""
+    """Name of the file for the state of one process, in the data folder."""
     return f"process-{process}.json"
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """A process's own state as the file it is stored in. Raises InputError unless it comes back as it is."""
+    """The state of a process as the content of its file. Raises InputError unless decoding returns the same value."""
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"process_state must be a mapping of names to bytes or JSON, found {type(state).__name__}")
     items: dict[str, Any] = {}
@@ -120,7 +121,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
-    """What `encode_state` was given. Raises ValueError if it is something else."""
+    """The state from the output of `encode_state`. Raises ValueError for anything else."""
     if nesting(content) > MAX_NESTING:
         raise ValueError(f"nested deeper than {MAX_NESTING}")
     state: dict[str, Any] = {}
@@ -138,16 +139,16 @@ def decode_state(content: bytes) -> dict[str, Any]:
 
 
 def require_json(value: Any, what: str) -> Any:
-    """A user's value as it comes back from the JSON of a manifest. Raises InputError unless that is equal."""
+    """A user's value after a round trip through the JSON of a manifest. Raises InputError unless it stays equal."""
     return _through_json(value, what, lambda: msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)))
 
 
 def _through_json(value: Any, what: str, encoded: Callable[[], Any] | None = None) -> Any:
-    """A user's value as it comes back from JSON, and if it is `encoded` otherwise, from that. Raises InputError unless
-    it is equal."""
+    """A user's value after a round trip through JSON, and through `encoded` if it has another form in the file. Raises
+    InputError unless it stays equal."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        if nesting(text) > MAX_NESTING - 2:  # it lies two deep, in a file of its own or in the manifest
+        if nesting(text) > MAX_NESTING - 2:  # it is nested two levels deep, in its own file or in the manifest
             raise ValueError(f"nested deeper than {MAX_NESTING - 2}")
         plain = json.loads(text)
         same = bool(plain == value) and (encoded is None or encoded() == plain)
@@ -161,7 +162,7 @@ def _through_json(value: Any, what: str, encoded: Callable[[], Any] | None = Non
 def without(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
     """The manifest without the subtrees at `paths`; None if they share a stack with other leaves, or do not exist.
 
-    What it names no more can be deleted once it is published.
+    After it is published, the files that it no longer names can be deleted.
     """
     dropped = selector(paths)
     kept = [number for number, leaf in enumerate(manifest.leaves) if not dropped(leaf.path)]
@@ -193,7 +194,7 @@ class _Head(msgspec.Struct):
 def _version_of(content: bytes) -> int | None:
     try:
         return msgspec.json.decode(content, type=_Head).version
-    except (ValueError, RecursionError):  # a UnicodeDecodeError is no DecodeError of msgspec
+    except (ValueError, RecursionError):  # a UnicodeDecodeError is not a msgspec.DecodeError
         return None
 
 
@@ -207,20 +208,20 @@ _PLAIN = bytes(set(range(256)) - set(b'"[]{}'))
 
 
 def nesting(text: bytes) -> int:
-    """How deep the arrays and objects of JSON nest, found without recursion.
+    """The nesting depth of arrays and objects in JSON, without recursion.
 
-    Up to the first error in the text, where every parser stops, it sees the strings as a parser does.
+    Up to the first error in the text, where every parser stops, it finds the same strings as a parser.
     """
-    if b"\\" in text:  # pairs first: a quote after one more backslash ends no string
+    if b"\\" in text:  # pairs first: a quote after one more backslash does not end a string
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # Two quotes without a bracket between them are nothing.
+    # Remove pairs of quotes without a bracket between them.
     marks = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
     outside = np.cumsum(marks == ord('"'), dtype=np.uint8) & 1 == 0
     return int(np.cumsum(_STEPS[marks[outside]], dtype=np.int32).max(initial=0))
 
 
 def distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError if a member repeats: each reader could take another of the two."""
+    """A JSON object. Raises ValueError if a member repeats, because readers could differ in which one they use."""
     value = dict(members)
     if len(value) != len(members):
         counted = collections.Counter(name for name, _ in members)

@@ -1,4 +1,4 @@
-"""Names and marks by which the files of a checkpoint are known, also if they are damaged."""
+"""Names and marks that identify the files of a checkpoint, even if they are damaged."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ WRITER = "writer.json"
 
 
 def is_data(name: str) -> bool:
-    """Whether a name is one that a save gives to its folder. A user's own "data-raw" is not ours to delete."""
+    """Whether a save may have created a folder of this name. A user's "data-raw" must not be deleted."""
     return re.fullmatch("data-[0-9a-f]{32}", name) is not None
 
 
 def names_data(manifest: bytes | None, data: str) -> bool:
-    """Whether a manifest, which may be damaged, names a data folder."""
+    """Whether a manifest, possibly damaged, names a data folder."""
     return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
 
 
 def may_name(manifest: bytes | None, data: str) -> bool:
-    """Whether a manifest names a data folder, or is damaged, perhaps only on its way here, and so could."""
+    """Whether a manifest may name a data folder: it does, or it is damaged, perhaps only in transit."""
     return names_data(manifest, data) or not (manifest is None or is_sealed(manifest))
 
 
@@ -34,6 +34,6 @@ def is_sealed(manifest: bytes) -> bool:
 
 
 def data_of(content: bytes) -> str | None:
-    """The data folder that a manifest names, if that much can be told of one that may be damaged."""
+    """The data folder that a manifest names, if it can be read from a possibly damaged manifest."""
     found = re.search(rb'"save_id":"([0-9A-Za-z_-]{1,200})"', content)
     return f"data-{found.group(1).decode()}" if found else None

@@ -1,4 +1,4 @@
-"""Paths of leaves and containers: how keys are written in them, and what lies above and below a path."""
+"""Paths of leaves and containers: how keys are escaped, and which paths are above and below a path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def component(key: object) -> str:
 
 
 def key_of(part: str) -> str:
-    """The str key that a component of a path stands for."""
+    """The str key of a path component."""
     return "" if part == "~2" else part.replace("~1", "/").replace("~0", "~")
 
 
 def components(keys: Sequence[Any]) -> Iterable[str]:
-    """Each key as `component` writes it: as it is where there is nothing to escape."""
+    """Each key as a path component. Keys that need no escaping are returned unchanged."""
     if isinstance(keys, range):
         return map(str, keys)
     if are_texts(keys):
@@ -32,7 +32,7 @@ def components(keys: Sequence[Any]) -> Iterable[str]:
 def are_texts(keys: Iterable[Any]) -> bool:
     """Whether all keys are str."""
     try:
-        "".join(keys)  # the quickest way to ask
+        "".join(keys)  # the fastest test
     except TypeError:
         return False
     return True
@@ -45,7 +45,7 @@ def closest(path: str, known: Iterable[str]) -> str:
 
 
 def heads(path: str) -> Iterator[str]:
-    """A path and those of the containers above it, from the longest to the tree itself."""
+    """A path and the paths of the containers above it, from the longest to the root."""
     yield path
     while path:
         path = path.rpartition("/")[0]
@@ -53,7 +53,7 @@ def heads(path: str) -> Iterator[str]:
 
 
 def below(head: str, path: str) -> str | None:
-    """What follows a head in a path; None if the path is neither the head nor below it."""
+    """The rest of a path after a head; None if the path is neither the head nor below it."""
     if path == head:
         return ""
     if not head:
@@ -62,7 +62,7 @@ def below(head: str, path: str) -> str | None:
 
 
 def joined(head: str, tail: str) -> str:
-    """The path of what lies at `tail` below `head`; each may be empty."""
+    """`head` and `tail` joined to one path; each may be empty."""
     return f"{head}/{tail}" if head and tail else head or tail
 
 

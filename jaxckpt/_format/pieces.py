@@ -1,4 +1,4 @@
-"""The data of an object: pieces in host memory that together make it up, and blocks of it as they are stored."""
+"""The data of an object: the pieces in host memory that form it, and blocks in their stored form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex12
 
 
 def as_bits(array: Array) -> Array:
-    """The same memory as numbers that NumPy copies fast: it copies dtypes of ml_dtypes element by element."""
+    """The same memory with a dtype that NumPy copies fast, because it copies ml_dtypes element by element."""
     return array.view(_BITS[array.dtype.itemsize])
 
 
@@ -40,18 +40,17 @@ class Pieces:
     """Arrays that together hold a box of a stack."""
 
     box: Box
-    """What they hold of the stack, rows first."""
+    """The box of the stack that they hold, rows first."""
 
     dtype: np.dtype[Any]
 
     group_rows: int
 
     groups: Sequence[Sequence[tuple[Box, Array]]]
-    """For every `group_rows` rows, in order: (what it holds of the stack, the array) of each piece. Pieces may hold
-    more than the box."""
+    """For every `group_rows` rows, in order: (box of the stack, array) of each piece. Pieces may exceed the box."""
 
     def array(self) -> Array:
-        """All of it as one array: in place where it is one piece, else copied together."""
+        """The box as one array: without a copy if it is one piece, otherwise copied."""
         if (alone := self.alone) is not None:
             return alone
         out = np.empty(extent(self.box), self.dtype)
@@ -63,12 +62,12 @@ class Pieces:
 
     @property
     def alone(self) -> Array | None:
-        """The array that holds all of it, if there is one."""
+        """The array that holds the complete box, if one piece does."""
         pieces = [piece for group in self.groups for piece in group]
         return pieces[0][1][within(self.box, pieces[0][0])] if len(pieces) == 1 else None
 
     def apart(self, chunk: Sequence[int]) -> list[Pieces]:
-        """Each piece alone, if no two overlap and no chunk with these sides lies in two of them; else all together."""
+        """The pieces separately, if they do not overlap and share no chunk of these sides; otherwise all in one."""
         found: list[Pieces] = []
         for piece in itertools.chain.from_iterable(self.groups):
             common = intersection(piece[0], self.box)
@@ -81,7 +80,7 @@ class Pieces:
         return found if sum(volume(one.box) for one in found) == volume(self.box) else [self]
 
     def gathered(self, box: Box, scratch: Bytes) -> Bytes:
-        """The bytes of one box in C order, copied into `scratch`; what lies outside of these pieces becomes zero."""
+        """The bytes of a box in C order, copied into `scratch`. Bytes outside of the pieces become zero."""
         shape = extent(box)
         flat = scratch[: math.prod(shape) * self.dtype.itemsize]
         out = as_bits(flat.view(self.dtype)).reshape(shape)
@@ -96,7 +95,7 @@ class Pieces:
         return flat
 
     def _touching(self, box: Box) -> list[tuple[Box, Array]]:
-        """The pieces that have some of its rows."""
+        """The pieces that contain some of the rows."""
         (start, stop), (origin, _) = box[0], self.box[0]
         groups = self.groups[(start - origin) // self.group_rows : -(-(stop - origin) // self.group_rows)]
         return [piece for group in groups for piece in group]

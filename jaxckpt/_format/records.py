@@ -1,4 +1,4 @@
-"""The records of manifest.json: what is known of a checkpoint without reading its arrays."""
+"""The records of manifest.json: everything that is known about a checkpoint without reading its arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._format.tree import Structure
 
 LARGEST = 1 << 62
-"""Of any number, such as a step's and an array's bytes: beyond it offsets would overflow."""
+"""The largest integer, for example of a step or an array's bytes. Larger ones would overflow offsets."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
@@ -24,7 +24,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A mesh that leaves were laid out on."""
+    """A mesh of saved leaves."""
 
     axes: dict[str, Size]
     """Size of each axis, in order."""
@@ -38,34 +38,34 @@ class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def numbered(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
-        """A mesh of these axes on devices 0, 1, …: one record for all leaves on such a mesh."""
+        """A mesh with these axes on devices 0, 1, …: one record for all leaves on such a mesh."""
         return MeshRecord(dict(axes), list(range(math.prod(size for _, size in axes))), ["Auto"] * len(axes))
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How leaves lay on devices when they were saved: on a mesh by a spec, or on one device they were committed to.
+    """The layout of saved leaves: a spec on a mesh, or the one device to which they were committed.
 
-    With neither they were uncommitted: JAX put them on its default device and may move them.
+    With neither, they were uncommitted: JAX had put them on its default device and could move them.
     """
 
     mesh: Size | None = None
-    """Number of the mesh."""
+    """Index of the mesh."""
 
     spec: list[list[str]] = []
     """For each leading dimension, the mesh axes that split it."""
 
     device: Size | None = None
-    """Id of the one device."""
+    """Id of the single device."""
 
     memory: str | None = None
-    """Memory kind, where it was not the device's default."""
+    """Memory kind, if it was not the device's default."""
 
     opaque: bool = False
-    """Whether it was a sharding of several devices that is no NamedSharding, and so cannot be written down."""
+    """Whether it was a sharding over several devices other than a NamedSharding, which cannot be recorded."""
 
 
 class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """A leaf: an array in a row of a stack, or a small value here."""
+    """A leaf: an array in a row of a stack, or a small value in the manifest."""
 
     path: str
 
@@ -76,16 +76,16 @@ class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     row: Size | None = None
 
     layout: Size | None = None
-    """Number of the layout, for kinds "jax" and "key"."""
+    """Index of the layout, for kinds "jax" and "key"."""
 
     value: str | None = None
-    """The value itself as text, for a leaf that lies in no stack."""
+    """The value as text, for a leaf that is not in a stack."""
 
     impl: str | None = None
     """PRNG implementation, for kind "key"; the array holds its raw data with trailing dimensions of its own."""
 
     weak: bool = False
-    """Whether the type of a kind "jax" was weak, as that of jnp.asarray(0.5) is."""
+    """Whether an array of kind "jax" had a weak type, as jnp.asarray(0.5) has."""
 
 
 class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -103,12 +103,12 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Digest of its zarr.json."""
 
     objects: dict[str, tuple[Size, str]]
-    """For each object, by its place in the grid ("0/1/0"): its length in bytes and its digest."""
+    """For each object, by its grid index ("0/1/0"): its length in bytes and its digest."""
 
     compression: str | None = None
 
     contents: dict[str, str] = {}
-    """For objects, by place: the digest of their content."""
+    """For each object, by grid index: the digest of its content, if recorded."""
 
     @classmethod
     def of(
@@ -120,7 +120,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return cls(*head, *sides, sha256, objects, stack.compression, contents or {})
 
     def stored(self, index: tuple[int, ...]) -> tuple[int, str]:
-        """Length and digest of the object at a place in the grid."""
+        """Length and digest of the object at a grid index."""
         return self.objects["/".join(map(str, index))]
 
     def stack(self) -> Stack:
@@ -129,28 +129,28 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a Checkpointer notes of a training step."""
+    """What a Checkpointer records about a training step."""
 
     number: Size
     metrics: dict[str, float | None] = {}
     """None if the value was not finite."""
 
     dropped: list[str] = []
-    """Paths of the subtrees that were dropped since it was saved."""
+    """Paths of the subtrees that were dropped after the save."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """All that is known of a checkpoint without reading its arrays."""
+    """Everything that is known about a checkpoint without reading its arrays."""
 
     format: str
     version: int
     save_id: str
     created: str
-    """UTC, ISO 8601. For people; nothing depends on it."""
+    """UTC, ISO 8601. Informational only."""
 
     libraries: dict[str, str]
     metadata: Any
-    """The user's own, any JSON."""
+    """The user's metadata, any JSON value."""
 
     tree: Structure
     leaves: list[LeafRecord]
@@ -159,14 +159,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     stacks: list[StackRecord]
 
     process_states: list[tuple[Size, str]] = []
-    """For each process that saved, length and SHA-256 of the file of its own state; none if none was given."""
+    """For each process that saved, length and SHA-256 of its state's file; empty without `process_state`."""
 
     step: StepRecord | None = None
-    """Where a Checkpointer saved it."""
+    """The record of a Checkpointer, if one saved this."""
 
     phase_seconds: dict[str, list[Seconds]] = {}
-    """For each phase of the save, the seconds that each process had spent in it when it had written its share. For
-    people; nothing depends on it."""
+    """For each phase of the save, the seconds that each process had spent in it when it had written its share.
+    Informational only."""
 
     @property
     def data(self) -> str:
@@ -175,17 +175,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
-        """Number of each leaf by its path."""
+        """Index of each leaf by its path."""
         return dict(zip([leaf.path for leaf in self.leaves], range(len(self.leaves)), strict=True))
 
     @functools.cached_property
     def arrays(self) -> list[Stack]:
-        """The stacks as plans take them."""
+        """The stacks, as arguments for plans."""
         return [record.stack() for record in self.stacks]
 
     @functools.cached_property
     def ties(self) -> dict[int, int]:
-        """The number of the first leaf in the same row, for each leaf whose row an earlier leaf has."""
+        """For each leaf that shares its row with an earlier leaf: the index of the first leaf in that row."""
         places = {(leaf.stack, leaf.row) for leaf in self.leaves if leaf.stack is not None}
         if len(places) == sum(leaf.stack is not None for leaf in self.leaves):
             return {}
@@ -194,23 +194,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return {number: one for number, place in places if (one := first.setdefault(place, number)) != number}
 
     def place(self, leaf: LeafRecord) -> tuple[int, int]:
-        """(stack, row) of a leaf that lies in a stack."""
+        """(stack, row) of a leaf in a stack."""
         assert leaf.stack is not None, leaf
         assert leaf.row is not None, leaf
         return leaf.stack, leaf.row
 
     def leaf_shape(self, leaf: LeafRecord) -> tuple[int, ...]:
-        """Shape of a leaf that lies in a stack, of the raw data if it is a PRNG key."""
+        """Shape of a leaf in a stack; for a PRNG key, of its raw data."""
         return tuple(self.stacks[self.place(leaf)[0]].shape)
 
     def leaf_bytes(self, leaf: LeafRecord) -> int:
-        """Bytes of the data of a leaf; 0 of one that lies in no stack."""
+        """Bytes of a leaf's data; 0 for a leaf that is not in a stack."""
         if leaf.stack is None:
             return 0
         return math.prod(self.leaf_shape(leaf)) * DTYPES[self.stacks[leaf.stack].dtype].itemsize
 
     def leaf_layout(self, leaf: LeafRecord) -> tuple[MeshRecord | None, Spec, LayoutRecord]:
-        """(mesh, spec, record) of the layout a leaf was saved in."""
+        """(mesh, spec, record) of a leaf's saved layout."""
         record = self.layouts[leaf.layout] if leaf.layout is not None else LayoutRecord()
         mesh = None if record.mesh is None else self.meshes[record.mesh]
         return mesh, tuple(tuple(axes) for axes in record.spec), record

@@ -1,4 +1,4 @@
-"""Choosing leaves by path, `select`, and giving them other paths, `rename`."""
+"""`select` chooses leaves by path, and `rename` changes their paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rename = Callable[[str], str] | Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What a `select` selects: a test of leaf paths."""
+    """The meaning of a `select` argument: a test of leaf paths."""
 
     tests: tuple[tuple[str, Callable[[str], bool]], ...]
     """Each entry of `select` as the user wrote it, and its test."""
@@ -50,9 +50,9 @@ def selector(select: Select | None) -> Selector:
     """A test of leaf paths.
 
     A glob (`*` within one component, `**` across components) or a compiled regular expression (`fullmatch`) selects
-    the leaves whose path, or the path of a container above them, it matches. Several select what any of them does.
+    the leaves whose path, or the path of a container above them, it matches. Several patterns select the union.
 
-    Raises InputError if `select` is something else. A generator can be read only once, so call this only once for it.
+    Raises InputError for anything else. Call this once per argument, because a generator can be read only once.
     """
     if select is None:
         return Selector((("**", lambda path: True),))
@@ -77,7 +77,7 @@ def _in_short(value: object) -> str:
 
 
 def _asked(select: Callable[[str], bool], path: str) -> bool:
-    """What a `select` function says about a path."""
+    """The result of a `select` function for a path."""
     answer = select(path)
     if not isinstance(answer, (bool, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"select returned {reprlib.repr(answer)} for leaf {show(path)}; expected True or False")
@@ -105,7 +105,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
     out: list[str] = []
     for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
         match token:
-            case "**/":  # no component, or several
+            case "**/":  # any number of components
                 out.append("(?:.*/)?")
             case "**":
                 out.append(".*")
@@ -118,15 +118,15 @@ def _glob(pattern: str) -> re.Pattern[str]:
             case _:
                 out.append(re.escape(token))
     body = "".join(out)
-    if "[" in pattern:  # a path whose keys have brackets can be written as it is
+    if "[" in pattern:  # a path with brackets also matches itself literally
         body += f"|{re.escape(pattern)}"
     return re.compile(f"(?s:(?:{body})(?:/.*)?)")
 
 
 def renamed(rename: Rename | None, paths: Collection[str]) -> list[str]:
-    """Saved paths → wanted paths. A mapping names leaves or containers; the longest name that fits is used.
+    """Saved paths → new paths. A mapping names leaves or containers; the longest matching name applies.
 
-    Raises InputError if `rename` is something else, and TreeError if a name fits no path, or two leaves get one path.
+    Raises InputError for anything else, and TreeError if a name matches no path or two leaves get the same path.
     """
     if rename is None:
         return list(paths)
@@ -159,7 +159,7 @@ def origins(rename: Rename | None, path: str) -> list[str] | None:
 
 
 def _new_path(rename: Callable[[str], str], path: str) -> str:
-    """What a `rename` function says about a path."""
+    """The result of a `rename` function for a path."""
     new = rename(path)
     if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show(path)}; expected a path, a str")
@@ -168,7 +168,7 @@ def _new_path(rename: Callable[[str], str], path: str) -> str:
 
 
 def _require_components(old: str, new: str) -> None:
-    """Raise TreeError if a new path has an empty component: no key is written so."""
+    """Raise TreeError if a new path has an empty component, which no key can produce."""
     if new and "" in new.split("/"):
         raise TreeError(
             f"rename gives {show(old)} the path {new!r}, which has an empty component; the empty key is written '~2'"
@@ -190,7 +190,7 @@ def _checked_mapping(rename: object) -> Mapping[str, str]:
 
 
 def _moved(mapping: Mapping[str, str], path: str) -> str:
-    """A path with the longest head that the mapping has replaced by what it is mapped to."""
+    """A path with its longest head that is in the mapping replaced."""
     for head in heads(path):
         if head in mapping:
             return joined(mapping[head], below(head, path) or "")
@@ -198,10 +198,10 @@ def _moved(mapping: Mapping[str, str], path: str) -> str:
 
 
 def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
-    """That entries of an argument match nothing, with hints."""
+    """The error for entries of an argument that match nothing, with hints."""
     texts = list(entries)
     known = dict.fromkeys(head for path in paths for head in heads(path) if head)
-    # Finding a hint takes a look at every path.
+    # Each hint needs a scan of all paths.
     hints = [closest(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
     lines = [
         f"{text} matches none of the {counted(len(paths), 'leaf')} of {where}{hint}"

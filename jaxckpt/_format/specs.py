@@ -1,4 +1,4 @@
-"""Which spec each leaf gets on a mesh: what `specs` says for it, or its own carried over by axis name."""
+"""The spec of each leaf on a mesh: the one from `specs`, or its saved spec mapped by axis name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Specs = Any
 
 
 class ShapedLeaf(Protocol):
-    """What a `specs` function is given as its leaf: anything with a shape and a dtype."""
+    """The leaf argument of a `specs` function: anything with a shape and a dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -32,23 +32,24 @@ class ShapedLeaf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Leaves that are laid out alike."""
+    """Leaves with the same layout."""
 
     paths: Sequence[str]
     shape: tuple[int, ...]
 
     own: Spec = ()
-    """The spec that they have, or were saved with."""
+    """Their current or saved spec."""
 
     given: Spec | None = None
-    """The spec that the caller gives for them, if any."""
+    """The caller's spec for them, if any."""
 
 
 def lay_out(axes: Mapping[str, int], groups: Sequence[Alike], options: Options) -> tuple[list[Spec], list[Problem]]:
-    """The spec of each group of leaves on a mesh with these axes, and a problem for each leaf that it does not fit.
+    """The spec of each group of leaves on a mesh with these axes, and a problem for each leaf that its spec does not
+    fit.
 
-    Without a given spec, a leaf stays split by those axes of its own spec that the mesh has too. Raises SpecError if
-    the mesh has none of the axes of any leaf: everything would silently be replicated.
+    Without a given spec, a leaf stays split by the axes of its own spec that the mesh also has. Raises SpecError if the
+    mesh has none of the axes of any leaf, because everything would silently be replicated.
     """
     if all(group.given is None for group in groups):
         _require_common_axis(axes, groups)
@@ -81,13 +82,13 @@ def _require_common_axis(axes: Mapping[str, int], groups: Iterable[Alike]) -> No
 
 
 def require_fit(problems: Sequence[Problem]) -> None:
-    """Raise SpecError for the leaves that cannot be laid out, if any."""
+    """Raise SpecError if there are leaves that their specs do not fit."""
     if problems:
         raise SpecError.of(f"the specs do not fit {counted(len(problems), 'leaf')}", problems)
 
 
 def by_axis_name(spec: Spec, axes: Mapping[str, int]) -> Spec:
-    """A spec on another mesh: split by the axes that this mesh has too, replicated over its other axes."""
+    """A spec on another mesh: split by the axes that this mesh also has, replicated over its other axes."""
     return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
 
 
@@ -95,11 +96,11 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec))
 
 
-# What the caller gives ------------------------------------------------------------------------------------
+# The caller's specs ---------------------------------------------------------------------------------------
 
 
 def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dict[str, Spec]:
-    """The spec of each leaf that `specs` says one for. Raises SpecError, naming leaves or misplaced prefixes."""
+    """The spec of each leaf for which `specs` has one. Raises SpecError, naming leaves or misplaced prefixes."""
     if specs is None:
         return {}
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
@@ -107,7 +108,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in flatten(specs)[0]}
     chosen = {path: head for path, _ in leaves if (head := longest_head(path, by_prefix)) is not None}
     used = set(chosen.values())
-    # One spec for all leaves is fine if there are none.
+    # One spec for all leaves is valid even if there are no leaves.
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
         hint = closest(unused[0], (path for path, _ in leaves))
@@ -116,7 +117,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
 
 
 def _is_leaf(value: object) -> bool:
-    """Whether JAX takes it for a leaf; an Equinox module, which can be called too, is a pytree."""
+    """Whether JAX treats it as a leaf. A callable Equinox module is a pytree."""
     return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
 
 
@@ -132,13 +133,13 @@ def _checked(spec: Any, path: str) -> Spec:
 
 
 def require_mesh(mesh: object) -> None:
-    """Raise InputError unless arrays can be put on it, or it is None."""
+    """Raise InputError unless this is None or a mesh that can hold arrays."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise InputError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found {reprlib.repr(mesh)}")
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> dict[str, int]:
-    """Axis sizes of a mesh, or of a mesh that is given by them alone. Raises InputError if it is neither."""
+    """Axis sizes of a mesh, or of a mapping of axis sizes. Raises InputError for anything else."""
     if not isinstance(mesh, (Mesh, AbstractMesh, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(
             f'a mesh must be a jax.sharding.Mesh, an AbstractMesh, or axis sizes such as {{"data": 8}}, found'

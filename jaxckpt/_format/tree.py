@@ -25,31 +25,31 @@ from jaxckpt._format.values import is_utf8
 from jaxckpt._runtime.errors import TreeError, listing, show
 
 MAX_DEPTH = 200
-"""Containers may nest this deep; a deeper tree is refused when saved and when read."""
+"""The greatest nesting depth of containers. Deeper trees are refused on save and on read."""
 
 
 Tree = Any
-"""A pytree: whatever JAX flattens."""
+"""A pytree: any value that JAX can flatten."""
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A container of a tree as it is recorded."""
 
     type: Literal["list", "tuple", "dict", "ordered_dict", "namedtuple", "custom", "object"]
-    """An "object" is a leaf of the user's, stored as its state: its only child, which has the path of the object."""
+    """An "object" is a user's leaf, stored as its state: its only child, which has the path of the object."""
 
     name: str | None = None
-    """Of the class of a "namedtuple", "custom" or "object"."""
+    """Name of the class of a "namedtuple", "custom" or "object"."""
 
     keys: tuple[str | int | dict[str, Any], ...] | None = None
-    """One for each child but of a "list", "tuple" or "object": str and int as they are, others tagged with their
+    """One per child, except for a "list", "tuple" or "object". str and int are plain, others tagged with their
     type."""
 
     children: tuple[int | Container | None, ...]
 
 
 Structure = int | Container | None
-"""A tree's structure: a leaf's number, None for an empty place, or a container."""
+"""A tree's structure: the number of a leaf, None for an empty position, or a container."""
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
@@ -64,7 +64,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     """Whether it belongs to the state of an object."""
 
     def path_in(self, known: Collection[str]) -> str:
-        """Its path in a checkpoint with these paths: Orbax puts "value" after that of a Variable."""
+        """Its path in a checkpoint with these paths. Orbax appends "value" to the path of a Variable."""
         longer = f"{self.path}/value"
         return longer if self.is_variable and self.path not in known and longer in known else self.path
 
@@ -74,7 +74,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class _Flat:
-    """What is found on the way through a tree."""
+    """Everything that is found during one walk through a tree."""
 
     states: bool
     """Whether objects are flattened to their states."""
@@ -87,8 +87,9 @@ class _Flat:
 def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]:
     """The leaves in JAX's order, and the structure around them.
 
-    With `states`, an object that gives its state is a container of the leaves of its state; else it is a leaf. Raises
-    TreeError for keys that cannot be written down or that a reader would refuse, and for trees nested deeper than 200.
+    With `states`, an object that has a state is a container for the leaves of that state; otherwise it is a leaf.
+    Raises TreeError for keys that cannot be stored or that a reader would refuse, and for more than 200 nested
+    containers.
     """
     flat = _Flat(states)
     leaves = flat.leaves
@@ -101,7 +102,7 @@ def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]
 
 
 def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Structure:
-    """The structure of a node, whose leaves are added."""
+    """The structure of a node. Adds its leaves."""
     if node is None:
         return None
     kind = type(cast("object", node))
@@ -134,7 +135,7 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
     leaves = flat.leaves
     children: list[Structure] = []
     for key, child in zip(components(keys), below, strict=True):
-        if type(child) in _LEAF_TYPES:  # most are, and a call for each is spared
+        if type(child) in _LEAF_TYPES:  # true for most children, and faster than a call
             children.append(len(leaves))
             leaves.append(Leaf(head + key, child))
         else:
@@ -144,7 +145,7 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
 
 @functools.cache
 def _is_variable(kind: type) -> bool:
-    """Whether it is a Variable of Flax NNX, whose users know its value by the path of the Variable itself."""
+    """Whether this is a Variable of Flax NNX, whose value has the path of the Variable itself."""
     return any((base.__module__, base.__name__) == ("flax.nnx.variablelib", "Variable") for base in kind.__mro__)
 
 
@@ -162,11 +163,11 @@ _LEAVES = (
 )
 
 _LEAF_TYPES = set[type]()
-"""Types known to be leaves: asking jax.Array takes a Python call for each leaf."""
+"""Types known to be leaves, because isinstance with jax.Array takes a Python call per leaf."""
 
 
 def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | None:
-    """Keys and children of one level of the tree in JAX's own order; None for a leaf."""
+    """Keys and children of one level of the tree, in JAX's order; None for a leaf."""
     kind = type(cast("object", node))
     if kind in _LEAF_TYPES:
         return None
@@ -232,8 +233,8 @@ def _is_rebuilt(name: str, fields: tuple[Any, ...]) -> bool:
 def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tuple[list[str], list[int]]:
     """Path and number of every leaf in order.
 
-    Raises ValueError where the structure is malformed, where it has more leaves, or where all that stands in paths
-    before their last "/" has more characters: a long key above many leaves makes paths that fill any memory.
+    Raises ValueError if the structure is malformed, has more leaves than allowed, or has more characters in paths
+    before their last "/" than allowed: a long key above many leaves creates paths that exhaust memory.
     """
     structure = bare(structure)
     if structure is None:
@@ -257,14 +258,14 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
         most_characters -= n_characters * len(leaves)
         if most_leaves < 0 or most_characters < 0:
             raise ValueError("its paths are not those of the leaves")
-        # Texts alone: Python's hashes of numbers are no secret, and a dict of equal ones is slow.
+        # Only str keys: an attacker can choose numbers with equal hashes, which make a dict slow.
         form = (node.keys, node.type, node.name, len(children)) if node.keys and are_texts(node.keys) else None
         names = known.get(form) if form else None
         if names is None:
             names = components(keys_of(node))
             if form:
                 known[form] = names
-        # Only above a leaf is it put together: long keys above no leaf cost nothing.
+        # Built only above a leaf, so that long keys without leaves cost nothing.
         head = "/".join((*heads, "")) if leaves else ""
         if len(leaves) == len(children):
             paths.extend(map(head.__add__, names))
@@ -316,7 +317,7 @@ def _are_fields(names: Sequence[str]) -> bool:
 
 
 def bare(node: Structure) -> Structure:
-    """What is stored at a place: of an object, its state. Raises ValueError if the record of an object is malformed."""
+    """The stored structure at a position: for an object, its state. Raises ValueError if that record is malformed."""
     while isinstance(node, Container) and node.type == "object":
         if node.name is None or node.keys is not None or len(node.children) != 1:
             raise ValueError(
@@ -327,7 +328,7 @@ def bare(node: Structure) -> Structure:
 
 
 def structure_of(tree: Tree) -> Structure:
-    """Nested dicts with leaf numbers or objects for leaves, as `nested` makes them, as a structure."""
+    """The structure of nested dicts, as `nested` builds them, with leaf numbers or objects as leaves."""
     if isinstance(tree, dict):
         made = cast("dict[str, Tree]", tree)
         return Container(type="dict", keys=tuple(made), children=tuple(map(structure_of, made.values())))
@@ -335,7 +336,7 @@ def structure_of(tree: Tree) -> Structure:
 
 
 def places(structure: Structure) -> Iterator[str]:
-    """The path of everything below a structure: containers, leaves and empty places."""
+    """The path of everything in a structure: containers, leaves and empty positions."""
     structure = bare(structure)
     if isinstance(structure, Container):
         for name, child in zip(components(keys_of(structure)), structure.children, strict=True):
@@ -344,7 +345,7 @@ def places(structure: Structure) -> Iterator[str]:
 
 
 def subtree(structure: Structure, path: str) -> Structure:
-    """What lies in a structure at a path. Raises KeyError if nothing is there."""
+    """The part of a structure at a path. Raises KeyError if the path does not exist."""
     if not path:
         return structure
     for name in path.split("/"):
@@ -356,7 +357,7 @@ def subtree(structure: Structure, path: str) -> Structure:
 
 
 def objects_of(structure: Structure, path: str = "") -> Iterator[tuple[str, Container]]:
-    """Path and record of each object that belongs to no other."""
+    """Path and record of each object that is not inside another object."""
     if not isinstance(structure, Container):
         return
     if structure.type == "object":
@@ -381,10 +382,11 @@ def unflatten(
     values: Mapping[int, Any] | Sequence[Any],
     revive: Callable[[Container, Any], Any] | None = None,
 ) -> Tree:
-    """The tree with `values`, by number, for its leaves, containers as they were saved.
+    """The tree with `values` (by leaf number) as its leaves, and the containers as they were saved.
 
-    Namedtuples are rebuilt from their recorded name and fields, custom nodes as dicts of their keys. An object is what
-    `revive` makes of its state; without `revive`, its state. Where leaves have no value, `prune` first.
+    Namedtuples are rebuilt from their recorded name and fields, and custom nodes become dicts of their keys. `revive`
+    turns the state of an object into the object; without it, the state itself is used. If some leaves have no value,
+    call `prune` first.
     """
     if structure is None:
         return None
@@ -413,10 +415,10 @@ _ABSENT: Any = object()
 
 
 def prune(structure: Structure, numbers: Mapping[int, int]) -> Structure:
-    """The structure with those leaves alone that `numbers` has, and with the numbers that it gives them.
+    """The structure with only the leaves in `numbers`, renumbered by it.
 
-    The others leave their dict without the key, and a list or tuple with None in their place; containers left empty by
-    that vanish. Of an object, what is left of its state.
+    A dict loses the keys of other leaves, and a list or tuple gets None in their place. Containers that become empty
+    are removed. An object becomes the rest of its state.
     """
     pruned = _prune(structure, numbers)
     return None if pruned is _ABSENT else pruned
@@ -442,15 +444,15 @@ def _prune(node: Structure, numbers: Mapping[int, int]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
-    """One class for each name and fields, so that two restored trees have equal structure.
+    """One class per name and fields, so that two restored trees have equal structure.
 
-    rename=True takes the fields "_0", "_1" of a namedtuple that was itself made with it.
+    rename=True allows the fields "_0", "_1" of a namedtuple that was created with rename=True.
     """
     return cast("Callable[..., Any]", collections.namedtuple(name, fields, rename=True))  # pyright: ignore[reportUntypedNamedTuple]
 
 
 def nested(values: Mapping[str, Any]) -> Tree:
-    """Nested dicts from paths: what a renamed tree comes back as. Raises TreeError if a leaf is also a container."""
+    """Nested dicts from paths, the result for a renamed tree. Raises TreeError if a leaf is also a container."""
     if set(values) == {""}:
         return values[""]
     tree: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The kinds of leaves, how each is made of what is stored, and small values as text in the manifest."""
+"""The kinds of leaves, how each is rebuilt from its stored form, and small values as text in the manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INLINE_BYTES = 4096
 
 
 def encode_float(value: float) -> str:
-    """A float as text that comes back bit for bit: repr, or the IEEE 754 bits of what repr writes alike."""
+    """A float as text that restores every bit: its repr, or its IEEE 754 bits if the repr is ambiguous."""
     return repr(value) if math.isfinite(value) else f"0x{struct.pack('>d', value).hex()}"
 
 
@@ -39,7 +39,7 @@ def _encode_int(value: int) -> str:
 
 def decode_int(text: str) -> int:
     """An int of any size. Raises ValueError."""
-    # Hexadecimal beyond 64 bits: decimal takes quadratic time.
+    # Hexadecimal beyond 64 bits, because decimal takes quadratic time.
     if len(text) > 20 and not text.startswith(("0x", "-0x")):
         raise ValueError(f"{text[:40]!r}… is not an integer: those beyond 64 bits are hexadecimal")
     return int(text, 0)
@@ -73,7 +73,7 @@ def decode_bytes(text: str) -> bytes:
 def is_utf8(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: JSON could not carry it
+    except UnicodeEncodeError:  # a lone surrogate, which JSON cannot represent
         return False
     return True
 
@@ -82,13 +82,13 @@ def is_utf8(text: str) -> bool:
 
 
 def _is_raw(dtype: str, rank: int) -> bool:
-    """Whether an array is a row of bytes."""
+    """Whether an array is a one-dimensional array of bytes."""
     return dtype == "uint8" and rank == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a saved leaf was."""
+    """The kind of a saved leaf."""
 
     type: type
 
@@ -96,16 +96,16 @@ class Kind:
     """A value as text, for a kind whose small values are stored in the manifest."""
 
     decode: Callable[[str], Any] | None = None
-    """The value back from its text. Raises ValueError."""
+    """The value from its text. Raises ValueError."""
 
     from_array: Callable[[np.ndarray[Any, Any]], Any] = lambda array: array
-    """The value from the array that is stored for it, without devices. Raises UnicodeDecodeError."""
+    """The value from its stored array, without devices. Raises UnicodeDecodeError."""
 
     holds: Callable[[str, int], bool] | None = None
-    """Whether an array of a dtype and rank can be stored for it; None for a kind that is never stored as an array."""
+    """Whether it can be stored as an array of this dtype and rank; None for a kind that is never stored as an array."""
 
     on_devices: bool = False
-    """Whether it is restored onto devices; without devices it comes back as kind "numpy"."""
+    """Whether it is restored onto devices. Without devices it is restored as kind "numpy"."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -126,7 +126,7 @@ PYTHON: Mapping[type, str] = {kind.type: name for name, kind in KINDS.items() if
 """The kind of each type of Python value."""
 
 NUMBERS = ("bool", "int", "float", "complex")
-"""Kinds of Python numbers: each can hold values of those before it."""
+"""Kinds of Python numbers. Each can hold the values of the kinds before it."""
 
 
 def encode_value(value: object) -> tuple[str, str] | None:
@@ -139,7 +139,7 @@ def encode_value(value: object) -> tuple[str, str] | None:
 
 
 def decode_value(kind: str, text: str) -> Any:
-    """The leaf back from its text. Raises ValueError if the text is malformed."""
+    """The leaf from its text. Raises ValueError if the text is malformed."""
     decode = KINDS[kind].decode if kind in KINDS else None
     if decode is None:
         raise ValueError(f"{text[:40]!r} is not a value of kind {kind!r}")

@@ -1,4 +1,4 @@
-"""The bytes of a stack as Zarr v3 has them: its metadata, and what lies where in one of its objects."""
+"""The bytes of a stack in Zarr v3: its metadata, and the positions of chunks in its objects."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from jaxckpt._format.stacks import Stack
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ReadRange = Callable[[int, int], Bytes]
-"""(start, stop) → these bytes of an object, valid until the next call."""
+"""(start, stop) → that range of an object, valid until the next call."""
 
 RUN_BYTES = 1 << 20
-"""Bytes of chunks that are gathered, checksummed and written together: they stay in a core's cache."""
+"""Bytes of chunks that are gathered, checksummed and written together, so that they stay in a core's cache."""
 
 BLOCK_BYTES = 2 << 20
 """Bytes of chunks that are read together to be scattered. Measured on 339 MiB in runs of 192 to 1,536 bytes: 0.42 s of
 CPU with 512 KiB, 0.36 with 1 MiB, 0.33 with 2 MiB."""
 
 WINDOW_BYTES = 4 << 20
-"""Bytes of an object that are looked at together."""
+"""Bytes of an object that are checked together."""
 
-_BLOSC_HEADER_BYTES = 16  # its version, flags, typesize; then the decoded, the block's and the encoded length
+_BLOSC_HEADER_BYTES = 16  # version, flags, typesize; then the decoded length, the block length and the encoded length
 
 ABSENT = 0xFFFFFFFFFFFFFFFF  # the offset and length of a chunk that is not stored
 
 
 def metadata(stack: Stack) -> bytes:
-    """The stack's zarr.json: a function of the stack alone, so readers need not trust the stored copy."""
+    """The stack's zarr.json. It depends only on the stack, so readers need not trust the stored copy."""
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     data_type = stored_dtype(stack.dtype)
     plain = {"name": "bytes"} if DTYPES[stack.dtype].itemsize == 1 else little
@@ -46,7 +46,7 @@ def metadata(stack: Stack) -> bytes:
         codecs.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
     elif stack.compression == "blosc":
         size = DTYPES[stack.dtype].itemsize
-        # Measured (docs/performance.md): bits sorted by place pay for elements of 2 bytes and more.
+        # Measured (docs/performance.md): grouping bits by position helps for elements of 2 bytes and more.
         shuffle = "noshuffle" if size == 1 else "bitshuffle"
         settings = {"cname": "zstd", "clevel": 1, "shuffle": shuffle, "typesize": size, "blocksize": 0}
         codecs.append({"name": "blosc", "configuration": settings})
@@ -75,16 +75,15 @@ def metadata(stack: Stack) -> bytes:
 
 
 def object_key(stack: Stack, index: tuple[int, ...]) -> str:
-    """Where an object lies, below the data folder."""
+    """The key of an object below the data folder."""
     return f"{stack.name}/c/{'/'.join(map(str, index))}"
 
 
 def digest(read: ReadRange, stack: Stack, length: int) -> str:
-    """Digest of an object of `length` bytes; "" where its index points outside of it.
+    """Digest of an object of `length` bytes; "" if its index points outside of it.
 
-    It is the crc32c of the checksums that end the object's chunks, in the order of its index: it tells one object's
-    content from another's at the cost of reading 4 bytes a chunk. Also "" if a chunk would be decoded to another
-    length than a chunk's.
+    It is the crc32c of the checksums at the ends of the object's chunks, in index order. It distinguishes the contents
+    of objects at the cost of reading 4 bytes per chunk. It is also "" if a chunk would decode to a wrong length.
     """
     data_bytes = length - stack.index_bytes
     if data_bytes < 0:
@@ -127,9 +126,9 @@ def _inside(present: Entries, data_bytes: int) -> bool:
 
 
 def _mislengthed(read: ReadRange, stack: Stack, chunks: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Of chunks (offset, length) those that decode to another length than a chunk's: that length, by offset.
+    """The decoded length, by offset, of each chunk (offset, length) that would decode to a wrong length.
 
-    Only blosc needs it: its decoder allocates what a chunk's header states, up to 2 GiB.
+    Only blosc needs this check, because its decoder allocates the size in a chunk's header, up to 2 GiB.
     """
     if stack.compression != "blosc":
         return {}
@@ -141,7 +140,7 @@ def _mislengthed(read: ReadRange, stack: Stack, chunks: Iterable[tuple[int, int]
 
 
 def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
-    """What a chunk holds of the stack, by its number in an object; None where it lies outside of the array."""
+    """The box of the stack in a chunk, by the chunk's number in an object; None if it is outside of the array."""
     grid = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
     place = np.unravel_index(number, grid)
     sides = zip(index, place, stack.object, stack.chunk, stack.array_shape, strict=True)
@@ -151,23 +150,23 @@ def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of an object that together make up one box."""
+    """Chunks of an object that together form one box."""
 
     numbers: Sequence[int]
-    """Their numbers in the object, in the order of their places in the box, `slowest` dimension first."""
+    """Their numbers in the object, in the order of their positions in the box, `slowest` dimension first."""
 
     box: Box
-    """What they hold of the stack, were it not to end before."""
+    """Their box of the stack, which may extend beyond the stack."""
 
     slowest: Sequence[int]
     """The dimensions of the box."""
 
 
 def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chunks]:
-    """The chunks of an object that `part`, a box of the stack in it, touches. The chunks of each box, one after the
-    other, are the box in C order. None is larger than `RUN_BYTES` unless a chunk is."""
+    """The chunks of an object that `part`, a box of the stack, touches, grouped into boxes. The chunks of each box, in
+    sequence, are the box in C order. No box is larger than `RUN_BYTES` unless a chunk is."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
-    # Along one dimension, so that all chunks of a block are 1 long in those before it.
+    # Cut along one dimension, so that all chunks of a block have length 1 in the dimensions before it.
     row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
     along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
     most = max(1, RUN_BYTES // stack.chunk_stored_bytes)
@@ -190,8 +189,8 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
 
 
 def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers) -> Iterator[Chunks]:
-    """The chunks of an object that `part`, a box of the stack in it, touches: in as few boxes as `BLOCK_BYTES` allow,
-    each of neighbours in the file, where chunks start as `starts` says by their numbers."""
+    """The chunks of an object that `part`, a box of the stack, touches, in as few boxes as `BLOCK_BYTES` allows. The
+    chunks of a box are neighbours in the file; `starts` has the offset of each chunk by its number."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
     numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
     steps, cuts = list[int](), list[list[int]]()
@@ -216,9 +215,9 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
 
 
 def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
-    """The numbers of the chunks of `part`, a box of the stack in one object; None if the part is not, in C order, those
-    chunks one after the other."""
-    begun = False  # whether a dimension came before along which a chunk is longer than 1
+    """The numbers of the chunks of `part`, a box of the stack in one object; None unless the part in C order is these
+    chunks in sequence."""
+    begun = False  # whether a chunk is longer than 1 along an earlier dimension
     for (start, stop), side in zip(part, stack.chunk, strict=True):
         if start % side or stop % side or (begun and stop - start > side):
             return None
@@ -231,8 +230,8 @@ def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[
 
 
 def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """Of each dimension of an object: how many chunks it has, which of the stack's is its first, and the range of its
-    own that `part` touches."""
+    """For each dimension of an object: its number of chunks, the stack's index of its first chunk, and the range of its
+    chunks that `part` touches."""
     counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
     first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
     ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
@@ -242,10 +241,9 @@ def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int],
 def problems(
     read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, wanted: str
 ) -> Iterator[tuple[Box | None, str]]:
-    """What is wrong with an object of `length` bytes and the digest `wanted`; `read(start, stop)` gives a range of it.
+    """The problems of an object of `length` bytes with the expected digest `wanted`. `read(start, stop)` reads a range.
 
-    Every chunk is read, once, and its checksum computed. Yields (box of the stack, or None for the whole object,
-    reason).
+    Reads every chunk once and computes its checksum. Yields (box of the stack, or None for the whole object, reason).
     """
     data_bytes = length - stack.index_bytes
     if data_bytes < 0:
@@ -279,7 +277,7 @@ def problems(
             if reason:
                 whole = False
                 yield chunk_box(stack, index, number), reason
-    # Of a damaged object the digest says nothing more.
+    # The digest of a damaged object gives no more information.
     if whole and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
         yield None, "does not hold the data that was saved there"
 
@@ -288,7 +286,7 @@ _Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and 
 
 
 def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
-    """(chunk, its crc32c, the one that is stored with it) of neighbouring chunks, or of one that is larger."""
+    """(chunk, its crc32c, its stored crc32c) of each of some neighbouring chunks, or of one larger chunk."""
     begun, stop = together[0][0], max(start + size for start, size, _ in together)
     if stop - begun > WINDOW_BYTES and len(together) == 1:
         computed = 0
@@ -303,7 +301,7 @@ def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry
 
 
 def _windows(entries: list[_Entry]) -> Iterator[list[_Entry]]:
-    """Neighbouring chunks, of at most `WINDOW_BYTES` together but for one that is larger."""
+    """Groups of neighbouring chunks of at most `WINDOW_BYTES` in total, or of one larger chunk."""
     group: list[_Entry] = []
     for entry in entries:
         if group and entry[0] + entry[1] - group[0][0] > WINDOW_BYTES:

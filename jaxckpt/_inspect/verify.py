@@ -85,7 +85,7 @@ class VerifyReport:
         for problem in self.problems:
             files.setdefault((problem.object, problem.reason), []).append(problem)
         lines = [f"{file} {reason}{_hit(hits)}" for (file, reason), hits in files.items()]
-        return f"{head}; problems: {len(self.problems)}\n{listing(lines)}"
+        return f"{head}; {counted(len(self.problems), 'problem')}\n{listing(lines)}"
 
 
 def _hit(problems: list[Problem]) -> str:

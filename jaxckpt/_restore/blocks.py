@@ -1,8 +1,8 @@
-"""Places many small leaves: rows go to the devices as blocks, one transfer for 32 leaves, and are split there.
+"""Places many small leaves: rows are sent to the devices as blocks, 32 leaves per transfer, and are split there.
 
-Only on devices with memory of their own, where each transfer has a price. On 8 CPU devices it does not pay. To place
-2,000 leaves of 64 KiB takes 0.24 s of CPU as blocks and 0.25 s one by one (replicated: 0.62 and 0.20), and 1 s more to
-compile the program. 20,000 leaves of 1 KiB take 1.5 and 2.7 s: one program pays from 16,000 leaves on.
+Used only on devices with their own memory, where each transfer has a cost. On 8 CPU devices, placing 2,000 leaves of
+64 KiB takes 0.24 s of CPU as blocks and 0.25 s one by one (replicated: 0.62 and 0.20), and compiling the program takes
+1 s more. 20,000 leaves of 1 KiB take 1.5 and 2.7 s, so a program pays only from 16,000 leaves on.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from jaxckpt._format.pieces import Array
 from jaxckpt._save.exchange import moving_bits
 
 BLOCK_ROWS = 32
-"""Leaves of one transfer. XLA's compiler for TPUs takes 0.3 s of CPU for a program that splits so many."""
+"""Leaves per transfer. XLA's compiler for TPUs takes 0.3 s of CPU for a program that splits this many."""
 
 BLOCK_PIECES = 128
-"""Fewer pieces than this, of equal leaves that are read together, are placed one by one: a program must be compiled
-for each shape, dtype and sharding. Not measured yet: benchmarks/gpu.py compares."""
+"""Fewer pieces of equal leaves that are read together are placed one by one, because each shape, dtype and sharding
+needs a compiled program. Not measured yet; benchmarks/gpu.py compares the two."""
 
 
 BLOCK_LEAF_BYTES = 1 << 20
-"""Leaves as large as this are placed one by one."""
+"""Leaves of at least this size are placed one by one."""
 
 
 def come_as_blocks(sharding: Any, buffers: Sequence[Array]) -> bool:
-    """Whether the rows of these buffers, one for each box that is wanted, go to the devices as blocks."""
+    """Whether the rows of these buffers, one buffer per requested box, are sent to the devices as blocks."""
     if not (sharding is None or isinstance(sharding, (NamedSharding, SingleDeviceSharding))):
         return False
     places = 1 if sharding is None else len(sharding.addressable_devices)
     return (
         len(buffers[0]) * places >= BLOCK_PIECES
         and has_own_memory(sharding)
-        and not (sharding is None and _mesh_is_set())  # the rows would be laid on that mesh
+        and not (sharding is None and _mesh_is_set())  # the rows would be placed on that mesh
         and (sharding is None or memory_kind(sharding) is None)
         and sum(buffer[0].nbytes for buffer in buffers) < BLOCK_LEAF_BYTES
         and not getattr(getattr(sharding, "spec", None), "reduced", None)
@@ -51,18 +51,18 @@ def come_as_blocks(sharding: Any, buffers: Sequence[Array]) -> bool:
 
 
 def _mesh_is_set() -> bool:
-    """Whether the caller has set a mesh for uncommitted arrays, as far as JAX lets one see."""
+    """Whether the caller has set a mesh for uncommitted arrays, as far as JAX shows it."""
     return not hasattr(jax.sharding, "get_mesh") or bool(jax.sharding.get_mesh().shape)
 
 
 def has_own_memory(sharding: Sharding | None) -> bool:
-    """Whether what lies there has to be transferred."""
+    """Whether data for these devices has to be transferred."""
     devices = jax.device_put(np.empty(0, np.uint8)).devices() if sharding is None else sharding.device_set
     return next(iter(devices)).platform != "cpu"
 
 
 def place_rows(buffers: Sequence[Array], sharding: Any, devices: Sequence[Sequence[Any]] | None) -> list[list[Any]]:
-    """For each row the array with this sharding; or, with `devices`, its parts on those that want each buffer's box."""
+    """For each row, the array with this sharding, or, with `devices`, its parts on the devices that need each box."""
     if devices is None:
         return [[row] for row in _whole_rows(buffers[0], sharding)]
     return _parts_of_rows(buffers, devices)
@@ -82,7 +82,7 @@ def _parts_of_rows(buffers: Sequence[Array], devices: Sequence[Sequence[Any]]) -
     pairs = [(_blocks(buffer), place) for buffer, places in zip(buffers, devices, strict=True) for place in places]
     mesh = Mesh(np.array([next(iter(place.device_set)) for _, place in pairs]), ("own",))
     shape = buffers[0].shape[1:]
-    split = ["own"] * bool(shape)  # what has no dimensions is the same on all devices
+    split = ["own"] * bool(shape)  # a scalar is the same on all devices
     own, along = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (split, [None, *split]))
     joined = (BLOCK_ROWS, *((len(pairs) * shape[0], *shape[1:]) if shape else ()))
     n_blocks = len(pairs[0][0])
@@ -99,14 +99,14 @@ def _parts_of_rows(buffers: Sequence[Array], devices: Sequence[Sequence[Any]]) -
 
 
 def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype as which programs move data on a device: they may alter NaNs of small floats (CPU)."""
+    """The dtype with which programs move data on a device, because on CPU they may alter NaNs of small floats."""
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
         return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
     return dtype
 
 
 def _blocks(buffer: Array) -> list[Array]:
-    """The rows, so many at a time; the last ones with zeros after them, so that there is one program."""
+    """The rows in batches, the last one padded with zeros, so that all batches share one program."""
     bits = buffer.view(carrier(buffer.dtype))
     blocks = [bits[start : start + BLOCK_ROWS] for start in range(0, len(bits), BLOCK_ROWS)]
     lacking = BLOCK_ROWS - len(blocks[-1])
@@ -116,7 +116,7 @@ def _blocks(buffer: Array) -> list[Array]:
 
 
 def _split(blocks: Sequence[Any], sharding: Sharding | None, dtype: np.dtype[Any]) -> list[Any]:
-    """The rows of blocks that lie on devices."""
+    """The rows of blocks that are on devices."""
     mesh: Any = None
     if sharding is not None:
         mesh = (

@@ -1,10 +1,9 @@
-"""Reads what several processes want once in the whole job, and passes it on over the devices' interconnect.
+"""Reads data that several processes need once in the whole job, and sends it over the devices' interconnect.
 
 each round:  own portions are read ─▶ all processes meet ─▶ each piece: a program gathers it ─▶ scattered ─▶ delivered
 
-What passes between processes are bytes, whatever leaves they are of: one program serves all shapes, dtypes and
-layouts, and leaves of the host too. A process that fails raises in the meeting, before others run a program that they
-would wait in for ever.
+The processes exchange plain bytes, so one program serves all shapes, dtypes and layouts, and host leaves. A process
+that fails raises in the meeting, before the others run a program in which they would wait forever.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from jaxckpt._storage.workers import Aside
 
 
 def require_agreement(meeting: Meeting, digest: str) -> None:
-    """Raise PeersDisagreeError unless all processes want the same, as this digest of it says. Every process."""
+    """Raise PeersDisagreeError unless all processes have the same digest of their request. Every process."""
     if len(set(meeting.gather(digest))) > 1:
         raise PeersDisagreeError(
             "the processes want different leaves, or in different dtypes or layouts: every process must call restore"
@@ -49,7 +48,7 @@ def require_agreement(meeting: Meeting, digest: str) -> None:
 
 
 def needs_whole_job() -> bool:
-    """Whether a program with collectives must run on all devices of the job: so it is on some kinds of TPU."""
+    """Whether a program with collectives must run on all devices of the job, as on some kinds of TPU."""
     return jax.devices()[0].platform == "tpu"
 
 
@@ -62,7 +61,7 @@ def gather(
     report: Report,
     meeting: Meeting,
 ) -> None:
-    """Carry out the rounds of this process's community in each partition. Every process, whether in one or not."""
+    """Run the rounds of this process's community in each partition. Every process calls this, even without one."""
     process = meeting.group.index
     with Aside(options.timeout_seconds) as aside:
         for partition, rounds in planned.items():
@@ -75,7 +74,7 @@ def gather(
             while True:
                 if current is not None:
                     current.wait()
-                ahead = next(coming, None)  # is read while the current one passes on
+                ahead = next(coming, None)  # is read while the current one is sent
                 agreed = _agreed(meeting, None if current is None or community is None else community.offer(current))
                 if agreed is None:
                     break
@@ -87,12 +86,12 @@ def gather(
 
 
 _Programs = list[tuple[int, int]]
-"""For each piece, how many bytes each process gives, and how many processes give any. Communities that pass on at the
-same time run the same programs."""
+"""For each piece, how many bytes each process sends, and how many processes send any. Communities that send at the same
+time run the same programs."""
 
 
 def _agreed(meeting: Meeting, offered: _Programs | None) -> _Programs | None:
-    """Programs that are large enough for what each process offers; None once no process has a round left."""
+    """Programs that are large enough for the offers of all processes; None if no process has a round left."""
     found = [one for text in meeting.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
     merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
     agreed = json.loads(meeting.share(json.dumps(merged if found else None)))
@@ -114,7 +113,7 @@ class _UnderWay:
 
 
 class _Community:
-    """Processes that read for each other, as one of them sees them."""
+    """Processes that read for each other, from the view of one of them."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class _Community:
         self._fillings: dict[int, Filling] = {}
 
     def begin(self) -> Iterator[_UnderWay]:
-        """Each round, once its reading has begun."""
+        """Each round, after its reads have been started."""
         mine = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
         by_stack: dict[int, list[Portion]] = {}
         for portion in mine:
@@ -174,7 +173,7 @@ class _Community:
         return [(self._interconnect.given_bytes(piece), len(piece.spans)) for piece in coming.pieces]
 
     def pass_on(self, coming: _UnderWay | None, agreed: _Programs, delivery: Delivery, report: Report) -> None:
-        """Give and get what was read in a round, if any, and deliver it."""
+        """Exchange the data of a round, if any, and deliver it."""
         found, own = ([], np.empty(0, np.uint8)) if coming is None else (coming.pieces, coming.own)
         nothing = [Piece([], {})] * (len(agreed) - len(found))  # other communities have more
         error: BaseException | None = None
@@ -183,7 +182,7 @@ class _Community:
             if error is None:
                 try:
                     self._deliver(piece, got, delivery, report)
-                except BaseException as raised:  # others wait in the programs that are left, not in a meeting
+                except BaseException as raised:  # the others wait in the remaining programs, not in a meeting
                     error = raised
         if error is not None:
             raise error
@@ -203,14 +202,14 @@ class _Community:
             report(portion.read.n_bytes)
             if filling.landed():
                 del self._fillings[id(step)]
-        jax.block_until_ready(list(sent.values()))  # they may hold what was got
+        jax.block_until_ready(list(sent.values()))  # they may alias the received data
 
 
 # Between processes ----------------------------------------------------------------------------------------
 
 
 class Interconnect:
-    """Passes bytes from some processes of a community to all of it, in several communities of one size at once."""
+    """Sends bytes from some processes of a community to all of them, in several communities of equal size at once."""
 
     def __init__(self, partition: Partition, process: int) -> None:
         devices: dict[int, list[Any]] = {}
@@ -224,13 +223,13 @@ class Interconnect:
         self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
 
     def given_bytes(self, piece: Piece) -> int:
-        """What each process gives, so many that few programs serve all pieces: 12 % too many at most."""
+        """Bytes that each process sends, rounded up by at most 12 %, so that few programs serve all pieces."""
         words = -(-max(end - first for first, end in piece.spans.values()) // (4 * self._width))
         unit = max(ALIGNED_BYTES // 4, 1 << max(0, words.bit_length() - 4))
         return -(-words // unit) * unit * 4 * self._width
 
     def gather(self, piece: Piece, program: tuple[int, int], own: Array) -> dict[int, Array]:
-        """The bytes that each process gives, of `own`, which it has read. Every process of the partition."""
+        """The bytes of each process, given this process's `own`. Every process of the partition calls this."""
         given, givers = program
         words = given // (4 * self._width)
         few = 2 * givers < len(self.members)
@@ -252,7 +251,7 @@ class Interconnect:
                     for one in (parts, starts)
                 ]
                 gathered = jax.block_until_ready(gatherer(self._mesh, givers if few else None)(*arguments))
-        except (RuntimeError, ValueError) as error:  # XLA's: of a peer that died, for example
+        except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
             raise PeerFailedError(
                 f"processes {self.members} could not send the data that they read: {error}"
             ) from error
@@ -265,10 +264,10 @@ class Interconnect:
 
 @functools.lru_cache(maxsize=256)
 def gatherer(mesh: Mesh, givers: int | None) -> Any:
-    """The jitted (words of each device, where they go) → the words of a community's processes, one after the other.
+    """The jitted function (words of each device, their position) → the concatenated words of a community's processes.
 
-    With `givers`, the words of so many processes, each where it says; the others give zeros, and all are added up. To
-    gather zeros from thousands of processes would take memory for them.
+    With `givers`, only this many processes send words, each at its position. The others send zeros, and all are summed,
+    because gathering zeros from thousands of processes would need memory for them.
     """
 
     def everywhere(words: Any, start: Any) -> Any:

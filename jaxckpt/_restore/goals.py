@@ -1,4 +1,4 @@
-"""What each wanted leaf becomes, in three steps: match paths, check kind, shape and dtype, lay out; then one error."""
+"""Decides the result of each requested leaf: match paths, check kind, shape and dtype, lay out; then one error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _Dtype = np.dtype[Any]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What saved leaves are to become; `resolve` makes one for all that are to become the same."""
+    """The form in which a saved leaf is restored. `resolve` shares one goal among all leaves with equal results."""
 
     kind: str
     """One of `KINDS`."""
@@ -57,10 +57,10 @@ class Goal:
     """The dtype that the stored one is cast to, if any."""
 
     sharding: Sharding | PlannedSharding | None = None
-    """For kinds "jax" and "key"; None puts it, uncommitted, on JAX's default device."""
+    """For kinds "jax" and "key"; None places the array, uncommitted, on JAX's default device."""
 
     weak: bool = False
-    """Whether the array's type is to be weak, as that of jnp.asarray(0.5) is."""
+    """Whether the array gets a weak type, as jnp.asarray(0.5) has."""
 
     @property
     def on_devices(self) -> bool:
@@ -69,38 +69,38 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What becomes of each leaf of a checkpoint, and how the tree is built of them."""
+    """The goal of each leaf of a checkpoint, and how the tree is built from the leaves."""
 
     goals: Mapping[int, Goal]
-    """By the number of the leaf in the checkpoint."""
+    """Goals by leaf number in the checkpoint."""
 
     build: Build
 
     lacking: Sequence[int] = ()
-    """Numbers of the target's leaves that `Request.initial` is to make."""
+    """Numbers of the target's leaves that `Request.initial` creates."""
 
     objects: Sequence[TargetObject] = ()
-    """Objects of the target that take their state once all has been read."""
+    """Objects of the target that receive their state after everything has been read."""
 
 
 @functools.cache
 def host_goal(kind: str) -> Goal:
-    """What a leaf of a kind is without devices."""
+    """The kind of a leaf when it is restored without devices."""
     return Goal("numpy" if KINDS[kind].on_devices else kind)
 
 
 def host_goals(manifest: Manifest, select: Select | None) -> Resolved:
-    """The saved tree without devices, or what is selected of it."""
+    """The goals for the saved tree, or its selected leaves, without devices."""
     numbers = selected(manifest, None if select is None else selector(select))
     goals = {number: host_goal(manifest.leaves[number].kind) for number in numbers}
     return Resolved(goals, build_selected(manifest.tree, manifest, numbers))
 
 
 def resolve(manifest: Manifest, request: Request, options: Options) -> Resolved:
-    """Match the target with the checkpoint: what becomes of each leaf, and how the tree is built of them.
+    """Match the target with the checkpoint: the goal of each leaf, and how the tree is built from the leaves.
 
-    Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault. A leaf that fails the check is not
-    laid out: its shape says nothing about the shape that is wanted.
+    Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault. A leaf that fails a check is not
+    laid out, because its shape differs from the requested shape.
     """
     match, differences = match_paths(manifest, request)
     specs = _given_specs(manifest, match.asks, request)
@@ -122,7 +122,7 @@ def _raise_problems(
     misfits: Sequence[Problem],
     unavailable: Sequence[Problem],
 ) -> None:
-    """Raise one error, if there are problems; for what keeps leaves from any place first."""
+    """Raise one error if there are problems. Mismatches come before layout problems."""
     if unavailable:
         raise LayoutError.of(
             f"cannot restore {counted(len(unavailable), 'leaf')}: this job does not have the devices of the saved"
@@ -148,7 +148,7 @@ def _raise_problems(
 
 
 class _Reason(NamedTuple):
-    """A `Problem`, before it is said of which leaf."""
+    """A `Problem` without the path of its leaf."""
 
     reason: str
     remedy: str = ""
@@ -156,11 +156,11 @@ class _Reason(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Saved leaves of which the same is wanted: 20,000 leaves are checked and laid out as a few groups."""
+    """Saved leaves with equal requests. 20,000 leaves are checked and laid out as a few groups."""
 
     asks: Asks
     places: list[int]
-    """Of the leaves in `asks`."""
+    """Indices of the leaves in `asks`."""
 
     leaf: SavedLeaf
     """The first of them."""
@@ -173,7 +173,7 @@ class _Group:
 
     @property
     def wanted(self) -> Any:
-        """The leaf of the target; None if the leaves are wanted as they were saved."""
+        """The leaf of the target; None if the leaves are restored as they were saved."""
         return self.asks.values[self.places[0]]
 
     @property
@@ -181,12 +181,12 @@ class _Group:
         return [self.asks.paths[place] for place in self.places]
 
     def problems(self, reason: _Reason) -> Iterator[Problem]:
-        """The same problem of each leaf."""
+        """The same problem for each leaf."""
         return (Problem(path, *reason) for path in self.paths)
 
 
 def _given_specs(manifest: Manifest, asks: Asks, request: Request) -> dict[str, Spec]:
-    """The spec of each wanted path that `specs=` gives one for. Raises SpecError."""
+    """The spec of each requested path for which `specs=` has one. Raises SpecError."""
     if request.specs is None:
         return {}
     pairs = zip(asks.paths, asks.numbers, strict=True)
@@ -195,7 +195,7 @@ def _given_specs(manifest: Manifest, asks: Asks, request: Request) -> dict[str, 
 
 
 def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec], casts: Mapping[str, _Dtype]) -> list[_Group]:
-    """The asks in groups, by all of a saved leaf and of the target's leaf that the goal depends on."""
+    """The asks in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
     leaves = manifest.leaves
     groups: dict[Hashable, list[int]] = {}
     for place, (path, number, wanted) in enumerate(zip(asks.paths, asks.numbers, asks.values, strict=True)):
@@ -220,7 +220,7 @@ def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec], casts: Map
 
 @functools.cache
 def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
-    """What the goal of a saved array depends on in a leaf of a target, by the leaf's type; None for a value."""
+    """The attributes of a target's leaf that determine the goal of a saved array, by type; None for a value."""
     if not is_array_like(kind):
         return None
     if issubclass(kind, (Sharding, Format)):
@@ -237,7 +237,7 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 
 
 def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None], list[Problem]]:
-    """The goal of each group, still without a sharding; None if its leaves cannot be what is wanted, with problems."""
+    """The goal of each group, without a sharding yet; None and a problem if the request cannot be satisfied."""
     goals = [_goal(group.leaf, group.wanted, options, group.dtype) for group in groups]
     problems = [
         problem
@@ -249,8 +249,7 @@ def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None
 
 
 def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> Goal | _Reason:
-    """What a saved leaf becomes for a leaf of a target; None wants it as it was saved. `dtype` is what it is cast to,
-    whatever the target says."""
+    """The goal of a saved leaf for a leaf of a target, or for None as it was saved. `dtype` overrides the target's."""
     if isinstance(wanted, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
@@ -287,7 +286,7 @@ def _is_known(impl: str) -> bool:
 
 
 def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Options) -> Goal | _Reason:
-    """An array on devices, of a dtype that JAX makes as it is set."""
+    """The goal of an array on devices, with a dtype that JAX supports in its current configuration."""
     if leaf.kind == "key":
         return Goal("key")
     wanted = leaf.dtype if cast is None else cast
@@ -307,7 +306,7 @@ _ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts'
 
 
 def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> _Dtype | _Reason | None:
-    """The dtype to convert to for an array in a target; None if it is the stored one. `dtype` goes before its own."""
+    """The dtype to cast to for an array in a target; None for the stored dtype. `dtype` overrides the target's."""
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
         return _Reason(f"is an array of dtype {wanted.dtype} in the target, which no checkpoint holds")
@@ -333,10 +332,11 @@ def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
 
 
 def _cast_number(leaf: SavedLeaf, dtype: _Dtype, options: Options) -> _Dtype | _Reason:
-    """A Python number becomes any dtype that has its value; a float any float, as JAX's weak types do."""
+    """A Python number can become any dtype that holds its value. A float can become any float, like JAX's weak
+    types."""
     value, made, fits = leaf.value, None, False
     with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what NumPy would warn of is a problem below
+        warnings.simplefilter("ignore")  # reported as a problem below instead of a NumPy warning
         made = np.asarray(value).astype(dtype).item()
         weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
         fits = made == value or (weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value))
@@ -350,7 +350,7 @@ def _cast_number(leaf: SavedLeaf, dtype: _Dtype, options: Options) -> _Dtype | _
 
 
 def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
-    """A Python value of a kind, from one that was saved or from an array of one number."""
+    """A Python value of a kind, from a saved value or from an array of one number."""
     saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
     if saved == wanted:
         return Goal(wanted)
@@ -368,7 +368,7 @@ def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
 
 
 def _odd_order(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
-    """A problem if a layout in device memory is wanted that is not the default one: restore makes no other."""
+    """A problem if the target requests a non-default layout in device memory, which restore does not support."""
     if not isinstance(wanted, (Format, jax.ShapeDtypeStruct)):
         return None
     # Format.layout was Format.device_local_layout before jax 0.7; that of a ShapeDtypeStruct has no public name.
@@ -390,9 +390,9 @@ def _odd_order(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
 def _place(
     request: Request, groups: Sequence[_Group], goals: Sequence[Goal | None], options: Options
 ) -> tuple[list[Goal | None], list[Problem], list[Problem]]:
-    """The goals with their shardings: as the target gives them, else by mesh= and specs=, else as saved.
+    """The goals with their shardings: from the target, otherwise from mesh= and specs=, otherwise as saved.
 
-    The problems are of leaves that do not fit their specs, and of leaves whose saved devices are not here.
+    The problems are leaves that do not fit their specs, and leaves whose saved devices do not exist here.
     """
     shardings: dict[int, Sharding | PlannedSharding | None] = {}
     misfits: list[Problem] = []
@@ -441,12 +441,12 @@ def _saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutError |
 
 
 def _is_uncommitted(wanted: Any) -> bool:
-    """Whether a leaf of a target asks for no device of its own."""
+    """Whether a leaf of a target requests no particular device."""
     return isinstance(wanted, Uncommitted) or (isinstance(wanted, jax.Array) and not wanted.committed)
 
 
 def _given_sharding(wanted: Any) -> Sharding | None:
-    """The sharding that a leaf of a target asks for."""
+    """The sharding that a leaf of a target requests."""
     if wanted is None or isinstance(wanted, Sharding):
         return wanted
     return None if _is_uncommitted(wanted) else wanted.sharding
@@ -466,7 +466,7 @@ def _on_mesh(
 def _fitted(
     sharding: Sharding, shape: tuple[int, ...], request: Request, options: Options
 ) -> Sharding | PlannedSharding | _Reason:
-    """A sharding that the target gives, if the leaf's shape allows it."""
+    """A sharding from the target, if the leaf's shape allows it."""
     if not isinstance(sharding, NamedSharding):
         try:
             sharding.shard_shape(shape)

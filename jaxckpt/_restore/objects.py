@@ -1,4 +1,4 @@
-"""Leaves whose state was saved: made again from it, or the target's own, which take it once all has been read."""
+"""Objects, whose state was saved: recreated from it, or objects of the target that receive it after all reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxckpt._runtime.errors import Problem
 
 
 def revived(manifest: Manifest, node: Container, state: Any) -> Any:
-    """What was saved as an object: made by the registered type of its name, or else its state."""
+    """A saved object: created by the registered type of its name, or its state if the type is not registered."""
     kind = registered(node.name or "")
     if kind is None or kind.from_state is None:
         return state
@@ -28,18 +28,18 @@ def revived(manifest: Manifest, node: Container, state: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TargetObject:
-    """An object of a target, and where its state was saved."""
+    """An object of a target, and the path of its saved state."""
 
     path: str
     leaf: Any
     type: LeafType
     manifest: Manifest
     structure: Structure
-    """Of the state."""
+    """Path of the state."""
 
     @classmethod
     def of(cls, path: str, leaf: Any, kind: LeafType, manifest: Manifest, saved: Structure) -> TargetObject | Problem:
-        """It is a problem if what was saved is an object of another class."""
+        """A problem if the saved object has another class."""
         record = saved if isinstance(saved, Container) and saved.type == "object" else None
         if record is not None and not kind.is_named(record.name or ""):
             return Problem(
@@ -52,7 +52,7 @@ class TargetObject:
 
     @property
     def takes_state(self) -> bool:
-        """Whether the target's own leaf is in the tree that is restored, with the saved state."""
+        """Whether the restored tree contains the target's own leaf, with the saved state."""
         return self.type.set_state is not None
 
     def state(self, values: Mapping[int, Any]) -> Any:
@@ -60,20 +60,21 @@ class TargetObject:
         return unflatten(self.structure, values, functools.partial(revived, self.manifest))
 
     def made(self, values: Mapping[int, Any]) -> Any:
-        """The leaf of the tree that is restored: the target's own if it takes a state, else a new one."""
+        """The leaf of the restored tree: the target's own if it can receive a state, otherwise a new one."""
         if self.takes_state or self.type.from_state is None:
             return self.leaf
         return called(self.type.from_state, f"a {self.type.name} was made for", self.path, self.state(values))
 
     def set(self, state: Any) -> None:
-        """Give the target's own leaf its state."""
+        """Set the state of the target's own leaf."""
         assert self.type.set_state is not None, self.path
         doing = f"the {self.type.name} took its state, after the objects before it in the tree, at"
         called(self.type.set_state, doing, self.path, self.leaf, state)
 
 
 def asked_below(manifest: Manifest, numbers: Sequence[int], sharding: Any) -> list[Any]:
-    """What a sharding asks of the leaves below it: all go onto its devices, but what a state has on the host."""
+    """The request of a sharding for the leaves below it: all are placed on its devices, except host leaves of a
+    state."""
     states = {number for _, node in objects_of(manifest.tree) for number in numbers_of(node)}
     on_host = {number for number in states if not KINDS[manifest.leaves[number].kind].on_devices}
     return [None if number in on_host else sharding for number in numbers]
@@ -99,7 +100,7 @@ def with_objects(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structur
 
 
 def _head(path: str, tail: str) -> str | None:
-    """What stands before a tail in a path; None if the path does not end with it."""
+    """The part of a path before a tail; None if the path does not end with the tail."""
     if not tail or path == tail:
         return "" if tail else path
     return path.removesuffix(f"/{tail}") if path.endswith(f"/{tail}") else None

@@ -1,9 +1,9 @@
-"""Passes on what processes lack of a checkpoint that lies in folders of several of them, as they come to need it.
+"""Sends processes the data that they lack of a checkpoint in folders of several processes, in the order of their needs.
 
-requests of all ─▶ each round: all processes meet ─▶ each hop: givers read ─▶ a program passes it on ─▶ arrived
+requests of all ─▶ each round: all processes meet ─▶ each hop: senders read ─▶ a program sends it ─▶ arrived
 
-A round has about as many bytes as a process may hold until it needs them. What a process cannot read, it says in the
-next meeting: then all raise DamagedError, and no process uses what was passed on instead.
+A round has about as many bytes as a process may hold until it needs them. A process that cannot read its data reports
+that in the next meeting. All processes then raise DamagedError, and none uses the data that was sent instead.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from jaxckpt._storage.workers import All, Aside
 
 
 class Arrivals:
-    """What this process needs, in the order in which it needs it. Every process makes one, and enters it."""
+    """The data that this process needs, in order. Every process creates one and enters it."""
 
     def __init__(self, source: Pooled, needed: Sequence[Sequence[Request]], options: Options, meeting: Meeting) -> None:
-        """`needed` has what this process lacks for each of its reads, in their order."""
+        """`needed` has the missing data for each read of this process, in order."""
         self._source = source
         self._options = options
         self._meeting = meeting
         self._process = meeting.group.index
         self._last = [0] * len(needed)
-        """For each read, how many rounds must have passed before it."""
+        """For each read, the number of rounds that must precede it."""
 
         self._rounds: list[list[Request]] = []
         self._reads = 0
@@ -58,10 +58,10 @@ class Arrivals:
         self._all: list[list[list[Request]]] = []
         self._failure: Exception | None = None
         self.passed_bytes = 0
-        """Bytes that this process has given to others, with what fills up the programs."""
+        """Bytes that this process has sent to others, including padding."""
 
         self.got_bytes = 0
-        """Bytes that it has asked others for."""
+        """Bytes that it has requested from others."""
 
     def __enter__(self) -> Arrivals:
         asked = zlib.compress(json.dumps(self._rounds).encode(), 1) if self._rounds else b""
@@ -80,7 +80,7 @@ class Arrivals:
             self._meet()
 
     def before(self) -> None:
-        """Have what the next read needs. In the order of the reads."""
+        """Wait for the data of the next read. Called in the order of the reads."""
         rounds = self._last[self._reads]
         self._reads += 1
         while self._passed < rounds:
@@ -106,7 +106,7 @@ class Arrivals:
                 own = aligned_empty((n_bytes,), np.dtype(np.uint8))
                 self.passed_bytes += n_bytes
                 wanted = [(request, own[start : start + size]) for request, start, size in parcel.requests]
-                try:  # others wait for it in a program: whatever is wrong is for the next meeting
+                try:  # the others wait in a program, so any error is reported in the next meeting
                     aside.do(f"reading from {self._source.url}", lambda w=wanted: All(self._source.serve(w)).result())
                 except Exception as error:
                     self._failure = self._failure or error
@@ -118,7 +118,7 @@ class Arrivals:
                     self._source.arrived[request] = got[start : start + size]
 
     def _meet(self) -> None:
-        """Raise what this process could not give; and DamagedError in all, if some could not read a file."""
+        """Raise the error of this process's reads, and DamagedError in all processes if one could not read a file."""
         if self._failure is not None and not self._source.damaged:
             raise self._failure
         damaged = "; ".join(f"{path}: {why}" for path, why in self._source.damaged.items())
@@ -127,7 +127,7 @@ class Arrivals:
             raise DamagedError(found)
 
     def _agreed(self, text: str, merge: Callable[[list[str]], str]) -> str:
-        """The texts of all processes, as process 0 merges them."""
+        """The texts of all processes, merged by process 0."""
         texts = self._meeting.gather(text)
         agreed = self._meeting.share(merge(texts) if texts else "")
         self._meeting.renew()
@@ -135,12 +135,12 @@ class Arrivals:
 
 
 def needed_by(source: Pooled, steps: Sequence[ReadStep]) -> list[list[Request]]:
-    """What a process lacks for each of its reads."""
+    """The data that a process lacks for each of its reads."""
     return [source.lacking(source.manifest.stacks[step.stack], read.boxes) for step in steps for read in step.reads]
 
 
 def _everyones(interconnect: Interconnect, text: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """What each process gives, all of it in every process."""
+    """The data from each process; every process receives all of it."""
     own = np.frombuffer(text, np.uint8)
     piece = Piece([], {process: (0, size) for process, size in enumerate(sizes) if size})
     found = interconnect.gather(piece, (interconnect.given_bytes(piece), len(piece.spans)), own)

@@ -1,4 +1,4 @@
-"""Reading what the goals want, and making the leaves' values of it: on the host, or on the devices."""
+"""Reads the data for the goals, and creates the leaves' values from it, on the host or on the devices."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import reporting
 
 WHOLE_BYTES = 1 << 20
-"""Leaves below this are read whole and cut by JAX, which costs 30 µs each on 8 devices where placing piece by piece
-costs 300 µs; larger ones are read piece by piece into buffers that JAX takes over."""
+"""Smaller leaves are read whole and cut by JAX: 30 µs each on 8 devices, compared with 300 µs for placing piece by
+piece. Larger leaves are read piece by piece into buffers that JAX takes over."""
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -46,20 +46,20 @@ costs 300 µs; larger ones are read piece by piece into buffers that JAX takes o
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where a leaf's boxes go: for each box that is read, the devices that get it; none for the host."""
+    """The destination of a leaf's boxes: for each box that is read, its devices; none for the host."""
 
     boxes: tuple[Box, ...]
     devices: tuple[tuple[Any, ...], ...]
 
     whole: bool
-    """Whether the one box is handed to JAX with the sharding, and JAX cuts it."""
+    """Whether the single box is passed to JAX with the sharding, and JAX cuts it."""
 
     kept: bool
-    """Whether the buffers that are read become the arrays."""
+    """Whether the read buffers become the arrays."""
 
 
 class _Destinations:
-    """The destination of each goal; equal ones are worked out once."""
+    """The destination of each goal. Equal goals are computed once."""
 
     def __init__(self, stacks: Sequence[Stack], options: Options) -> None:
         self._stacks = stacks
@@ -83,10 +83,10 @@ class _Destinations:
 
 
 def kept(goal: Goal) -> bool:
-    """Whether buffers of the host become a leaf's arrays: on the host, and on CPU devices, which take them over.
+    """Whether host buffers become a leaf's arrays: on the host, and on CPU devices, which take ownership of them.
 
-    Also in host memory that an accelerator reaches, where no program of its could put parts together. Elsewhere
-    buffers are on their way: they count as memory in flight, and a large leaf has none.
+    Also in host memory of an accelerator, where none of its programs could join parts. On other devices, buffers are
+    temporary: they count as memory in flight, and a large leaf has none.
     """
     if not goal.on_devices:
         return True
@@ -105,9 +105,9 @@ def fetch(
     *,
     tied: bool = False,
 ) -> dict[int, Any]:
-    """The value of every goal by leaf number. If `tied`, leaves in one row with one goal become one value.
+    """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value.
 
-    In a meeting of processes that all do this, each checks some of the small files that describe stacks; and they read
+    In a meeting of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".
     """
     same: dict[int, int] = {}
@@ -140,7 +140,7 @@ def fetch(
 
 
 def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
-    """The goals, so that no two of a round are of leaves in one row. What is wanted apart is read for each."""
+    """The goals in rounds, so that no two leaves of a round share a row. Separate arrays are read separately."""
     ties = manifest.ties
     if not ties:
         return [goals]
@@ -158,8 +158,8 @@ def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, G
 def _planned(
     source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any], meeting: Meeting | None
 ) -> tuple[list[ReadStep], dict[Partition, list[Round]], _Leaves]:
-    """What is to be read for goals, no two of leaves in one row, by this process alone and by several for each other;
-    and what puts it into `values`. Values that lie in the manifest are put there at once."""
+    """The reads for goals whose leaves do not share rows, by this process alone and by several for each other, and what
+    stores the results in `values`. Values in the manifest are stored immediately."""
     manifest = source.manifest
     stacks = manifest.arrays
     destinations = _Destinations(stacks, options)
@@ -180,7 +180,7 @@ def _planned(
     if options.read == "shared" and meeting is not None and meeting.group.count > 1:
         group = meeting.group
         laid_out = [(want, process_cells(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
-        require_agreement(meeting, f"{digest(laid_out)} {options.host_bytes}")  # which the rounds depend on too
+        require_agreement(meeting, f"{digest(laid_out)} {options.host_bytes}")  # the rounds also depend on this
         meeting.renew()
         wants, common = share(stacks, laid_out, group.index, group.count if needs_whole_job() else None)
         for partition, some in common.items():
@@ -191,7 +191,7 @@ def _planned(
 
 
 def process_cells(goal: Goal, shape: tuple[int, ...], processes: Iterable[int]) -> Layout:
-    """The cells that a leaf is cut into, and the processes that want each: all of them if it has no sharding."""
+    """The cells of a leaf, and the processes that need each: all of them if it has no sharding."""
     if goal.sharding is None:
         return Layout((1,) * len(shape), (tuple(processes),))
     if isinstance(goal.sharding, PlannedSharding):
@@ -200,7 +200,7 @@ def process_cells(goal: Goal, shape: tuple[int, ...], processes: Iterable[int]) 
 
 
 def _weakly_typed(array: Any) -> Any:
-    """The same array with a weak type; its buffers are not touched. JAX has no public function for it."""
+    """The same array with a weak type and the same buffers. JAX has no public function for this."""
     aval = array.aval.update(weak_type=True)
     return type(array)(aval, array.sharding, array._arrays, committed=array.committed, _skip_checks=True)
 
@@ -225,7 +225,7 @@ def _ranges(goals: _Rows) -> Iterator[tuple[tuple[int, int], Goal]]:
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
-    """Each distinct box that this process's devices want, with the places on those devices that want it."""
+    """Each distinct box that this process's devices need, with the devices that need it."""
     places: dict[Box, list[Any]] = {}
     for device, box in addressable_boxes(sharding, shape):
         places.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
@@ -236,15 +236,15 @@ def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[An
 
 
 _FEW_COLLECTIONS = 100_000
-"""Objects made between two runs of Python's garbage collector while arrays are made; Python's default is 700."""
+"""Objects created between two runs of Python's garbage collector while arrays are created; Python's default is 700."""
 
 
 @contextlib.contextmanager
 def seldom_collected() -> Generator[None]:
-    """With Python's garbage collector running seldom: it would walk all objects of the process repeatedly while
-    thousands of arrays are made, none of which is garbage. 20,000 leaves onto 8 devices take 1.3 s of CPU, not 1.7."""
+    """Run Python's garbage collector rarely in the block. It would repeatedly traverse all objects of the process while
+    thousands of arrays are created. 20,000 leaves onto 8 devices take 1.3 s of CPU instead of 1.7."""
     usual = gc.get_threshold()
-    if not 0 < usual[0] < _FEW_COLLECTIONS:  # off, or another thread is here too
+    if not 0 < usual[0] < _FEW_COLLECTIONS:  # off, or another thread is in the block too
         yield
         return
     try:
@@ -257,7 +257,7 @@ def seldom_collected() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Leaves:
-    """Makes the values of leaves of what is read."""
+    """Creates the values of leaves from the read data."""
 
     _manifest: Manifest
     _stacks: Sequence[Stack]
@@ -269,11 +269,11 @@ class _Leaves:
 
     @property
     def stacks(self) -> list[int]:
-        """The stacks that have some of the leaves, the same in every process."""
+        """The stacks of these leaves, equal in every process."""
         return sorted(self._by_stack)
 
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
-        """Rows become arrays of the host, or go to the devices in one batched call."""
+        """Turn rows into host arrays, or send them to the devices in one batched call."""
         with seldom_collected():
             return self._deliver(step, buffers)
 
@@ -286,7 +286,7 @@ class _Leaves:
             for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
                 leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
                 destination = self._destinations.of(goal, step.stack)
-                # Other processes may want other boxes, which were read for them.
+                # Boxes that only other processes need were read for them.
                 own = [run.boxes.index(box) for box in destination.boxes]
                 if not own:
                     continue
@@ -328,13 +328,13 @@ class _Leaves:
         return [*placed, *blocks]
 
     def _finish_streamed(self, leaf: int, goal: Goal, stack: int, row: int, boxes: Sequence[int]) -> None:
-        """A leaf whose boxes were gathered on the devices."""
+        """Create a leaf whose boxes were gathered on the devices."""
         parts = [part for box in boxes for part in self._parts.pop((stack, row, box))]
         dtype = _wanted_dtype(self._stacks[stack], goal)
         self._finish(leaf, goal, stack, [_as_dtype(part, dtype) for part in parts])
 
     def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
-        """Put a part of a large box onto its devices, into the array that gathers them there."""
+        """Copy a part of a large box to its devices, into the array that collects the parts there."""
         run, number = at
         box = step.runs[run].boxes[number]
         touched: dict[Any, Any] = {}
@@ -359,7 +359,7 @@ class _Leaves:
         return touched
 
     def empty_leaves(self) -> None:
-        """Leaves of no bytes: nothing was read for them."""
+        """Create leaves without elements, for which nothing was read."""
         wanted = [(number, *row) for number, rows in self._by_stack.items() for row in rows.values()]
         for number, leaf, goal in wanted:
             if leaf in self._values:
@@ -377,12 +377,12 @@ class _Leaves:
                 self._finish(leaf, goal, number, parts)
 
     def _finish(self, leaf: int, goal: Goal, number: int, parts: list[Any]) -> None:
-        """A leaf of the arrays of this process's devices, or of the one that is it."""
+        """Create a leaf from the arrays of this process's devices, or from its single array."""
         stack = self._stacks[number]
         sharding: Any = goal.sharding
         array = parts[0] if self._destinations.of(goal, number).whole else None
         if array is None:
-            # The dtype tells what no part does where this process has no device of the sharding.
+            # The dtype is needed if this process has no device of the sharding, and therefore no part.
             array = jax.make_array_from_single_device_arrays(
                 stack.shape, sharding, parts, dtype=_wanted_dtype(stack, goal)
             )
@@ -398,7 +398,7 @@ class _Leaves:
 
 
 def _rows(buffer: Array) -> Sequence[Array]:
-    """Its rows, which are arrays even where they are scalars."""
+    """Its rows as arrays, even if they are scalars."""
     return list(buffer) if buffer.ndim > 1 else [buffer[row, ...] for row in range(len(buffer))]
 
 
@@ -424,7 +424,7 @@ def _cast(view: Array, goal: Goal) -> Array:
 
 
 def on_host(array: Array, kind: str, path: str) -> Any:
-    """The value of a leaf, of a kind without devices, from the array that was read. Raises DataError."""
+    """The value of a host leaf from the read array. Raises DataError."""
     try:
         return KINDS[kind].from_array(array)
     except UnicodeDecodeError as error:
@@ -435,7 +435,7 @@ def on_host(array: Array, kind: str, path: str) -> Any:
 
 
 def _from_text(record: LeafRecord, goal: Goal) -> Any:
-    """A leaf that lies in the manifest itself."""
+    """The value of a leaf in the manifest."""
     value, wanted = decode_value(record.kind, record.value or ""), KINDS[goal.kind]
     if wanted.decode is not None:
         return value if record.kind == goal.kind else wanted.type(value)

@@ -22,27 +22,27 @@ from jaxckpt._format.grid import (
 from jaxckpt._format.stacks import Stack, objects_of
 
 STEP_BYTES = 64 << 20
-"""Bytes of the buffers that are filled together, and stay in memory until the last array cut from them is gone."""
+"""Bytes of the buffers that are filled together. They stay in memory until the last array cut from them is freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The boxes that this process wants of each of some consecutive rows, once however many devices want them."""
+    """The boxes that this process needs of each of some consecutive rows, each box once for all devices."""
 
     stack: int
     rows: tuple[int, int]
     boxes: tuple[Box, ...]
 
     dtype: np.dtype[Any] | None = None
-    """What the leaves become, where it is another dtype than the stored one."""
+    """The dtype of the leaves, if it differs from the stored dtype."""
 
     kept: bool = True
-    """Whether the buffers that are filled become the arrays; otherwise they are copied to devices and let go."""
+    """Whether the filled buffers become the arrays. Otherwise they are copied to devices and freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive rows of a stack of which the same is wanted; each box has one buffer for all the rows."""
+    """Consecutive rows of a stack with the same want. Each box has one buffer for all the rows."""
 
     rows: tuple[int, int]
     boxes: tuple[Box, ...]
@@ -50,50 +50,50 @@ class Run:
     kept: bool
 
     streamed: bool = False
-    """Whether the boxes are too large for buffers of the host: what is read goes on to the devices part by part."""
+    """Whether the boxes are too large for host buffers, so that data is sent to the devices part by part."""
 
     @property
     def like(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
-        """What is wanted of each row."""
+        """The shape of the boxes in each row."""
         return self.boxes, self.dtype, self.kept
 
     @property
     def passing(self) -> bool:
-        """Whether its buffers are let go once what is in them is on the devices."""
+        """Whether its buffers are freed after their data is on the devices."""
         return not (self.kept or self.streamed)
 
     def held(self, box: int) -> Box:
-        """The part of the stack that the buffer of a box holds."""
+        """The part of the stack in the buffer of a box."""
         return (self.rows, *self.boxes[box])
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What is read in one request of tensorstore, and the buffers (run, box) that it serves."""
+    """A box that is read in one request, and the buffers (run, box) that it serves."""
 
     box: Box
     serves: tuple[tuple[int, int], ...]
 
     converted: bool
-    """Whether it is cast, or has no buffer: it is read into memory of its own first."""
+    """Whether it is cast or has no buffer, so that it is first read into separate memory."""
 
     @property
     def staged(self) -> bool:
-        """Whether it is read into memory of its own by a reader that fills one array with each box."""
+        """Whether it is read into separate memory by a reader that fills one array per box."""
         return self.converted or len(self.serves) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Regions that are read together: the unit that is in flight."""
+    """Regions that are read together: the unit of memory in flight."""
 
     regions: tuple[Region, ...]
 
     n_bytes: int
-    """Bytes of what is wanted of them."""
+    """Bytes of the needed parts."""
 
     held_bytes: int
-    """Bytes of host memory it takes beside the buffers: the chunks as they are stored, and what is staged."""
+    """Bytes of host memory in addition to the buffers: the stored chunks, and staged data."""
 
     @property
     def boxes(self) -> list[Box]:
@@ -102,14 +102,14 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """Buffers that are filled, delivered and forgotten together."""
+    """Buffers that are filled, delivered and released together."""
 
     stack: int
     runs: tuple[Run, ...]
     reads: tuple[Read, ...]
 
     n_bytes: int
-    """Bytes of array data wanted, as it is stored."""
+    """Bytes of needed array data, in the stored dtype."""
 
     held_bytes: int
     """Bytes of the buffers that do not become arrays."""
@@ -120,16 +120,16 @@ class ReadStep:
 
 
 def read_bytes(host_bytes: int) -> int:
-    """Most bytes of one read where so many may be in flight: one is read, one is decoded, two are on their way."""
+    """The largest read if this many bytes may be in flight: one is read, one is decoded, two are being transferred."""
     return max(1, host_bytes // 4)
 
 
 def plan_read(
     stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int, most_bytes: int | None = None
 ) -> list[ReadStep]:
-    """Steps that read every wanted box once, and no chunk twice, in reads small enough for memory of `host_bytes`.
+    """Steps that read every needed box once, and no chunk twice, in reads that fit `host_bytes` of memory.
 
-    With `most_bytes`, no read is of more, unless it is of one chunk.
+    With `most_bytes`, no read is larger than that, unless it is a single chunk.
     """
     by_stack: dict[int, list[Want]] = {}
     for want in wants:
@@ -146,14 +146,14 @@ def plan_read(
 
 
 def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[list[Want]]:
-    """Wants of at most `step_bytes` together, or of one row of chunks, which is never parted."""
+    """Wants of at most `step_bytes` in total, or of one row of chunks, which is never split."""
     group: list[Want] = []
     held = 0
     chunk_rows = stack.chunk[0]
     for unit in _units(chunk_rows, wants):
         size = sum((want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) for want in unit) * stack.itemsize
         (row, end), chunks_bytes = unit[0].rows, size
-        if end - row > chunk_rows:  # many rows of chunks, of one want
+        if end - row > chunk_rows:  # one want with many rows of chunks
             chunks_bytes = size * chunk_rows // (end - row)
         while size:
             if group and held + chunks_bytes > step_bytes:
@@ -172,7 +172,8 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
 
 
 def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
-    """Each row of chunks that a want touches in part, with all that is wanted of it; else whole rows of chunks."""
+    """Each row of chunks that some want touches partly, with all wants in it; otherwise runs of whole rows of
+    chunks."""
     shared: list[Want] = []
     for want in wants:
         row, end = want.rows
@@ -216,7 +217,7 @@ def _itemsize(stack: Stack, wanted: Want | Run) -> int:
 
 
 def _bytes(stack: Stack, wanted: Want | Run) -> int:
-    """Bytes of the boxes of one row, as they are wanted."""
+    """Bytes of the boxes of one row, in the requested dtype."""
     return sum(map(volume, wanted.boxes)) * _itemsize(stack, wanted)
 
 
@@ -226,7 +227,7 @@ def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) ->
 
 
 def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes: int) -> Iterator[Read]:
-    """The regions of a step: together where they are few bytes, otherwise cut at the borders of objects and chunks."""
+    """The regions of a step: joined if they are small, otherwise cut at the borders of objects and chunks."""
 
     def stored(box: Box) -> int:
         chunks = math.prod(b - a for a, b in touched(box, stack.chunk))
@@ -240,7 +241,7 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes:
     if sum(stored(region.box) for region in regions) <= most_bytes:
         yield read(regions)
         return
-    # What lies in one object is read together, as far as it fits: tensorstore merges it into few requests.
+    # Data in one object is read together as far as it fits, because tensorstore merges it into few requests.
     by_object: dict[tuple[int, ...], list[Region]] = {}
     for region in regions:
         for box in cut_down(region.box, (stack.object, stack.chunk), lambda box: stored(box) <= most_bytes):
@@ -265,20 +266,20 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes:
 
 
 def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
-    """What a region has of a buffer that it serves."""
+    """The part of a buffer that a region serves."""
     common = intersection(region.box, runs[at[0]].held(at[1]))
     assert common is not None
     return common
 
 
 def _clipped(runs: Sequence[Run], region: Region, box: Box) -> Region | None:
-    """The part of a region in `box`; None where nothing of that is wanted."""
+    """The part of a region in `box`; None if nothing of it is needed."""
     boxes = {at: found for at in region.serves if (found := intersection(box, runs[at[0]].held(at[1])))}
     return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
 
 
 def _staged_bytes(stack: Stack, runs: Sequence[Run], region: Region) -> int:
-    """Bytes of a region that is read beside the buffers, and of what is cast on its way to a device."""
+    """Bytes of a region that is read into separate memory, and of data that is cast on its way to a device."""
     if not region.staged:
         return 0
     cast = [
@@ -290,7 +291,7 @@ def _staged_bytes(stack: Stack, runs: Sequence[Run], region: Region) -> int:
 
 
 def _sharing_chunks(runs: Sequence[Run], chunk_rows: int) -> Iterator[list[int]]:
-    """Runs, by number, grouped so that no two groups touch a common row of chunks."""
+    """Runs, by number, in groups such that no two groups touch the same row of chunks."""
     group: list[int] = []
     for number, run in enumerate(runs):
         if group and run.rows[0] // chunk_rows > (runs[group[-1]].rows[1] - 1) // chunk_rows:
@@ -303,23 +304,23 @@ def _sharing_chunks(runs: Sequence[Run], chunk_rows: int) -> Iterator[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """What a read moves, counted from the plan."""
+    """The cost of a read, computed from the plan."""
 
     needed_bytes: int = 0
-    """Bytes of array data wanted, each box once."""
+    """Bytes of needed array data, each box once."""
 
     read_bytes: int = 0
     """Bytes of the stored chunks and indexes that hold them (uncompressed)."""
 
     received_bytes: int = 0
-    """Bytes of array data that other processes read and pass on (`Options.read`)."""
+    """Bytes of array data that other processes read and send (`Options.read`)."""
 
     requests: int = 0
-    """Reads of storage: one for an object that is read whole, else one for its index and one for each chunk."""
+    """Storage requests: one for an object that is read whole, otherwise one for its index and one per chunk."""
 
     peak_host_bytes: int = 0
-    """The most that lies in host memory beside the finished arrays: stored chunks in flight, what is staged, and on
-    accelerators the buffers."""
+    """Peak host memory in addition to the finished arrays: stored chunks in flight, staged data, and on accelerators
+    the buffers."""
 
     def __add__(self, other: ReadCost) -> ReadCost:
         return ReadCost(
@@ -332,7 +333,7 @@ class ReadCost:
 
 
 def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: int) -> ReadCost:
-    """Count what `steps` will read where `host_bytes` may be in flight."""
+    """The cost of `steps` if `host_bytes` may be in flight."""
     total = ReadCost()
     least = together = 0
     for step in steps:
@@ -346,6 +347,6 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
                 requests += 1 if whole_object else 1 + chunks
         total += ReadCost(step.n_bytes, read, requests=requests)
         sizes = [found.held_bytes for found in step.reads]
-        least = max(least, step.held_bytes + max(sizes))  # however little may be in flight, one read is
+        least = max(least, step.held_bytes + max(sizes))  # at least one read is in flight
         together += step.held_bytes + sum(sizes)
     return replace(total, peak_host_bytes=max(least, min(host_bytes, together)))

@@ -1,4 +1,4 @@
-"""A checkpoint whose objects lie in folders of several processes, as one of these processes reads it."""
+"""A checkpoint whose objects are in folders of several processes, from the view of one of these processes."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from jaxckpt._storage.workers import All, Done, Then
 
 
 class DamagedError(Exception):
-    """Some process could not read a file of its folders: others may hold it too. Every process raises it."""
+    """A process could not read a file of its folders, but others may also hold the file. Every process raises this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A checkpoint of ours in several folders, of which this process sees some."""
+    """A jaxckpt checkpoint in several folders, of which this process sees some."""
 
     url: str
-    """What it is, for messages."""
+    """Its name in messages."""
 
     manifest: Manifest
     digest: str
-    """SHA-256 of the manifest as it is stored."""
+    """SHA-256 of the stored manifest."""
 
     files: Files
     folders: Sequence[Objects]
     """The folders that this process sees."""
 
     own: Sequence[int]
-    """For each file the number of the folder that this process reads it from; -1 if it sees none that has it."""
+    """For each file, the index of the folder from which this process reads it; -1 if no visible folder has it."""
 
     held: Held
     most_bytes: int
-    """Largest request for data that other processes read, about."""
+    """Approximate size of the largest request for data that other processes read."""
 
     arrived: dict[Request, Array] = field(default_factory=dict[Request, Array])
-    """What others have read and passed on, until it is read from here."""
+    """Data that other processes have sent and this process has not used yet."""
 
     damaged: dict[str, str] = field(default_factory=dict[str, str])
-    """What was wrong with files that this process has read, by their paths."""
+    """Problems of files that this process has read, by path."""
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Nothing is taken from a zarr.json."""
@@ -62,11 +62,11 @@ class Pooled:
         return _PooledReader(self, self.manifest.stacks[stack])
 
     def path(self, number: int) -> str:
-        """Where this process reads a file."""
+        """The path from which this process reads a file."""
         return f"{self.folders[self.own[number]].url}/{self.files.keys[number]}"
 
     def lacking(self, stack: StackRecord, boxes: Iterable[Box]) -> list[Request]:
-        """What other processes must read of these boxes."""
+        """The parts of these boxes that other processes must read."""
         numbers, array = self.files.numbers[stack.name], stack.stack()
         return [
             request
@@ -77,12 +77,12 @@ class Pooled:
         ]
 
     def lacking_states(self, processes: Iterable[int]) -> list[Request]:
-        """Of what these processes alone knew, what other processes must read."""
+        """The states of these processes that other processes must read."""
         numbers = (self.files.starts[-1] + process for process in processes)
         return [(number, ((0, self.files.lengths[number]),)) for number in numbers if self.own[number] < 0]
 
     def state(self, process: int) -> bytes:
-        """What a process alone knew, as it was saved, whether this process holds it or it has arrived."""
+        """The saved state of a process, from this process's folders or from the received data."""
         number = self.files.starts[-1] + process
         length, digest = self.manifest.process_states[process]
         if self.own[number] < 0:
@@ -94,7 +94,7 @@ class Pooled:
         return content
 
     def serve(self, wanted: Sequence[tuple[Request, Array]]) -> list[Pending]:
-        """Start to read what other processes ask for, each into an array of its bytes."""
+        """Start to read the requests of other processes, each into an array of bytes."""
         by_stack: dict[int | None, list[tuple[Request, Array]]] = {}
         for request, target in wanted:
             by_stack.setdefault(self.files.stack(request[0]), []).append((request, target))
@@ -110,7 +110,7 @@ class Pooled:
         return begun
 
     def noted(self, number: int, pending: Pending) -> None:
-        """Wait for a read of a file. What is wrong with it is noted, and raised."""
+        """Wait for a read of a file. Notes and raises its error."""
         try:
             pending.result()
         except (DataError, StorageError) as error:
@@ -120,12 +120,12 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class _PooledReader(ArrayReader):
-    """Reads boxes of a stack: what this process sees from its folders, the rest from what has arrived."""
+    """Reads boxes of a stack, from the folders that this process sees, and otherwise from the received data."""
 
     source: Pooled
     record: StackRecord
     readers: dict[int, ArrayReader] = field(default_factory=dict[int, ArrayReader])
-    """By the number of the folder."""
+    """Readers by the index of the folder."""
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
         source, stack = self.source, self.record.stack()

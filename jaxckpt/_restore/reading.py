@@ -1,4 +1,4 @@
-"""Reading what a plan says, within the memory that it may take: chunks are read into buffers, buffers handed over.
+"""Reads what a plan lists, within a memory limit: fills buffers with chunks, and delivers the buffers.
 
 read ─▶ each step: buffers ─▶ each read of it: the store's reader fills them ─▶ the last one has landed ─▶ delivery
 """
@@ -32,7 +32,7 @@ from jaxckpt._storage.workers import Aside
 
 @contextlib.contextmanager
 def undisturbed(source: Source, options: Options) -> Generator[None]:
-    """Where data is missing or another because the checkpoint is, say that instead of calling it corrupt."""
+    """If data is missing or different because the checkpoint was deleted or replaced, report that, not corruption."""
     try:
         yield
     except DataError as error:
@@ -53,18 +53,18 @@ def require_metadata(source: Source, stacks: Sequence[int], options: Options) ->
 
 
 Buffers = list[list[Array]]
-"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. None of a streamed run."""
+"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. None for a streamed run."""
 
 
 class Delivery(Protocol):
-    """What becomes of what is read."""
+    """Receives the data that is read."""
 
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
-        """Take the filled buffers of a step; returns the device arrays that are made of them."""
+        """Take the filled buffers of a step. Returns the device arrays created from them."""
         ...
 
     def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
-        """Take a part of a box that has no buffer, (run, box); returns the device arrays that it goes into."""
+        """Take a part of a box without a buffer, (run, box). Returns the device arrays that receive it."""
         ...
 
 
@@ -77,7 +77,7 @@ def read(
     report: Report,
     before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carry out the steps, with at most `options.host_bytes` in flight; each is delivered when it is complete.
+    """Run the steps, with at most `options.host_bytes` in flight. Each step is delivered when it is complete.
 
     `before` is called before each read.
 
@@ -140,14 +140,14 @@ class Coming:
         return None
 
     def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
-        """Errors inside name the leaves in these rows."""
+        """Makes errors in the block name the leaves in these rows."""
         return storage_errors(
             lambda: f"cannot read leaf {leaves_at(self._source.manifest, self._stack, rows)}", reading=True
         )
 
 
 class Window:
-    """Memory of the host in use beside the arrays, at most so many bytes of it: who takes more lets the oldest go."""
+    """Host memory in use in addition to the arrays, with a limit. A request beyond the limit first frees the oldest."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -161,17 +161,17 @@ class Window:
         self._held_bytes += n_bytes
 
     def release(self, n_bytes: int, block: Array | None) -> None:
-        """Bytes are in use no more; nor is a block, which may be used again."""
+        """Release bytes, and a block, which may be reused."""
         self._held_bytes -= n_bytes
         if block is not None and block.nbytes:
             self._free.append(block)
 
     def later(self, turn: Callable[[], None]) -> None:
-        """Something that will release bytes, to be called in its turn."""
+        """Register a function that will release bytes, to be called in order."""
         self._turns.append(turn)
 
     def next(self, turn: Callable[[], None]) -> None:
-        """As `later`, but before all others."""
+        """Like `later`, but before all others."""
         self._turns.appendleft(turn)
 
     def drain(self) -> None:
@@ -179,13 +179,13 @@ class Window:
             self._turns.popleft()()
 
     def arrays(self, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[Array, list[Array]]:
-        """A block of memory, used before if there is one of about the size, and arrays cut from it."""
+        """A block of memory, reused if one of about the size is free, and arrays cut from it."""
         sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
         total = sum(sizes)
         block = next((found for found in self._free if total <= found.nbytes <= 2 * total), None)
         if block is None:
             if total:
-                self._free.clear()  # so that what lies idle does not add to what is in use
+                self._free.clear()  # so that idle blocks do not add to memory in use
             block = aligned_empty((total,), np.dtype(np.uint8))
         else:
             self._free = [found for found in self._free if found is not block]
@@ -217,14 +217,14 @@ class Filling:
         return [(extent(run.held(box)), dtype) for box in range(len(run.boxes))]
 
     def places(self, region: Region) -> Iterator[tuple[Box, Array]]:
-        """What a region has of each buffer that it serves."""
+        """The part of each buffer that a region serves."""
         for run, box in region.serves:
             held = self.step.runs[run].held(box)
             if (common := intersection(region.box, held)) is not None:
                 yield common, self._buffers[run][box][within(common, held)]
 
     def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
-        """Copy a staged region to what it serves; returns the device arrays that have it once they are ready."""
+        """Copy a staged region to its buffers. Returns the device arrays that will hold it."""
         sent: dict[Any, Any] = {}
         for at in region.serves:
             run, box = at
@@ -241,7 +241,7 @@ class Filling:
         return sent
 
     def landed(self) -> bool:
-        """One of the step's reads is complete. With the last of them the step is delivered; returns whether it is."""
+        """Note that a read of the step is complete. After the last read, deliver the step. Returns whether it did."""
         self._to_come -= 1
         if not self._to_come:
             arrays = self._delivery.deliver(self.step, self._buffers)
@@ -278,7 +278,7 @@ class _Reading:
         self.wanted += itertools.chain.from_iterable(map(filling.places, direct))
 
     def land(self) -> None:
-        """Wait for it and pass on what is staged."""
+        """Wait for the read, and copy staged data to its destination."""
         self._coming.wait()
         sent: dict[Any, Any] = {}
         for region, target in self._staged:
@@ -296,7 +296,7 @@ class _Reading:
 
 
 def _settle(arrays: list[Any], window: Window, n_bytes: int, block: Array) -> None:
-    """Release memory once the arrays that are made of it are on their devices."""
+    """Release memory after the arrays created from it are on their devices."""
     if arrays:
         jax.block_until_ready(arrays)
     taken_over = any(device.platform == "cpu" for array in jax.tree.leaves(arrays)[:1] for device in array.devices())
@@ -304,12 +304,12 @@ def _settle(arrays: list[Any], window: Window, n_bytes: int, block: Array) -> No
 
 
 def _own(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Memory that becomes the caller's; objects lie in memory of NumPy's own making."""
+    """Memory that is handed to the caller. Object arrays use memory that NumPy allocates."""
     return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Uninitialised memory that starts at a multiple of 64 bytes, which JAX on CPU takes over without a copy."""
+    """Uninitialized memory with 64-byte alignment, which JAX on CPU uses without a copy."""
     n_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(n_bytes + 64, np.uint8)
     offset = -raw.ctypes.data % 64
@@ -318,7 +318,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An array of a checkpoint; an index of slices reads what it touches."""
+    """An array of a checkpoint. Indexing with slices reads only what the index touches."""
 
     source: Source
     number: int
@@ -341,11 +341,11 @@ class Stored:
         return array
 
     def slabs(self) -> Iterator[Array]:
-        """All of it in C order, in pieces that fit `options.host_bytes`."""
+        """The whole array in C order, in pieces that fit `options.host_bytes`."""
         manifest = self.source.manifest
         stack = manifest.arrays[manifest.place(manifest.leaves[self.number])[0]]
         fits = max(1, read_bytes(self.options.host_bytes) // stack.itemsize)
-        # Whole rows of chunks where they fit, so that no chunk is read twice; else cut along the next dimension.
+        # Whole rows of chunks if they fit, so that no chunk is read twice. Otherwise cut along the next dimension.
         sides = [max(1, side) for side in stack.shape]
         grids = [
             [1] * dim + [chunk * max(1, fits // (chunk * math.prod(sides[dim + 1 :])))] + sides[dim + 1 :]
@@ -359,7 +359,7 @@ class Stored:
 
 
 class _OneBox:
-    """Delivers to its caller."""
+    """A delivery that keeps the buffers for its caller."""
 
     array: Array
 
@@ -368,17 +368,17 @@ class _OneBox:
         return []
 
     def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
-        raise NotImplementedError  # what the host wants is kept
+        raise NotImplementedError  # host reads always have buffers
 
 
 def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
-    """One box of one leaf, as a NumPy array of the stored dtype."""
+    """Read one box of one leaf as a NumPy array of the stored dtype."""
     manifest = source.manifest
     stack, row = manifest.place(manifest.leaves[number])
     stacks = manifest.arrays
     if not volume(box):
         return np.empty(extent(box), DTYPES[stacks[stack].dtype])
-    # One step however large: the buffer is the result.
+    # Always a single step, because the buffer is the result.
     steps = plan_read(stacks, [Want(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
     with undisturbed(source, options):

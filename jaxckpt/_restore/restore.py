@@ -130,7 +130,7 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
             chosen = meeting.share(f"{digest} {source.url}")
         with group.meeting("restoring") as meeting:
             expected, _, url = chosen.partition(" ")
-            if digest != expected:  # process 0 found another step to be a run's newest
+            if digest != expected:  # process 0 found a different newest step
                 source, digest = source_at(url, options)
                 _require_one([chosen, f"{digest} {url}"], url)
                 source = renamed_source(source, request.rules)
@@ -159,7 +159,7 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
 
 
 def _global_goals(goals: Mapping[int, Goal]) -> str:
-    """A digest of the arrays that several processes hold parts of, and of what they become."""
+    """A digest of the arrays that several processes hold parts of, and of their goals."""
     numbers: dict[int, tuple[Goal, list[int]]] = {}  # by the id of the goal, which many leaves share
     for number, goal in goals.items():
         numbers.setdefault(id(goal), (goal, []))[1].append(number)
@@ -180,7 +180,7 @@ def _require_one(found: Sequence[str], url: str) -> None:
 
 
 def _require_no_trace(goals: Iterable[Goal]) -> None:
-    """Raise InputError if arrays would be made while JAX traces a function, where none can be."""
+    """Raise InputError while JAX traces a function, because no arrays can be created then."""
     on_devices = any(goal.on_devices for goal in goals)
     if on_devices and isinstance(jax.device_put(np.empty(0, np.uint8)), Tracer):
         raise InputError(
@@ -196,10 +196,10 @@ def load_numpy(
     rename: Renaming | None = None,
     options: Options | None = None,
 ) -> Tree:
-    """Read a checkpoint into host memory, for inference or a look: no mesh, no devices, no JAX backend is started.
+    """Read a checkpoint into host memory, for inference or inspection, without a mesh, devices or a JAX backend.
 
     Args:
-        path: Where `save` wrote, or another checkpoint that `restore` takes.
+        path: As for `restore`.
         select: Only these leaves, as for `restore`, by their paths after `rename`.
         rename: As for `restore`.
         options: See `Options`.

@@ -1,4 +1,4 @@
-"""Layouts of one array in another, as einops writes them: which box of one corresponds to which box of the other.
+"""Layouts of one array in another, in einops notation: which box of one corresponds to which box of the other.
 
 "(h d) m -> m h d": a source of two dimensions, the first of which is h × d in C order, becomes a target of three. An
 axis is a name; a dimension is one axis, or several in parentheses, the last one running fastest.
@@ -25,7 +25,7 @@ _DIMENSION = re.compile(r"\s*(?:\(([^()]*)\)|([A-Za-z_]\w*|1))")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the dimensions of a source and of a target are made of the same axes."""
+    """How the dimensions of a source and of a target consist of the same axes."""
 
     source: Dims
     target: Dims
@@ -74,7 +74,7 @@ def _text(dims: Dims) -> str:
 
 
 def solve(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int] | str:
-    """The size of every axis of an array of this shape, of which some are known; or why it does not fit."""
+    """The size of every axis of an array of this shape, given some of them; or the reason why it does not fit."""
     if len(dims) != len(shape):
         return f"has {counted(len(shape), 'dimension')}, but {_text(dims)!r} has {len(dims)}"
     found = dict(sizes)
@@ -93,7 +93,7 @@ def solve(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[st
 
 
 def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box, dict[str, Interval]]]:
-    """A box as disjoint boxes that are also boxes of the axes, each with the interval of every axis."""
+    """A box split into disjoint boxes that are also boxes of the axes, each with the interval of every axis."""
     per_dim = [list(_runs([sizes[axis] for axis in dim], side)) for dim, side in zip(dims, box, strict=True)]
     for parts in itertools.product(*per_dim):
         intervals = {
@@ -114,10 +114,9 @@ def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list
 def cover(
     dim: Sequence[str], sizes: Mapping[str, int], wanted: Mapping[str, Interval]
 ) -> tuple[Interval, list[Interval]]:
-    """The smallest interval of a dimension that is a box of its axes and holds the wanted intervals; and that box.
+    """The smallest interval of a dimension that is a box of its axes and contains the needed intervals; and that box.
 
-    It takes the wanted indices of the outermost axis of which more than one is wanted, and all indices of the axes
-    inside that one.
+    It has the needed indices of the outermost axis with more than one needed index, and all indices of the axes inside.
     """
     taken: list[Interval] = []
     start, is_whole = 0, False

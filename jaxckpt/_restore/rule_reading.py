@@ -1,4 +1,4 @@
-"""Leaves that are made of source leaves: a box of one is read as boxes of the others, in bounded memory."""
+"""Leaves built from source leaves: a box of a target is read as boxes of its sources, in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.workers import submit_waiting
 
 _WASTE = 2
-"""Bytes read over bytes needed, at most, if the needed parts of a dimension lie scattered: up to that, one read takes
-all of them."""
+"""The largest ratio of bytes read to bytes needed for scattered parts of a dimension. Up to it, one read takes all."""
 
 _WHOLE_BYTES = 64 << 10
-"""A read that is no larger is not split, however little of it is needed: each read costs about as much time."""
+"""Smaller reads are not split, even if little of them is needed, because each read has a fixed cost."""
 
 _TEMPORARY_BYTES = 4 << 20
-"""The most that one read holds in memory on its way, about."""
+"""Approximate largest memory of one read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Source leaves of one shape and dtype as a target leaf has them: stacked, and their axes in its order."""
+    """Source leaves of one shape and dtype, stacked and with their axes in the order of the target leaf."""
 
     layout: Layout
     sizes: Mapping[str, int]
     stacked: tuple[str, ...]
-    """The axes of which each index is a source leaf of its own."""
+    """The axes whose indices are separate source leaves."""
 
     data: Mapping[tuple[int, ...], ArrayData]
-    """The source leaves by the indices of these."""
+    """The source leaves by indices of these axes."""
 
     dtype: str
-    """Of the source leaves."""
+    """Layout of the source leaves."""
 
     unit_bytes: int
-    """What is stored of them as a unit, so that a part of it costs as much to read as all of it; 0 if nothing is."""
+    """Bytes of their unit that can only be read completely; 0 without such a unit."""
 
     start: tuple[int, ...]
-    """Where the part that is taken of each source leaf begins."""
+    """Start of the used part of each source leaf."""
 
     fixed: Mapping[str, int]
-    """The index of each axis that only the source has."""
+    """The index along each axis that only the source has."""
 
     computed: Callable[[Array], Array]
     """The values of the target, before they are cast to its dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the target."""
+        """Shape of the target."""
         return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.target)
 
     def read(self, box: Box, target: Array) -> None:
@@ -66,7 +65,7 @@ class Piece:
         axes = axes_of(self.layout.target)
         own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
         for tile, intervals in tiles(self.layout.target, self.sizes, box):
-            region = target[(*within(tile, box), ...)]  # the "..." keeps an array of no dimensions an array
+            region = target[(*within(tile, box), ...)]  # the "..." keeps a 0-d array an array
             region = region.reshape([b - a for a, b in (intervals[axis] for axis in axes)])
             for index in itertools.product(*(range(*intervals[axis]) for axis in self.stacked)):
                 at = dict(zip(self.stacked, index, strict=True))
@@ -75,7 +74,7 @@ class Piece:
                 self._read_leaf(self.data[index], {**intervals, **own}, left, region[(*picks, ...)])
 
     def _read_leaf(self, data: ArrayData, wanted: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
-        """Fill `target`, whose dimensions are the axes in this order, with the wanted intervals of a source leaf."""
+        """Fill `target`, whose dimensions are the axes in this order, with the needed intervals of a source leaf."""
         covers = [cover(dim, self.sizes, wanted) for dim in self.layout.source]
         taken = {
             axis: side
@@ -106,7 +105,7 @@ class Piece:
     def _split(
         self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int
     ) -> str | None:
-        """The axis to halve, if one read would take much that is not needed, or much at once."""
+        """The axis to halve, if one read would be too large or would contain too much data that is not needed."""
         several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
         if n_bytes > max(_WASTE * needed, _WHOLE_BYTES, self.unit_bytes):
             for dim in self.layout.source:
@@ -117,13 +116,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mapped(StartedData):
-    """A target leaf: pieces next to each other along one dimension."""
+    """A target leaf: adjacent pieces along one dimension."""
 
     pieces: Sequence[tuple[Box, Piece]]
-    """Each with its box in the leaf."""
+    """The pieces, each with its box in the leaf."""
 
     is_padded: bool = False
-    """Whether zeros are where no piece is."""
+    """Whether zeros fill the rest."""
 
     def start(self, box: Box, target: Array) -> Pending:
         return submit_waiting(functools.partial(self.read, box, target))

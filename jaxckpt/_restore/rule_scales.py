@@ -1,4 +1,4 @@
-"""Quantised leaves of a source as the float32 arrays that they stand for: each value times the scale of its block."""
+"""Dequantizes leaves of a source to float32: each value times the scale of its block."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxckpt._runtime.errors import show
 def dequantised(
     path: str, array: ForeignArray, scales: ForeignArray | None, block: tuple[int, ...] | None
 ) -> ForeignArray | str:
-    """A quantised leaf as float32, or why its scales do not fit. A leaf of floats may have none.
+    """A quantized leaf as float32, or the reason why its scales do not fit. A leaf of floats may have no scales.
 
     Args:
-        path: The leaf's, for messages.
-        array: The quantised values.
+        path: Path of the leaf, for messages.
+        array: The quantized values.
         scales: One for each block of values. Without `block`, each dimension of the scales is that of the values or 1;
             dimensions that the scales lack, at the end, are 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
@@ -57,7 +57,7 @@ class _Dequantised(ArrayData):
             np.multiply(target, self._scales(self.scales, box), out=target)
 
     def _scales(self, scales: ForeignArray, box: Box) -> Array:
-        """The scales of a box, as NumPy broadcasts them to it."""
+        """The scales of a box, in a shape that NumPy broadcasts to it."""
         parts = tuple((a // step, -(-b // step)) for (a, b), step in zip(box, self.block, strict=True))
         own = whole(scales.shape) if math.prod(scales.shape) == 1 else parts[: len(scales.shape)]
         found = np.empty([b - a for a, b in own], DTYPES[scales.dtype])

@@ -1,4 +1,4 @@
-"""What a rule makes of the leaves of a source: the target's leaves, or what does not fit."""
+"""Applies a rule to the leaves of a source: returns the target's leaves, or the problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Leaves:
         self.paths = self._numbers.keys()
 
     def array(self, path: str) -> ForeignArray | str:
-        """A leaf, or why it is none that a rule could take."""
+        """A leaf, or the reason why a rule cannot use it."""
         manifest = self._source.manifest
         record = manifest.leaves[self._numbers[path]]
         if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
@@ -52,7 +52,7 @@ class Leaves:
 def made_by(
     rule: Rule, matches: Sequence[Mapping[Numbers, str]], scales: Sequence[Mapping[Numbers, str]], leaves: Leaves
 ) -> Iterator[tuple[str, ForeignArray] | str]:
-    """The target leaves that a rule makes; a text says what does not fit."""
+    """The target leaves of a rule, or texts that describe the problems."""
     kept = [name for name in captures(rule.source) if name in captures(rule.target)]
     stacked = tuple(name for name in captures(rule.source) if name not in kept)
     sources: dict[tuple[int, ...], list[dict[tuple[int, ...], str]]] = {}
@@ -85,7 +85,7 @@ def made_by(
 
 
 def _missing(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
-    """A problem if a number of the paths is not 0, 1, … up to the size that is given for it."""
+    """A problem if a number in the paths does not run from 0 to its given size - 1."""
     count = rule.sizes.get(name)
     if count is None:
         return
@@ -112,7 +112,7 @@ def _stack(
     scale_of: Mapping[str, str | None],
     leaves: Leaves,
 ) -> _Stack | str:
-    """The leaves to stack, or what is wrong with them."""
+    """The leaves to stack, or the problem."""
     counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
     if missing := math.prod(counts) - len(paths):
         # No number of the first gap is above the count of paths; a number in a path may be enormous.
@@ -144,7 +144,7 @@ def _stack(
 def _of_group(
     rule: Rule, stacked: tuple[str, ...], numbers: Mapping[str, int], stacks: Sequence[_Stack]
 ) -> Iterator[tuple[str, ForeignArray] | str]:
-    """The target leaves that are made of one set of source leaves."""
+    """The target leaves that are built from one set of source leaves."""
     names = names_in(rule.target)
     cuts = _cuts(rule, len(names), stacks[0])
     if isinstance(cuts, str):
@@ -198,7 +198,7 @@ def _of_group(
 
 
 def _unit(piece: Piece, chunk: Sequence[int]) -> tuple[int, ...]:
-    """The box of a target that a chunk of its source becomes: reads that are cut there read no source twice."""
+    """The box of a target that corresponds to a chunk of its source, so that reads cut there read no source twice."""
     sizes = piece.sizes
     taken = dict.fromkeys(piece.stacked, 1)
     for dim, side in zip(piece.layout.source, chunk, strict=True):
@@ -216,7 +216,7 @@ def _unit(piece: Piece, chunk: Sequence[int]) -> tuple[int, ...]:
 def _carried_over(mesh: MeshRecord, spec: Spec, piece: Piece, shape: Sequence[int]) -> Spec:
     """The spec of a target of this shape: a mesh axis stays with the outermost axis of the dimension that it splits.
 
-    Where the target lacks that axis, or it is not divisible by the mesh axis, the target is not split.
+    If the target lacks that axis, or its size is not divisible by the mesh axis, the target is not split.
     """
     of_axis = {dim[0]: entry for dim, entry in zip(piece.layout.source, spec, strict=False) if dim}
     entries: list[tuple[str, ...]] = []
@@ -230,7 +230,7 @@ def _carried_over(mesh: MeshRecord, spec: Spec, piece: Piece, shape: Sequence[in
 
 
 def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | None) -> Piece | str:
-    """A stack, or the part of it along `rule.axis`, as the target has it; or why it does not fit."""
+    """A stack, or its part along `rule.axis`, in the layout of the target; or the reason why it does not fit."""
     shape, start = list(stack.first.shape), [0] * len(stack.first.shape)
     if cut is not None:
         start[rule.axis], shape[rule.axis] = cut[0], cut[1] - cut[0]
@@ -249,7 +249,7 @@ def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | 
 
 
 def _cuts(rule: Rule, count: int, stack: _Stack) -> list[Interval] | list[None] | str:
-    """What each of the targets takes of the source along `rule.axis`."""
+    """The part of the source along `rule.axis` for each target."""
     if count == 1:
         return [None]
     shape = stack.first.shape

@@ -1,7 +1,7 @@
-"""Rules between two trees: names, axes, stacks, parts, casts; a checkpoint seen through them is another checkpoint.
+"""Rules between two trees: names, axes, stacks, parts, casts. A checkpoint viewed through rules is another checkpoint.
 
-A device's box of a target leaf is traced back to boxes of source leaves, so that each process reads what its own shards
-are made of, and no leaf is ever whole in host memory.
+A device's box of a target leaf is traced back to boxes of source leaves. Each process therefore reads only the data of
+its own shards, and no leaf is ever complete in host memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
 
     A checkpoint that is read through rules has only the leaves that the rules make, in nested dicts by path. A rule or
-    `drop` must name every array of the source. Data is read only when a value is needed, and only the data that the
-    value is made of.
+    `drop` must name every array of the source. Data is read only when a value is needed, and only the data for that
+    value.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -62,7 +62,7 @@ class Rules:
         return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
 
     def over(self, source: Source) -> Foreign:
-        """A checkpoint as it looks through the rules. Raises MismatchError that lists all that does not fit."""
+        """The view of a checkpoint through the rules. Raises MismatchError that lists all problems."""
         leaves = Leaves(source)
         problems: list[Problem] = []
         targets: dict[str, ForeignArray] = {}

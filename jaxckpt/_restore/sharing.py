@@ -1,6 +1,6 @@
-"""Which process reads what with Options(read="shared"), so that each chunk leaves the storage once. Pure data.
+"""Which process reads what with Options(read="shared"), so that each chunk is read from storage once. Pure data.
 
-wants ─▶ communities of processes that want the same data ─▶ for each a plan of reads, dealt out ─▶ rounds ─▶ pieces
+wants ─▶ communities of processes that need the same data ─▶ for each, a plan of distributed reads ─▶ rounds ─▶ pieces
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.plan import Read, ReadCost, ReadStep, Want, plan_read, read_bytes, read_cost
 
 ALIGNED_BYTES = 64
-"""What is read begins at multiples of this, so that JAX takes it over on CPU devices without a copy."""
+"""Read data begins at multiples of this, so that JAX uses it on CPU devices without a copy."""
 
 JOINED_BYTES = 1 << 20
-"""Leaves below this are read together by all processes that want any of them, if those share chunks. To pass on a whole
-leaf takes memory for it; without it, a chunk at the border of two boxes is read by each process that wants some of it.
+"""Smaller leaves that share chunks are read together by all processes that need any of them. Sending a whole leaf needs
+memory for it. Without that, a chunk at the border of two boxes is read by each process that needs a part of it.
 """
 
 ROUNDS = 4
-"""Rounds that there are at least, unless each process would read less than ROUND_BYTES in one."""
+"""The least number of rounds, unless each process would read less than ROUND_BYTES per round."""
 
 ROUND_BYTES = 4 << 20
 
@@ -39,7 +39,7 @@ Partition = tuple[Members, ...]
 def share(
     stacks: Sequence[Stack], wanted: Sequence[tuple[Want, Layout]], process: int, together: int | None = None
 ) -> tuple[list[Want], dict[Partition, list[Want]]]:
-    """What a process reads for itself, and by partition what its community wants of which several processes want some.
+    """The reads of a process for itself, and, for each partition, the shared wants of its community.
 
     `wanted` has what the process wants of each leaf, nothing of some, with the processes that hold each cell of the
     leaf's layout. Every process gets the same partitions in the same order. `together`: only partitions that cover so
@@ -69,7 +69,7 @@ def share(
 
 
 def digest(wanted: Sequence[tuple[Want, Layout]]) -> str:
-    """Equal in all processes if `share` finds the same communities and wants in all of them."""
+    """A digest that is equal in all processes if `share` finds the same communities and wants in each."""
     found = hashlib.sha256()
     for want, layout in wanted:
         if len(layout.processes) > 1:
@@ -83,12 +83,12 @@ def _digest(layout: Layout) -> str:
 
 
 def members_of(partition: Partition, process: int) -> Members:
-    """The community of a process; none if it is in none."""
+    """The community of a process, if any."""
     return next((members for members in partition if process in members), ())
 
 
 def _partition(stack: Stack, layout: Layout) -> Partition:
-    """The communities that want a leaf."""
+    """The communities that need a leaf."""
     if math.prod(stack.shape) * stack.itemsize < JOINED_BYTES:
         sides = zip(cell_shape(layout, stack.shape), stack.chunk[1:], layout.grid, strict=True)
         if any(parts > 1 and side % chunk for side, chunk, parts in sides):
@@ -98,13 +98,13 @@ def _partition(stack: Stack, layout: Layout) -> Partition:
 
 @functools.lru_cache(maxsize=256)
 def covers(partition: Partition, count: int) -> bool:
-    """Whether the communities are of one size, and have all processes of the job in them: one program can serve all."""
+    """Whether the communities have equal sizes and include all processes of the job, so that one program serves all."""
     return len(set(map(len, partition))) == 1 and sum(map(len, partition)) == count
 
 
 @functools.lru_cache(maxsize=256)
 def _communities(layout: Layout) -> Partition:
-    """The processes that want a common cell, or are linked by others that do."""
+    """The processes that need a common cell, directly or through others."""
     community: dict[int, list[int]] = {}
     for first, *others in layout.groups:
         members = community.setdefault(first, [first])
@@ -118,7 +118,7 @@ def _communities(layout: Layout) -> Partition:
 
 @functools.lru_cache(maxsize=4096)
 def _boxes(layout: Layout, shape: tuple[int, ...], members: Members) -> tuple[Box, ...]:
-    """The cells that any member wants."""
+    """The cells that any member needs."""
     inside = set(members)
     cells = grid_cells(shape, cell_shape(layout, shape))
     return tuple(box for (_, box), holders in zip(cells, layout.holders, strict=True) if holders[0] in inside)
@@ -129,32 +129,32 @@ def _boxes(layout: Layout, shape: tuple[int, ...], members: Members) -> tuple[Bo
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A read that one process carries out for its community."""
+    """A read by one process for its community."""
 
     step: ReadStep
     read: Read
 
     reader: int
-    """The process."""
+    """The process that reads."""
 
     start: int
-    """Where its bytes begin among those that the reader reads in the same round."""
+    """Offset of its bytes among those that the reader reads in the same round."""
 
     n_bytes: int
 
     offsets: tuple[int, ...]
-    """Where each region begins among these bytes."""
+    """Offset of each region among these bytes."""
 
 
 Round = list[Portion]
-"""What a community reads between two meetings of the job."""
+"""The reads of a community between two meetings of the job."""
 
 
 def plan_rounds(stacks: Sequence[Stack], wants: Sequence[Want], members: Members, host_bytes: int) -> list[Round]:
-    """Reads of all that a community wants, no chunk in two of them, dealt out evenly.
+    """Evenly distributed reads of everything that a community needs, with no chunk in two of them.
 
-    In a round each process reads consecutive data, about a quarter of `host_bytes`, or less so that there are several
-    rounds: while one is passed on, the next one is read.
+    In a round, each process reads consecutive data, at most about a quarter of `host_bytes`. Several rounds allow
+    reading the next round while the current one is sent.
     """
     most = read_bytes(host_bytes)
     wanted = sum(
@@ -178,7 +178,7 @@ def plan_rounds(stacks: Sequence[Stack], wants: Sequence[Want], members: Members
 
 
 def _dealt(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> Round:
-    """Reads, with where each of their regions ends, in their order to the members in theirs."""
+    """Assigns reads, with the ends of their regions, in order to the members in order."""
     portions: Round = []
     filled = dict.fromkeys(members, 0)
     before = 0
@@ -193,16 +193,16 @@ def _dealt(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, member
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a community passes on by one program."""
+    """The data that a community sends with one program."""
 
     portions: Round
 
     spans: Mapping[int, tuple[int, int]]
-    """The bytes that each process gives, (first, end) of those that it has read in the round."""
+    """The range (first, end) that each process sends of the bytes that it has read in the round."""
 
 
 def pieces(portions: Round, members: Members, most_bytes: int) -> Iterator[Piece]:
-    """A round in pieces of at most `most_bytes`, about, to which as many processes as possible give."""
+    """A round in pieces of at most about `most_bytes`, with as many senders as possible."""
     count = len(members)
     width = max(most_bytes // (2 * count), *(portion.n_bytes for portion in portions))
     at_once = max(1, min(count, most_bytes // (2 * width)))
@@ -219,11 +219,11 @@ def pieces(portions: Round, members: Members, most_bytes: int) -> Iterator[Piece
 
 
 def shared_cost(stacks: Sequence[Stack], rounds: Sequence[Round], process: int, host_bytes: int) -> ReadCost:
-    """What one process reads of the rounds, and what it gets from others. What it needs of that is not counted."""
+    """The reads of one process in the rounds, and the bytes that it receives from others, needed or not."""
     mine = [portion for portions in rounds for portion in portions if portion.reader == process]
     steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in mine]
     received = sum(portion.n_bytes for portions in rounds for portion in portions if portion.reader != process)
-    # Two rounds of its own reads, a piece of what others read, and what is on its way to the devices.
+    # Two rounds of its own reads, one piece of the others' reads, and data on its way to the devices.
     in_rounds = [sum(one.n_bytes for one in portions if one.reader == process) for portions in rounds]
     held = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
     held += min(read_bytes(host_bytes), received)

@@ -1,7 +1,7 @@
-"""Where a restore reads from: a checkpoint of ours, or one of another library as if it were ours.
+"""The source of a restore: a jaxckpt checkpoint, or a checkpoint of another library in the same form.
 
-Either is a manifest and, for each of its stacks, a reader of boxes. Of a foreign checkpoint the manifest is composed
-here, in memory, from what its own index files tell:
+Each source is a manifest and, for each stack, a reader of boxes. For a foreign checkpoint, this module composes the
+manifest in memory from the format's index files:
 
 its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become rows of a stack ─▶ Foreign(manifest, blocks)
 """
@@ -40,7 +40,7 @@ from jaxckpt._storage.workers import All, Aside, submit
 
 
 class Source(Protocol):
-    """What a restore, a plan, a comparison and a conversion read from."""
+    """The source of a restore, a plan, a comparison or a conversion."""
 
     @property
     def url(self) -> str:
@@ -55,17 +55,17 @@ class Source(Protocol):
         ...
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
-        """Reads boxes of a stack, as `Objects.array_reader`."""
+        """A reader of boxes of a stack, like `Objects.array_reader`."""
         ...
 
     def fate(self) -> str | None:
-        """What became of the checkpoint since it was opened, "deleted" for example; None where it is still the same."""
+        """What happened to the checkpoint after it was opened, such as "deleted"; None if it is unchanged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A checkpoint of our own."""
+    """A jaxckpt checkpoint."""
 
     store: Store
     manifest: Manifest
@@ -75,14 +75,14 @@ class Native:
         return self.store.url
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
-        """Nothing is taken from a zarr.json, but other readers of Zarr do."""
+        """Check every zarr.json. jaxckpt does not use it, but other Zarr readers do."""
         records = [self.manifest.stacks[number] for number in stacks]
         keys = [f"{self.manifest.data}/{record.name}/zarr.json" for record in records]
         problems: list[Problem] = []
         for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
             if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
                 reason = "is missing" if text is None else "differs from the file that was saved"
-                if len(problems) < 20:  # naming the leaves of each of thousands would take time of stacks × leaves
+                if len(problems) < 20:  # naming the leaves of thousands of stacks would take too long
                     reason += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
                 problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
@@ -114,7 +114,7 @@ def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
 
 
 class ArrayData(abc.ABC):
-    """The data of an array in a foreign checkpoint, or of a part of one."""
+    """The data of an array, or of a part of one, in a foreign checkpoint."""
 
     @abc.abstractmethod
     def read(self, box: Box, target: Array) -> None:
@@ -124,7 +124,7 @@ class ArrayData(abc.ABC):
         """
 
     def check(self) -> None:
-        """Compare what is stored with the checksums that are stored with it, where the format has any.
+        """Verify the stored data with its checksums, if the format has any.
 
         Raises DataError, StorageError.
         """
@@ -132,16 +132,16 @@ class ArrayData(abc.ABC):
 
 
 class StartedData(ArrayData):
-    """One whose reading needs no thread of ours."""
+    """A block that can be read asynchronously, without a thread of jaxckpt."""
 
     @abc.abstractmethod
     def start(self, box: Box, target: Array) -> Pending:
-        """Start to fill `target` with a box of it. Raises, as the result does, what `storage_errors` knows."""
+        """Start to fill `target` with a box. This call and its result raise errors that `storage_errors` translates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackRow(StartedData):
-    """A leaf of a checkpoint of ours."""
+    """A leaf of a jaxckpt checkpoint."""
 
     reader: ArrayReader
     row: int
@@ -156,7 +156,7 @@ class StackRow(StartedData):
 
 @dataclass(frozen=True, slots=True)
 class Memory(ArrayData):
-    """A small array that was read along with the index files."""
+    """A small array that was read together with the index files."""
 
     array: Array
 
@@ -172,7 +172,7 @@ class ForeignArray:
     """One of `_tree.DTYPES`."""
 
     shape: tuple[int, ...]
-    """Its global shape; of the raw data of a PRNG key."""
+    """Its global shape; for a PRNG key, of its raw data."""
 
     data: ArrayData
 
@@ -183,10 +183,10 @@ class ForeignArray:
     """PRNG implementation, for kind "key"."""
 
     chunk: tuple[int, ...] | None = None
-    """What is stored as a unit, where part of it costs as much to read as all of it; None where any box can be read."""
+    """Shape of the unit that can only be read completely; None if any box can be read."""
 
     mesh: MeshRecord | None = None
-    """The mesh that it was saved on, where that is known."""
+    """The mesh at the time of the save, if known."""
 
     spec: Spec = ()
     """For each leading dimension, the axes of the mesh that split it."""
@@ -209,10 +209,10 @@ class Foreign:
     """The data of each row of each stack."""
 
     files: Sequence[str] = field(default=(), repr=False)
-    """The files or folders that it was put together from, if they are not the one at `url`."""
+    """The files or folders that it was assembled from, if not from `url`."""
 
     origin: Source | None = field(default=None, repr=False)
-    """The checkpoint that this one is a view of."""
+    """The checkpoint of which this one is a view."""
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass
@@ -249,14 +249,14 @@ def _read_all(parts: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
 
 
 BLOCK_BYTES = 4 << 20
-"""What is read at once of an array that says nothing of units."""
+"""Bytes per read of an array without a unit."""
 
 
 def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: Iterable[str] = ()) -> Foreign:
     """A foreign checkpoint from its tree: nested dicts, lists and tuples of ForeignArrays, and of Python values and
-    NumPy arrays that are known already.
+    NumPy arrays that were already read.
 
-    Raises TreeError for what no checkpoint of ours could hold.
+    Raises TreeError for values that a jaxckpt checkpoint cannot hold.
     """
     leaves, structure = flatten(tree)
     records: list[LeafRecord] = []
@@ -303,7 +303,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
 
 
 def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
-    """A leaf as an array, or why it cannot be one; or the kind and text of a Python value."""
+    """A leaf as an array, or the reason why it cannot be one; or the kind and text of a Python value."""
     if isinstance(value, np.ndarray):
         value = ForeignArray(dtype_name(value.dtype), value.shape, Memory(value), "numpy")
     elif isinstance(value, np.generic):
@@ -327,7 +327,7 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
 
 
 def _stack(number: int, key: tuple[str, tuple[int, ...], tuple[int, ...] | None], rows: int) -> StackRecord:
-    """A stack for plans: its chunks are what is read as a unit."""
+    """A stack for plans. Its chunks are the units of reading."""
     dtype, shape, chunk = key
     itemsize = DTYPES[dtype].itemsize
     if chunk is None:
@@ -336,7 +336,7 @@ def _stack(number: int, key: tuple[str, tuple[int, ...], tuple[int, ...] | None]
 
 
 def _run(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Sides of a box of at most BLOCK_BYTES that lies in one piece in C order."""
+    """Sides of a box of at most BLOCK_BYTES that is contiguous in C order."""
     sides: list[int] = []
     left = BLOCK_BYTES // itemsize
     for side in reversed(shape):
@@ -348,8 +348,8 @@ def _run(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 # Opening --------------------------------------------------------------------------------------------------
 
 Location = str | os.PathLike[str] | Foreign
-"""Where a checkpoint is: a path or URL, which may be that of a run's directory, or what a function such as
-`jaxckpt.rank_files` has made of several files."""
+"""The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as
+`jaxckpt.rank_files`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,29 +359,29 @@ class Format:
     name: str
 
     recognises: Callable[[str, Collection[str]], bool]
-    """Whether a local path is of it, from the names in its folder; none if it is a file."""
+    """Whether a local path has this format, given the names in its folder; no names for a file."""
 
     open: Callable[[str], Native | Foreign] | None = None
-    """Reads it; None if it is only written."""
+    """Reads the format; None if it can only be written."""
 
     owned: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
-    """Of the names in its folder those that are its own: `convert(overwrite=True)` deletes no others."""
+    """The names in its folder that belong to the format. `convert(overwrite=True)` deletes only these."""
 
     write: Callable[[Source, str, Options, Report], None] | None = None
-    """Writes a checkpoint in it to a local path; None if it is only read."""
+    """Writes a checkpoint in the format to a local path; None if it can only be read."""
 
     suffixes: tuple[str, ...] = ()
-    """Of paths to which `convert` writes this format by default."""
+    """Suffixes of paths to which `convert` writes this format by default."""
 
 
 formats: list[Format] = []
-"""The foreign formats that can be read, in the order in which they are asked: `_foreign.registry` fills it."""
+"""The foreign formats that can be read, in the order of detection. `_foreign.registry` fills it."""
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
-    """What can be read at a location, and a digest of all that is known of it without reading its arrays.
+    """The source at a location, and a digest of everything that is known about it without reading its arrays.
 
-    A run's directory means its newest step; "run@40", "run@best" and "run@latest" mean one of its steps.
+    A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps.
 
     Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
     hangs for `options.timeout_seconds`.
@@ -400,9 +400,9 @@ def _opened(location: str | os.PathLike[str], store: Store, options: Options) ->
         for _ in range(_TRIES):
             if (step := step_meant(store)) is None:
                 break
-            with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one deleted
+            with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
                 return _native(step, options)
-        # Who expects a certain manifest does not mean a checkpoint that has none.
+        # A caller that expects a certain manifest does not accept a checkpoint without one.
         foreign = None if options.manifest_sha256 else _of_another_library(location)
         if foreign is None:
             raise
@@ -410,7 +410,7 @@ def _opened(location: str | os.PathLike[str], store: Store, options: Options) ->
 
 
 _TRIES = 5
-"""How often to look for the newest step of a run, if it is deleted before its manifest is read."""
+"""The most attempts to find the newest step of a run, if the step is deleted before its manifest is read."""
 
 
 def step_of(source: Source, hint: str) -> tuple[Native, Store, int]:
@@ -435,7 +435,7 @@ def _of_another_library(location: str | os.PathLike[str]) -> Native | Foreign | 
         names = os.listdir(path)
     except NotADirectoryError:
         names = []
-    except OSError:  # it was not there, or not to be read, for ours either
+    except OSError:  # missing or unreadable, as for a jaxckpt checkpoint
         return None
     return next((form.open(path) for form in formats if form.open and form.recognises(path, names)), None)
 

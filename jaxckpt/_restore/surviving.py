@@ -1,6 +1,6 @@
-"""What folders of several processes hold together of one save, and who passes what on to whom. Pure data.
+"""The files of a save in folders of several processes, and which process sends what to which. Pure data.
 
-heard: what each folder has ─▶ candidates, the newest first ─▶ who holds each file ─▶ requests ─▶ hops between processes
+reports of all folders ─▶ candidates, newest first ─▶ holders of each file ─▶ requests ─▶ hops between processes
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._format.stacks import Stack
 
 Held = np.ndarray[Any, np.dtype[np.uint8]]
-"""[process, file / 8]: a bit for each file, whether the process can read it."""
+"""[process, file / 8]: one bit per file, set if the process can read it."""
 
 ALIGNED_BYTES = 16
-"""What is passed on begins at multiples of this: elements of all dtypes lie aligned then."""
+"""Sent data begins at multiples of this, so that elements of all dtypes are aligned."""
 
 SERVERS = 4
-"""Most processes that one process gets its data from where more of them have it: each distance between two processes
-takes a program of its own."""
+"""The most senders for one process, if more processes have its data, because each distance between two processes needs
+a separate program."""
 
 
 class Candidate(NamedTuple):
-    """A save whose manifest lies in some folder."""
+    """A save whose manifest is in some folder."""
 
     step: int
     save_id: str
@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(heard: Iterable[Iterable[Candidate]]) -> list[Candidate]:
-    """The saves that processes have found, the newest first; of one step, those that more folders publish."""
+    """The saves that processes have found, newest first. For one step, saves in more folders come first."""
     counts = collections.Counter(itertools.chain.from_iterable(heard))
     return sorted(counts, key=lambda one: (one.step, counts[one], one.save_id, one.digest), reverse=True)
 
@@ -51,18 +51,18 @@ def candidates(heard: Iterable[Iterable[Candidate]]) -> list[Candidate]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a save, numbered: the objects of each stack, then what each process alone knew."""
+    """The numbered files of a save: the objects of each stack, then the state of each process."""
 
     keys: Sequence[str]
-    """Where each lies, below the step's folder."""
+    """Path of each file below the step's folder."""
 
     lengths: Sequence[int]
 
     numbers: Mapping[str, Mapping[str, int]]
-    """By the names of stacks, and the places of objects in their grids."""
+    """File numbers by stack name and grid index."""
 
     starts: Sequence[int]
-    """The number of each stack's first object, and that of the first process's own state."""
+    """The number of each stack's first object, and of the first process state."""
 
     stacks: Sequence[StackRecord]
 
@@ -83,28 +83,28 @@ class Files:
         return cls(keys, lengths, numbers, starts, manifest.stacks)
 
     def stack(self, number: int) -> int | None:
-        """The stack that a file is an object of; None of a process's own state."""
+        """The stack of a file; None for a process state."""
         return None if number >= self.starts[-1] else bisect.bisect_right(self.starts, number) - 1
 
     def request_bytes(self, request: Request) -> int:
-        """Bytes of what a request asks for."""
+        """Bytes of a request."""
         stack = self.stack(request[0])
         return volume(request[1]) * (1 if stack is None else DTYPES[self.stacks[stack].dtype].itemsize)
 
 
 Request = tuple[int, Box]
-"""The number of a file, and a box of its stack within it; of a process's own state, all its bytes."""
+"""The number of a file, and a box of its stack within it; for a process state, all its bytes."""
 
 
 def requests(number: int, stack: Stack, box: Box, most_bytes: int) -> Iterator[Request]:
-    """What to ask for to get a box of an object: pieces that are not larger than `most_bytes`, or than a chunk."""
+    """The requests for a box of an object, each of at most `most_bytes` or one chunk."""
     grids = stack.object, stack.chunk
     for part in cut_down(box, grids, lambda part: volume(part) * stack.itemsize <= most_bytes):
         yield number, part
 
 
 def missing(held: Held, count: int) -> list[int]:
-    """The files, of so many, that no process can read."""
+    """The files, out of this many, that no process can read."""
     return np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(held), count=count) == 0).tolist()
 
 
@@ -113,10 +113,10 @@ def missing(held: Held, count: int) -> list[int]:
 
 @dataclass(slots=True)
 class Parcel:
-    """What one process passes to another at once."""
+    """The data that one process sends to another in one program."""
 
     requests: list[tuple[Request, int, int]]
-    """What was asked for, where its bytes begin, and how many they are."""
+    """Requests, each with the offset and the number of its bytes."""
 
     n_bytes: int = 0
 
@@ -126,11 +126,11 @@ class Parcel:
 
 
 Hop = dict[tuple[int, int], Parcel]
-"""What passes between processes at once, by giver and getter; no process gives twice, nor gets twice."""
+"""The parcels of one program, by sender and receiver. No process sends or receives twice."""
 
 
 def server(number: int, getter: int, held: Held) -> int:
-    """The process that reads a file for another: one of the few that come after it and can, each in its turn."""
+    """The process that reads a file for another: one of the next few processes that can, in turn."""
     holders = np.flatnonzero(held[:, number // 8] & (128 >> number % 8))
     first = int(np.searchsorted(holders, getter))
     return int(holders[(first + number % min(SERVERS, len(holders))) % len(holders)])
@@ -139,7 +139,7 @@ def server(number: int, getter: int, held: Held) -> int:
 def hops(
     wanted: Sequence[Iterable[Request]], held: Held, n_bytes: Callable[[Request], int], most_bytes: int
 ) -> list[Hop]:
-    """Pass on what each process wants, in parcels of at most `most_bytes`, or of one request."""
+    """The hops that send each process its requests, in parcels of at most `most_bytes` or of one request."""
     parcels: dict[tuple[int, int], list[Parcel]] = {}
     for getter, asked in enumerate(wanted):
         for request in asked:

@@ -1,4 +1,4 @@
-"""What a restore is asked for: its arguments, and which saved leaf each leaf of the target stands for."""
+"""The arguments of a restore, and the saved leaf for each leaf of the target."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from jaxckpt._runtime.errors import InputError, Problem, show
 from jaxckpt._runtime.options import Options, flag
 
 Renaming = Rename | Rules
-"""What is passed as rename=: new names, or rules."""
+"""The argument rename=: new names, or rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +59,28 @@ class Request:
     select: Select | None = None
     rename: Rename | None = None
     rules: Rules | None = None
-    """What the checkpoint is read through: `split_rename` gives either this or `rename`."""
+    """Rules through which the checkpoint is read. `split_rename` sets either this or `rename`."""
 
     strict: bool = True
     devices_per_process: int | None = None
-    """For a plan on a mesh that this machine does not have; None if the arrays will be made."""
+    """For a plan on a mesh that this machine does not have; None if the arrays will be created."""
 
     dtype: Dtypes = None
-    """The dtypes that leaves are wanted in, whatever the target says."""
+    """The requested dtypes, which override those of the target."""
 
     tied: bool = False
-    """Whether leaves that were saved as one array are to be one."""
+    """Whether leaves that were saved as one array are restored as one array."""
 
     initial: Callable[[Sequence[int]], Sequence[Any]] | None = None
-    """Makes the leaves of the target that have these numbers, for those that do not come from the checkpoint."""
+    """Creates the leaves of the target with these numbers, for leaves that do not come from the checkpoint."""
 
 
 class Uncommitted(jax.ShapeDtypeStruct):
-    """In a target: an array that is not committed to its device, without its data."""
+    """In a target: an uncommitted array, without its data."""
 
 
 def require_request(request: Request) -> None:
-    """Raise InputError for arguments that no checkpoint could make right."""
+    """Raise InputError for arguments that are invalid for every checkpoint."""
     flag(request.strict, "strict")
     flag(request.tied, "tied")
     if isinstance(request.target, (Mesh, AbstractMesh)):
@@ -93,40 +93,40 @@ def require_request(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """What is wanted of saved leaves, in three lists: a record for each leaf would take longer to make than to use."""
+    """The requests for saved leaves, in three lists, because creating a record per leaf would take too long."""
 
     paths: Sequence[str]
-    """Wanted path of each."""
+    """Requested path of each."""
 
     numbers: Sequence[int]
     """Number of the saved leaf."""
 
     values: Sequence[Any]
-    """Leaf of the target; None if the leaf is wanted as it was saved."""
+    """Leaf of the target; None if the leaf is restored as it was saved."""
 
 
 Build = Callable[[Mapping[int, Any], Sequence[Any]], Tree]
-"""Makes the tree from the leaves' values by leaf number, and from what `Request.initial` made."""
+"""Creates the tree from the leaves' values by leaf number, and from the leaves of `Request.initial`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which saved leaves are wanted, as what, and how the tree is built of them."""
+    """The requested leaves, their requests, and how the tree is built from them."""
 
     asks: Asks
     build: Build
 
     lacking: Sequence[int] = ()
-    """Numbers of the target's leaves that `Request.initial` is to make."""
+    """Numbers of the target's leaves that `Request.initial` creates."""
 
     objects: Sequence[TargetObject] = ()
     """Objects of the target whose state was saved."""
 
     remedies: Sequence[str] = ()
-    """What can be done about the problems together."""
+    """Remedies for the problems as a whole."""
 
     is_met: bool = True
-    """Whether a leaf of the target comes from the checkpoint, if one could."""
+    """Whether any leaf of the target comes from the checkpoint, if any could."""
 
 
 # Choosing saved leaves ------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def selected(manifest: Manifest, select: Selector | None) -> Sequence[int]:
 
 
 def _renamed(manifest: Manifest, rename: Rename | None) -> tuple[Structure, dict[str, int]]:
-    """The structure as it is wanted, and the number of each leaf by its wanted path. Raises TreeError."""
+    """The requested structure, and the number of each leaf by its requested path. Raises TreeError."""
     if rename is None:
         return manifest.tree, manifest.numbers
     empty = {path: node for path, node in objects_of(manifest.tree) if next(numbers_of(node), None) is None}
@@ -150,7 +150,7 @@ def _renamed(manifest: Manifest, rename: Rename | None) -> tuple[Structure, dict
 
 
 def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
-    """The manifest of the selected leaves alone, by their new paths; the data stays where it is. Raises TreeError."""
+    """The manifest of only the selected leaves, with their new paths; the data is unchanged. Raises TreeError."""
     structure, _ = _renamed(manifest, rename)
     chosen = selected(manifest, None if select is None else selector(select))
     structure = prune(structure, {number: number for number in chosen})
@@ -163,7 +163,7 @@ def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -
 
 
 def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[int]) -> Build:
-    """Makes the tree of the chosen leaves alone."""
+    """Builds the tree of only the chosen leaves."""
     some = len(chosen) < len(manifest.leaves)
     pruned = prune(structure, {number: number for number in chosen}) if some else structure
     return lambda values, initial: unflatten(pruned, values, functools.partial(revived, manifest))
@@ -172,7 +172,7 @@ def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[in
 def given_casts(
     manifest: Manifest, match: Match, request: Request, options: Options
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
-    """The dtype of each wanted path that `dtype=` gives another one than it was saved in, and what cannot be done."""
+    """The dtype of each requested path whose dtype `dtype=` changes, and the problems."""
     if request.dtype is None:
         return {}, []
     states = [*(node for _, node in objects_of(manifest.tree)), *(one.structure for one in match.objects)]
@@ -189,10 +189,9 @@ def given_casts(
 
 
 def match_paths(manifest: Manifest, request: Request) -> tuple[Match, list[Problem]]:
-    """The saved leaf for each leaf of the target; without a target, all that are selected.
+    """The saved leaf for each leaf of the target, or all selected leaves without a target.
 
-    The problems are of leaves that one of the two lacks. Raises TreeError if an entry of select= or rename= matches
-    nothing.
+    The problems are missing and extra leaves. Raises TreeError if an entry of select= or rename= matches nothing.
     """
     select = None if request.select is None else selector(request.select)
     chosen = selected(manifest, select)
@@ -209,7 +208,7 @@ def match_paths(manifest: Manifest, request: Request) -> tuple[Match, list[Probl
 
 @dataclass(frozen=True, slots=True)
 class _Matching:
-    """A target and what it is compared with."""
+    """A target and the checkpoint that it is compared with."""
 
     manifest: Manifest
     request: Request
@@ -218,10 +217,10 @@ class _Matching:
     """The tree of the checkpoint, renamed."""
 
     numbers: Mapping[str, int]
-    """Number of each leaf of it by path."""
+    """Number of each leaf of that tree by path."""
 
     wanted: Mapping[str, int]
-    """The same, of those that are selected."""
+    """The same for the selected leaves."""
 
     def match(self) -> tuple[Match, list[Problem]]:
         leaves, shape = flatten(self.request.target)
@@ -238,7 +237,7 @@ class _Matching:
         refused: list[Problem] = []
         met = set[str]()
         values: dict[int, Any] = {}
-        """What the target keeps of its own, by the place of the leaf."""
+        """The leaves that keep the target's value, by their index."""
         lacking: list[int] = []
         sources: list[int | None] = []
         """Number of the saved leaf for each leaf of the target, if it comes from one."""
@@ -305,7 +304,8 @@ class _Matching:
         return Match(asks, build, lacking, [*objects.values()], [*self._remedies(missing, extra)]), problems
 
     def _object(self, leaf: Leaf, kind: LeafType, by_number: Mapping[int, str]) -> TargetObject | Problem | bool:
-        """Where the state of an object of the target is; else whether it is missing: False if it is not selected."""
+        """The path of the state for an object of the target. If there is none: True if it is missing, False if it is
+        not selected."""
         try:
             saved = subtree(self.structure, leaf.path)
         except KeyError:
@@ -332,8 +332,8 @@ class _Matching:
         return prune(part, {self.wanted[leaf]: self.wanted[leaf] for leaf in below}) if below else part
 
     def _is_missing(self, leaf: Leaf) -> bool:
-        """Whether it is a problem that a leaf of the target does not come from the checkpoint."""
-        # A function, such as an activation in an Equinox module, is no state that a checkpoint could lack.
+        """Whether a leaf of the target that does not come from the checkpoint is a problem."""
+        # A function, such as an activation in an Equinox module, is not state that a checkpoint could lack.
         if callable(leaf.value) or leaf.path in self.numbers or not self._is_selected(leaf.path):
             return False
         if isinstance(leaf.value, (Sharding, Format)) and self._below(leaf.path, self.numbers):
@@ -341,9 +341,9 @@ class _Matching:
         return self.request.strict or (_is_abstract(leaf.value) and self.request.initial is None)
 
     def _is_selected(self, path: str) -> bool:
-        """Whether `select`, which is about saved paths, selects a leaf of the target that the checkpoint lacks.
+        """Whether `select`, which uses saved paths, selects a leaf of the target that the checkpoint lacks.
 
-        If `rename` is a function, the saved path is unknown; then it counts as selected.
+        If `rename` is a function, the saved path is unknown, and the leaf counts as selected.
         """
         if self.select is None:
             return True
@@ -361,7 +361,7 @@ class _Matching:
         """Leaves of the target that the checkpoint lacks, the first of them with hints."""
         for place, leaf in enumerate(leaves):
             hint = ""
-            if place < 3:  # finding one takes a look at every path
+            if place < 3:  # each hint needs a scan of all paths
                 try:
                     saved = subtree(self.structure, leaf.path)
                     hint = "; None was saved there" if saved is None else "; a container was saved there"
@@ -388,15 +388,15 @@ class _Matching:
 
 
 def _with_shardings(leaves: Sequence[Leaf], mesh: object) -> Sequence[Leaf]:
-    """Leaves of a target, with shardings for devices and PartitionSpecs, as `jax.device_put` takes them."""
-    kinds = {type(leaf.value) for leaf in leaves}  # a few, of thousands of leaves
+    """Leaves of a target, with devices and PartitionSpecs replaced by shardings, as in `jax.device_put`."""
+    kinds = {type(leaf.value) for leaf in leaves}  # few types for thousands of leaves
     if not any(issubclass(kind, (jax.Device, PartitionSpec)) for kind in kinds):
         return leaves
     return [msgspec.structs.replace(leaf, value=_as_sharding(leaf, mesh)) for leaf in leaves]
 
 
 def _as_sharding(leaf: Leaf, mesh: Any) -> Any:
-    """The value of a leaf of a target; a sharding for a device or a PartitionSpec. Raises InputError."""
+    """The value of a target's leaf, with a device or PartitionSpec replaced by a sharding. Raises InputError."""
     value = leaf.value
     if isinstance(value, jax.Device):
         return SingleDeviceSharding(value)
@@ -418,7 +418,7 @@ def _as_sharding(leaf: Leaf, mesh: Any) -> Any:
 
 
 def mesh_in_context() -> Mesh | None:
-    """The mesh of jax.set_mesh, if there is one; jax 0.6 has no way to ask."""
+    """The mesh of jax.set_mesh, if any. jax 0.6 has no public function for it."""
     mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
     return mesh if mesh is not None and mesh.shape else None
 
@@ -429,22 +429,22 @@ def _is_abstract(value: Any) -> bool:
 
 @functools.cache
 def is_array_like(kind: type) -> bool:
-    """Whether leaves of a target of this type stand for arrays."""
+    """Whether leaves of this type in a target describe arrays."""
     return issubclass(kind, (Sharding, Format, jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic))
 
 
 def _is_restorable(value: Any) -> bool:
-    """Whether a leaf of a target is one that a checkpoint could hold, or stands for such a leaf."""
+    """Whether a leaf of a target is, or describes, a leaf that a checkpoint can hold."""
     return is_array_like(type(value)) or isinstance(value, (int, float, complex, str, bytes))
 
 
 def is_class(value: object) -> bool:
-    """Whether it is a dtype, such as jnp.bfloat16, or another class, instead of a leaf."""
+    """Whether this is a class, such as the dtype jnp.bfloat16, instead of a leaf."""
     return isinstance(value, (type, np.dtype))
 
 
 def not_a_leaf(value: object, *, is_container: bool) -> str:
-    """Why something in a target cannot be restored."""
+    """The reason why a value in a target cannot be restored."""
     kind = type(value).__qualname__
     if is_class(value):
         return f"is a {kind} in the target, which cannot be restored; give a jax.ShapeDtypeStruct(shape, dtype)"
@@ -457,7 +457,7 @@ def not_a_leaf(value: object, *, is_container: bool) -> str:
 
 
 def _above(paths: Iterable[str]) -> set[str]:
-    """The paths of all containers that these leaves lie in."""
+    """The paths of all containers of these leaves."""
     above = set[str]()
     for path in paths:
         for head in itertools.islice(heads(path), 1, None):
@@ -468,7 +468,7 @@ def _above(paths: Iterable[str]) -> set[str]:
 
 
 def _is_empty(structure: Structure, path: str) -> bool:
-    """Whether what was saved at a path has no leaves, such as None or optax.EmptyState()."""
+    """Whether the saved value at a path has no leaves, such as None or optax.EmptyState()."""
     try:
         return next(numbers_of(subtree(structure, path)), None) is None
     except KeyError:
@@ -476,7 +476,7 @@ def _is_empty(structure: Structure, path: str) -> bool:
 
 
 def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
-    """Paths at which a tree has None or a container without children, and which of the two in words."""
+    """Paths at which a tree has None or a container without children, with a word for which of the two."""
     node = bare(node)
     if node is None:
         yield path, "None"
@@ -488,7 +488,7 @@ def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
 
 
 def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
-    """The new names and the rules of what was passed as `rename=`, at most one of which there is."""
+    """(new names, rules) of the argument `rename=`; at most one of the two is set."""
     return (None, rename) if isinstance(rename, Rules) else (rename, None)
 
 
@@ -496,7 +496,7 @@ _Opened = TypeVar("_Opened", bound=Native | Foreign | Pooled)
 
 
 def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | Foreign:
-    """A checkpoint with its leaves renamed, or as it looks through rules. Raises MismatchError, TreeError."""
+    """A checkpoint with renamed leaves, or its view through rules. Raises MismatchError, TreeError."""
     if isinstance(rename, Rules):
         return rename.over(source)
     return source if rename is None else replace(source, manifest=narrowed(source.manifest, None, rename))

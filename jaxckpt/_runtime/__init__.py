@@ -1,1 +1,1 @@
-"""What everything rests on: errors, options, progress, threads, the processes of a job."""
+"""The foundation of all other folders: errors, options, progress, threads, the processes of a job."""

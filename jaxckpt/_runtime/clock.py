@@ -11,18 +11,18 @@ PHASES: tuple[str, ...] = ("plan", "device_to_host", "write", "sync", "barrier",
 
 
 class Clock:
-    """Seconds of each phase; what is timed within another phase does not count for that one."""
+    """Seconds of each phase. Time in a nested phase counts only for the nested phase."""
 
     def __init__(self) -> None:
         self.laps = dict.fromkeys(PHASES, 0.0)
         self._within = threading.local()
 
     def add(self, phase: str, seconds: float) -> None:
-        """Count seconds that were spent in a phase."""
+        """Add seconds that were spent in a phase."""
         self.laps[phase] += seconds
 
     def reported(self) -> dict[str, float]:
-        """Seconds of the phases until now; process 0 alone publishes, and has yet to begin."""
+        """Seconds of the phases so far, without publishing, which only process 0 does, later."""
         return {phase: round(seconds, 6) for phase, seconds in self.laps.items() if phase != "publish"}
 
     @contextlib.contextmanager

@@ -37,7 +37,7 @@ class Problem:
     """Path of the leaf; None for a file that holds no leaf's data."""
 
     reason: str
-    """What is wrong, in words that follow the name of the file, or that of the leaf if no file is concerned."""
+    """What is wrong: a phrase to follow the name of the file, or the name of the leaf if no file is concerned."""
 
     remedy: str = ""
     """What the caller can do about the problem, if anything."""
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def sides(self) -> str:
-        """The box as people write it: "[0:4, 8:16]"; empty if there is none."""
+        """The box as an index expression: "[0:4, 8:16]"; empty if there is no box."""
         return "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class JaxckptError(Exception):
 
     @classmethod
     def of(cls, head: str, problems: Sequence[Problem], *remedies: str) -> Self:
-        """An error that lists problems, and then what can be done about them."""
+        """An error that lists the problems and their remedies."""
         known = dict.fromkeys([*remedies, *(problem.remedy for problem in problems)])
         lines = [f"{head}:", listing(map(str, problems)), "; ".join(filter(None, known))]
         return cls("\n".join(filter(None, lines)), problems=problems)
@@ -168,14 +168,14 @@ def show(path: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """How many there are of something: "1 leaf", "2,000 leaves"."""
+    """A count with its noun: "1 leaf", "2,000 leaves"."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} " + ("leaves" if noun == "leaf" else f"{noun}es" if noun.endswith("s") else f"{noun}s")
 
 
 def listing(problems: Iterable[str]) -> str:
-    """Problems as indented lines, the first 20 and a count of the rest."""
+    """The first 20 problems as indented lines, and the number of the others."""
     lines = list(problems)
     shown = [f"  {line}" for line in lines[:_LISTED]]
     if len(lines) > _LISTED:

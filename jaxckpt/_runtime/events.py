@@ -11,9 +11,9 @@ _log = logging.getLogger("jaxckpt")
 def finished(event: str, seconds: float, line: Callable[[], str], *, log: bool, **counts: int) -> None:
     """Record that something is done: the duration event "/jaxckpt/<event>" with its counts, and a log line (INFO).
 
-    Every process records its own events; `log` is for the process that speaks for all.
+    Every process records its own events. `log` is set only in the process that logs for all.
     """
-    from jax import monitoring  # the command line does without JAX until a command needs it
+    from jax import monitoring  # the command line imports JAX only if a command needs it
 
     try:
         monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)

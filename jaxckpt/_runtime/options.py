@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMPRESSIONS = (None, "zstd", "blosc")
 """Codecs of chunks."""
 
-_MOST_BLOSC_BYTES = 1 << 30  # of a chunk: blosc takes 2 GiB at most, and a chunk may be larger than `chunk_bytes`
+_MOST_BLOSC_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chunk may be larger than `chunk_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class Options:
 
     Attributes:
         object_bytes: Approximate largest size of a stored object (a file). Larger pieces are split. Small leaves are
-            packed together up to this size or 16 MiB, whichever is less.
+            packed together up to the smaller of this size and 16 MiB.
         chunk_bytes: Approximate size of a chunk, the unit that is read and checksummed.
         compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
             bits of a chunk's elements by their position and then compresses them with zstd: for bfloat16 and float32
             this gives fewer bytes than "zstd" in no more time (docs/performance.md).
-        io: What moves the bytes of arrays. "auto": jaxckpt's own reader and writer for uncompressed chunks on a file
-            system, which need half the CPU time, and tensorstore for everything else. "tensorstore": tensorstore for
-            everything. Each reads what the other wrote, and both check as strictly.
+        io: The engine that reads and writes arrays. "auto": jaxckpt's own engine for uncompressed chunks on a file
+            system, which needs half the CPU time, and tensorstore for everything else. "tensorstore": tensorstore for
+            everything. Each engine reads the other's files, and both check them equally strictly.
         read: How a restore reads data that several processes need. "each": each process reads it. "shared": one
             process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
             read once in the whole job; all processes then need the same `host_bytes`. This pays if storage limits the
@@ -62,13 +62,13 @@ class Options:
         cast: Restoring to another dtype. "safe" allows only casts that lose no value, "unsafe" allows all NumPy casts.
         indivisible: What happens if the mesh axes do not divide a dimension. "error", or "replicate": the dimension is
             stored and restored whole on every device.
-        timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names it. A
-            process that is still working sends heartbeats and does not time out; one that stops during a save or a
-            restore times out after 60 s at most. JAX itself aborts all processes 100 s after one has stopped
-            (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the error even if
-            the process stopped before its call. Also how long a save or a restore waits for storage while no data
-            moves, before it raises `StorageError`, and `PeerFailedError` in the other processes: a system call on a
-            network file system that has lost its server may never return.
+        timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the
+            other process. A process that is still working sends heartbeats and does not time out; one that stops
+            during a save or a restore times out after 60 s at most. JAX itself aborts all processes 100 s after one
+            has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the
+            error even if the process stopped before its call. This is also how long a save or a restore waits while
+            storage moves no data. Then it raises `StorageError`, and `PeerFailedError` in the other processes. For
+            example, a system call on a network file system that has lost its server may never return.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
             environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
             "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
@@ -144,7 +144,7 @@ class Options:
 
 
 def given(options: Options | None) -> Options:
-    """The options of a call: what the caller gave, or the defaults for None. Raises InputError for anything else."""
+    """The options of a call: the caller's, or the defaults for None. Raises InputError for anything else."""
     if options is None:
         return Options()
     if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -153,7 +153,7 @@ def given(options: Options | None) -> Options:
 
 
 def whole_number(value: object, what: str, *, least: int, most: int | None = None) -> int:
-    """An integer of any type (NumPy's too) as a plain one. Raises InputError for any other value and for a bool."""
+    """An integer of any type, also NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
     except TypeError:
@@ -166,21 +166,21 @@ def whole_number(value: object, what: str, *, least: int, most: int | None = Non
 
 
 def flag(value: object, what: str) -> bool:
-    """True or False, of NumPy too, as a plain bool. Raises InputError for any other value, such as "no"."""
+    """A bool, also NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}")
     return bool(value)
 
 
 def rate(value: float | None, what: str) -> float | None:
-    """A number of bytes a second, or None for no limit. Raises InputError."""
+    """A number of bytes per second, or None for no limit. Raises InputError."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"{what} must be above zero or None, found {reprlib.repr(value)}")
     return value
 
 
 def seconds(value: object, what: str) -> float:
-    """A number of seconds above zero as a plain float, and no more than a thread can wait. Raises InputError."""
+    """A positive number of seconds as a float, at most the longest time that a thread can wait. Raises InputError."""
     number = min(cast("float", value), threading.TIMEOUT_MAX) if isinstance(value, numbers.Real) else 0.0
     if isinstance(value, bool) or not number > 0:
         raise InputError(f"{what} must be above zero, found {reprlib.repr(value)}")

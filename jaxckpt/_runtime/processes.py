@@ -1,20 +1,21 @@
 """Meetings of the processes of one job, over JAX's own coordination service.
 
     with Group.current(options, Call.of("save", path)) as group, group.meeting("saving") as meeting:
-        heard = meeting.gather(mine)        # every process gives a text; process 0 gets them all
+        texts = meeting.gather(mine)        # every process gives a text; process 0 gets all of them
         if group.index == 0:
-            decision = decide(heard)
-        decision = meeting.share(decision)  # every process gets process 0's
+            decision = decide(texts)
+        decision = meeting.share(decision)  # every process gets the decision of process 0
 
-Whatever one process raises inside the block, all raise, and the message names that process. A process that does not
-respond for `timeout_seconds` is named too. During a meeting each process sends a heartbeat, so a slow one does respond.
-A process that joined and then stops is given up after a minute, before JAX itself ends the job.
+If one process raises inside the block, all raise, and the message names that process. The message also names a process
+that does not respond for `timeout_seconds`. During a meeting each process sends heartbeats, so a slow process counts as
+responding. A process that joined and then stops is given up after a minute, before JAX itself ends the job.
 
-JAX's service lives in process 0. While that process is stopped, only calls that have a timeout of their own return:
-such are all that a waiting process makes. What it posts, and its beats, are left to a thread.
+JAX's service runs in process 0. While that process is stopped, only calls with a timeout return, so a waiting process
+makes no other calls. A separate thread posts its texts and heartbeats.
 
-Process 0 posts a sequence: its beats, and last what it shares. The others wait for the next of these, so no request of
-theirs stays in the service for long. The others' texts lie in blocks, each of which process 0 gets in one request.
+Process 0 posts a sequence: its heartbeats, and finally the text that it shares. The others wait for the next item, so
+their requests never stay in the service for long. The texts of the others are grouped in blocks, and process 0 gets
+each block in one request.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
 
 _REQUESTS_PER_SECOND = 2000
-"""Requests to the coordination service, at most, from all processes that wait, and beats: it serves a few thousand."""
+"""The most requests per second from all waiting processes, and heartbeats: the service handles a few thousand."""
 
 _LONGEST_POLL_SECONDS = 30.0
-"""A request whose key is not posted in time stays in the service, and takes 14 KB there until it is (jaxlib 0.6 to
-0.10). 16,384 processes that asked every 0.5 s would cost process 0 460 MB for each second of a save."""
+"""A request whose key is not posted in time stays in the service and takes 14 KB there until the key is posted (jaxlib
+0.6 to 0.10). 16,384 processes that ask every 0.5 s would cost process 0 460 MB for each second of a save."""
 
 _BLOCK = 64
-"""Processes whose texts process 0 gets in one request."""
+"""Number of processes whose texts process 0 gets in one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,10 @@ class Call:
     """"save", "restore" and so on."""
 
     where: str
-    """The path or URL that it is about."""
+    """The path or URL that the call uses."""
 
     number: int = 0
-    """How many such calls this process had made before."""
+    """The number of earlier calls of this kind in this process."""
 
     @classmethod
     def of(cls, verb: str, path: object) -> Call:
@@ -93,7 +94,7 @@ class _Count:
 
 _count = _Count(None)
 _running: list[tuple[Caller, Group]] = []
-"""The calls that some thread is in."""
+"""The calls that are running, in any thread."""
 
 
 @dataclass(slots=True)
@@ -103,8 +104,8 @@ class Group:
         with Group.current(options, Call.of("save", path)) as group:  # the first thing that the function does
             …
 
-    Made without starting a JAX backend: a job of one process never needs one. What is raised inside the block, the
-    other processes hear of in the meeting that they are waiting in, so that the next call of all finds them in step.
+    Creating a Group starts no JAX backend: a job of one process never needs one. If the block raises, the other
+    processes are notified in the meeting in which they wait, so that all processes reach their next call together.
     """
 
     index: int
@@ -114,21 +115,21 @@ class Group:
     prefix: str
     call: Call
     watch: Watch
-    """What this process is doing with storage; once that has stalled, the others are notified."""
+    """The storage operation of this process. If it stalls, the other processes are notified."""
 
     meetings: int = 0
-    told: BaseException | None = None
+    notified: BaseException | None = None
     """The error that the other processes were notified of, if any."""
 
     check: Callable[[], None] = lambda: None
-    """Raises what the call was cancelled for, if it was; asked while it waits for others."""
+    """Raises the reason if the call was cancelled. Called repeatedly while this process waits for others."""
 
     passed_on: bool = False
-    """Whether another thread carries the call on after the block, and notifies the others."""
+    """Whether another thread continues the call after the block, and notifies the others."""
 
     @classmethod
     def current(cls, options: object, call: Call) -> Group:
-        """Count the call, whatever its arguments; the options are as the user gave them.
+        """Count the call, even if its arguments are invalid. `options` are the user's, not validated yet.
 
         Raises InputError if it is made from within another call.
         """
@@ -145,7 +146,7 @@ class Group:
         if state.client is None:
             return cls(0, 1, timeout_seconds, None, "", call, watch)
         if _count.client is not state.client:
-            # Calls before jax.distributed.initialize, or of an earlier job of this process, were made with others.
+            # Calls before jax.distributed.initialize, or in an earlier job of this process, do not count in this job.
             _count = _Count(state.client)
         number, call = _count.counted(call)
         return cls(
@@ -162,41 +163,41 @@ class Group:
             if entry[0].is_here() or not entry[0].present():
                 with contextlib.suppress(ValueError):  # another thread has
                     _running.remove(entry)
-        if error is not None and error is not self.told and not self.passed_on and self.count > 1:
+        if error is not None and error is not self.notified and not self.passed_on and self.count > 1:
             with contextlib.suppress(type(error)), self.meeting(f"calling {self.call.verb}"):
                 raise error
 
     def meeting(self, what: str) -> Meeting:
-        """The next meeting; `what` the processes are doing, for messages ("saving")."""
+        """The next meeting. `what` names the activity in messages ("saving")."""
         self.meetings += 1
         return Meeting(self, what, f"{self.prefix}/{self.meetings}", first=self.meetings == 1)
 
 
 @dataclass(slots=True)
 class Meeting:
-    """One round: all give, process 0 decides, all get. Every process must gather once, then share once."""
+    """One round: all give, process 0 decides, all receive. Every process must gather once and then share once."""
 
     group: Group
     what: str
     key: str
     first: bool = False
-    """Whether it is the first of its call: then the processes also compare what they have called."""
+    """Whether this is the first meeting of its call, in which the processes also compare their calls."""
 
     _gave: bool = False
     _closed: bool = False
     _words: int = 0
-    """What process 0 has posted for the others: beats, and what it shares."""
+    """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
 
     _lost: bool = False
-    """Whether process 0 does not answer, so that nothing more can be told to it."""
+    """Whether process 0 does not answer, so that this process can no longer notify it."""
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
     _voice: Task[None] | None = None
     _attendee: Caller | None = None
-    """The function that is in the meeting."""
+    """The call of the function that takes part in the meeting."""
 
     _mute: Exception | None = None
-    """What stopped the voice."""
+    """The error that stopped the thread that posts."""
 
     def __enter__(self) -> Self:
         if self.group.count > 1:
@@ -209,7 +210,7 @@ class Meeting:
         if self._voice is None or self._attendee is None:
             return
         if error is not None:
-            self.group.told = error
+            self.group.notified = error
             self._fail(error)
         self._attendee.leave()
         self._end(error)
@@ -219,10 +220,10 @@ class Meeting:
         if self._voice is not None and not self._lost:
             self._voice.wait(self.group.timeout_seconds)
         if error is None and self._mute is not None and self.group.index == 0:
-            raise self._service_failed(self._mute) from self._mute  # the others never got what was shared
+            raise self._service_failed(self._mute) from self._mute  # the others never received the shared text
 
     def renew(self) -> None:
-        """Become the next meeting, once all have gathered and shared: none is ever out of a meeting, nor silent."""
+        """Become the next meeting, after all have gathered and shared, without a gap in the heartbeats."""
         if self._voice is None:
             return
         self._end(None)
@@ -236,7 +237,7 @@ class Meeting:
         start_thread(self._voice.run, "jaxckpt-voice")
 
     def _fail(self, error: BaseException) -> None:
-        """Notify the others, as far as they have yet to hear of this process."""
+        """Notify the processes that still wait for this one."""
         failure = _failure(self.group.index, error)
         if not self._gave:
             self._post("in", failure)
@@ -244,9 +245,9 @@ class Meeting:
             self._post("out", failure)
 
     def gather(self, text: str) -> list[str]:
-        """Give a text. Process 0 waits for all and gets them in order of process; the others get nothing, at once.
+        """Give a text. Process 0 waits for all texts and gets them in process order. The others return immediately.
 
-        Raises, in process 0, PeerFailedError or PeerTimeoutError once all have answered or fallen silent.
+        In process 0, raises PeerFailedError or PeerTimeoutError after all have answered or timed out.
         """
         group = self.group
         if group.count == 1:
@@ -256,13 +257,13 @@ class Meeting:
         if group.index != 0:
             return []
         texts = self._hear_all()
-        # Only process 0 reads these; and all have answered this meeting, so all have left the one before.
+        # Only process 0 reads these. All have answered this meeting, so all have left the previous one.
         group.client.key_value_delete(f"{self.key}/in/")
         group.client.key_value_delete(f"{group.prefix}/{group.meetings - 1}/")
         return texts
 
     def share(self, text: str) -> str:
-        """Get process 0's text, once it has it; the others' own does not matter. Raises what process 0 raised."""
+        """Wait for the text of process 0; the texts of other processes are ignored. Raises if process 0 raised."""
         if self.group.count == 1:
             return text
         if self.group.index == 0:
@@ -272,7 +273,7 @@ class Meeting:
         return self._hear_first()
 
     def barrier(self) -> None:
-        """Wait until all have come this far; nothing is given or got."""
+        """Wait until all processes have reached this point. No text is exchanged."""
         self.gather("")
         self.share("")
 
@@ -283,7 +284,7 @@ class Meeting:
         self._posts.put((folder, json.dumps(message)))
 
     def _speak(self) -> None:
-        """Post what there is to post, and beat between."""
+        """Post the texts, and heartbeats in between."""
         group, beats = self.group, 0
         interval = min(max(5.0, group.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, group.timeout_seconds / 4)
         try:
@@ -292,7 +293,7 @@ class Meeting:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
                     gone = self._attendee is not None and not self._attendee.present()
-                    # The attendee may hang, or an interrupt ended it before it could say so: nobody must wait for it.
+                    # The caller may hang, or an interrupt may have ended it. The others must not wait for it.
                     error = KeyboardInterrupt("interrupted") if gone else group.watch.stalled()
                     if error is not None:
                         self._fail(error)
@@ -316,16 +317,16 @@ class Meeting:
         self.group.client.key_value_set(key, text, allow_overwrite=True)
 
     def _name(self, folder: str, process: int) -> str:
-        """The key of what a process posts in a folder."""
+        """The key under which a process posts in a folder."""
         return f"{self.key}/{folder}/{process // _BLOCK}/{process}"
 
     def _hear_first(self) -> str:
-        """What process 0 shares. Raises what it raised, or that it fell silent."""
+        """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
         number, since, came = 1, time.monotonic(), self.group.meetings > 1
         while True:
             self.group.check()
             waited, patience = time.monotonic() - since, self._patience(came)
-            # The more processes wait, the less often each asks again. What is posted, all hear at once.
+            # The more processes wait, the less often each asks. All receive a posted text immediately.
             most = min(self.group.count / 16, _LONGEST_POLL_SECONDS, waited, patience - waited)
             text = self._get(f"{self.key}/out/{number}", max(most, self.group.count / _REQUESTS_PER_SECOND))
             if text is None:
@@ -341,9 +342,9 @@ class Meeting:
             number, since, came = number + 1, time.monotonic(), True
 
     def _hear_all(self) -> list[str]:
-        """The texts that the processes give, in their order. Raises one error for all that failed or fell silent.
+        """The texts of the processes, in process order. Raises one error for all that failed or stopped responding.
 
-        All are waited for at the same time, each against its own last beat: many that are silent cost no more than one.
+        The timeouts run concurrently, from each process's last heartbeat: many silent processes cost no more than one.
         """
         everyone = range(self.group.count)
         blocks = deque(set(everyone[start : start + _BLOCK]) for start in everyone[::_BLOCK])
@@ -361,7 +362,7 @@ class Meeting:
             if not block:
                 blocks.popleft()
                 continue
-            blocks.rotate(-1)  # the others may be there behind one that is not
+            blocks.rotate(-1)  # other blocks may be complete while the first one is not
             awaited = list(itertools.chain.from_iterable(blocks))
             beats, now = self._so_far("beat"), time.monotonic()
             for process in awaited:
@@ -369,7 +370,7 @@ class Meeting:
                     watched[process] = _Watched(beats.get(process), now)
             patience = {process: self._patience(self._came(watched[process])) for process in awaited}
             if all(now - watched[process].since > patience[process] for process in awaited):
-                for block in blocks:  # one may have answered and left, and so have stopped beating
+                for block in blocks:  # a process may have answered, left, and stopped its heartbeat
                     answers |= self._so_far(f"in/{min(block) // _BLOCK}")
                 silences = {process: patience[process] for process in sorted(awaited) if process not in answers}
                 break
@@ -382,18 +383,18 @@ class Meeting:
         return [message["ok"] for message in messages]
 
     def _came(self, watched: _Watched) -> bool:
-        """Whether a process has come to this call."""
+        """Whether a process has joined this call."""
         return watched.beat is not None or self.group.meetings > 1
 
     def _patience(self, came: bool) -> float:
-        """Seconds without a beat after which a process is given up.
+        """Seconds without a heartbeat after which a process is given up.
 
-        One that has not come yet may be busy with something else, but one that has come, beats.
+        A process that has not joined yet may be busy with something else. A process that has joined sends heartbeats.
         """
         return min(self.group.timeout_seconds, _STOPPED_SECONDS) if came else self.group.timeout_seconds
 
     def _silences(self, silent: dict[int, float]) -> list[dict[str, Any]]:
-        """Processes that were given up after so many seconds, as messages of failure: one for all of as many."""
+        """Failure messages for the processes that were given up: one for each number of seconds."""
         by_seconds = dict[float, list[int]]()
         for process, seconds in silent.items():
             by_seconds.setdefault(seconds, []).append(process)
@@ -408,7 +409,7 @@ class Meeting:
         ]
 
     def _different_calls(self, processes: Sequence[int], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The processes that made another call than others, as a message of failure."""
+        """The failure message that lists the processes whose calls differ."""
         by_call = dict[str, list[int]]()
         numbers = dict[str, int]()
         for process, message in zip(processes, messages, strict=True):
@@ -430,7 +431,7 @@ class Meeting:
         ]
 
     def _get(self, key: str, seconds: float = 0.0) -> str | None:
-        """The text posted under a key, waited for so long, but at least a moment; None if there is none."""
+        """The text posted under a key. Waits for this many seconds, at least a moment; None if nothing is posted."""
         if self._mute is not None:
             raise self._service_failed(self._mute) from self._mute
         milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.group.timeout_seconds / 4))
@@ -442,7 +443,7 @@ class Meeting:
             raise self._service_failed(error) from error
 
     def _so_far(self, folder: str) -> dict[int, str]:
-        """What is posted in a folder by now, by process. Process 0 alone asks: it has no timeout."""
+        """The texts posted in a folder so far, by process. Only for process 0, because this request has no timeout."""
         try:
             found = self.group.client.key_value_dir_get(f"{self.key}/{folder}/")
         except Exception as error:
@@ -458,13 +459,13 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A process that is waited for: its last beat, and since when there was no newer one."""
+    """A process that others wait for: its last heartbeat, and when that heartbeat was first seen."""
 
     beat: str | None
     since: float
 
 
-# What is about peers, or the same for all, keeps its kind on the way; any other is the failure of one process.
+# Errors about peers, and errors that are equal in all processes, keep their type. Others become PeerFailedError.
 _KINDS = {kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)}
 
 
@@ -475,7 +476,7 @@ def _failure(process: int, error: BaseException) -> dict[str, Any]:
 
 
 def _raised(failures: list[dict[str, Any]], what: str) -> Exception:
-    """One error for all failures, of the kind of the first."""
+    """One error for all failures, of the type of the first."""
     errors = list(dict.fromkeys(failure["error"] for failure in failures))
     several = f"{len(errors)} failures while {what}:\n{listing(errors)}"
     return _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)

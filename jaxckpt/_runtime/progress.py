@@ -56,7 +56,7 @@ def show_bytes(size: float) -> str:
 
 
 Report = Callable[[int], None]
-"""A function to call with the number of bytes that have just moved."""
+"""A function that is called with the number of bytes that have just moved."""
 
 
 def unseen(moved: int) -> None:
@@ -65,7 +65,7 @@ def unseen(moved: int) -> None:
 
 @contextmanager
 def reporting(verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None) -> Generator[Report]:
-    """A function to call as bytes move; what it shows, if anything, ends with the block."""
+    """A function to call as bytes move. Any progress display ends with the block."""
     if callable(progress):
         yield _counting(verb, total_bytes, progress)
     elif not progress:
@@ -110,7 +110,7 @@ class _Lines:
 
 @contextmanager
 def _bar(verb: str, total_bytes: int) -> Generator[Report]:
-    # rich takes 50 ms to import: only for those who look.
+    # Imported only if a bar is drawn, because importing rich takes 50 ms.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as RichProgress

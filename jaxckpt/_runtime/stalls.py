@@ -1,7 +1,7 @@
 """Storage that hangs: an operation during which no byte moves for `Options.timeout_seconds` fails.
 
-A system call on a network file system that has lost its server may never return, and nothing can end it. So the thread
-that is in it is left behind, and those that wait for its result raise an error instead.
+A system call on a network file system that has lost its server may never return, and nothing can end it. The thread in
+that call is therefore abandoned, and the threads that wait for its result raise an error.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jaxckpt._runtime.errors import StorageError
 
 
 class Watch:
-    """What a call is doing with storage, as the threads that wait for it see it."""
+    """The storage operation of a call, as seen by the threads that wait for it."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds` without a byte, after which an operation counts as stalled."""
+        """An operation counts as stalled after `seconds` without any byte."""
         self._seconds = seconds
         self._doing: str | None = None
         self._since = 0.0
@@ -26,9 +26,9 @@ class Watch:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Generator[None]:
-        """In the block storage is used, for example for "writing to /ckpt"; outside of it nothing can stall.
+        """Watch the storage operation in the block, for example "writing to /ckpt". Nothing can stall outside a block.
 
-        Raises StorageError at the end of a block that had stalled: others have acted on that.
+        Raises StorageError at the end of a block that had stalled, because other processes have acted on the stall.
         """
         outside = self._doing
         self._doing, self._since = what, time.monotonic()
@@ -40,11 +40,11 @@ class Watch:
             self._doing, self._since = outside, time.monotonic()
 
     def moved(self) -> None:
-        """Some bytes have moved."""
+        """Note that some bytes have moved."""
         self._since = time.monotonic()
 
     def stalled(self) -> StorageError | None:
-        """The error of an operation that has stalled, if one ever has."""
+        """The error of the operation that has stalled, if any."""
         doing, since = self._doing, self._since
         if self._error is None and doing is not None and time.monotonic() - since >= self._seconds:
             self._error = StorageError(

@@ -1,10 +1,10 @@
-"""Threads, and waiting for them, such that Ctrl-C at any moment neither hangs the program nor leaves a lock behind.
+"""Threads that stay safe under Ctrl-C: an interrupt at any moment neither hangs the program nor leaves a lock held.
 
 Python raises KeyboardInterrupt in the main thread, between any two bytecodes. `threading.Event`, `Condition`, `Future`
-and `Thread.start` take a lock in Python code: an interrupt right after that leaves the lock taken, and whoever needs it
-next waits forever. What is here rests on `queue.SimpleQueue` and on plain locks, which do their work in one call of C.
-Work that must not be cut short, such as what holds a lock on a folder, runs in another thread: none but the main thread
-is ever interrupted.
+and `Thread.start` take a lock in Python code. An interrupt right after that leaves the lock held, and the next thread
+that needs it waits forever. This module uses `queue.SimpleQueue` and plain locks, which do their work in one C call.
+Work that must not be interrupted, for example while it holds a lock on a folder, runs in another thread, because Python
+interrupts only the main thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5
-"""A wake-up call that an interrupt has swallowed delays whoever waits for it by so much at most."""
+"""If an interrupt swallows a wake-up call, the thread that waits for it wakes up at most this many seconds late."""
 
 
 class Latch:
@@ -51,7 +51,7 @@ class Latch:
 
 
 class Task(Generic[T]):
-    """A piece of work that another thread does."""
+    """Work that another thread does."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
@@ -60,8 +60,8 @@ class Task(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work; whatever it raises is for those who ask for the result."""
-        work, self._work = self._work, None  # it may hold much
+        """Do the work. `result` raises any exception of the work."""
+        work, self._work = self._work, None  # it may hold much memory
         assert work is not None
         try:
             self._value = work()
@@ -79,7 +79,7 @@ class Task(Generic[T]):
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for it. Raises TimeoutError if it is not done by then, and what the work raised."""
+        """Wait for the result. Raises TimeoutError if the work is not done by then, or the exception of the work."""
         if not self._ended.wait(timeout):
             raise TimeoutError
         if self._error is not None:
@@ -88,7 +88,7 @@ class Task(Generic[T]):
 
 
 def start_thread(run: Callable[[], object], name: str) -> None:
-    """Start a daemon thread. Raises RuntimeError if the system, or Python at its end, starts no more of them."""
+    """Start a daemon thread. Raises RuntimeError if the system, or Python during its shutdown, cannot start it."""
 
     def named() -> None:
         threading.current_thread().name = name
@@ -98,7 +98,7 @@ def start_thread(run: Callable[[], object], name: str) -> None:
 
 
 def uninterrupted(work: Callable[[], T]) -> T:
-    """Do work in a thread of its own and wait for it: an interrupt ends the waiting, never the work half-way."""
+    """Do work in a separate thread and wait for it. An interrupt ends the wait, but never the work."""
     if threading.current_thread() is not threading.main_thread() or ending():
         return work()
     task = Task(work)
@@ -107,7 +107,7 @@ def uninterrupted(work: Callable[[], T]) -> T:
 
 
 def ending() -> bool:
-    """Whether the interpreter is at its end: it runs the functions registered with atexit, or is past them."""
+    """Whether the interpreter is shutting down: it runs the functions registered with atexit, or has run them."""
     return not threading.main_thread().is_alive()
 
 
@@ -115,21 +115,21 @@ class Caller:
     """A call that is running, as other threads see it."""
 
     def __init__(self, depth: int = 0) -> None:
-        """`depth` functions above the one that makes this."""
+        """The call of the function that is `depth` levels above the creator of this object."""
         self._thread = threading.get_ident()
         self._frame: FrameType | None = sys._getframe(1 + depth)  # pyright: ignore[reportPrivateUsage]
 
     def is_here(self) -> bool:
-        """Whether the thread that asks is in the function that made this."""
+        """Whether the current thread is the one that made the call."""
         return self._thread == threading.get_ident() and self.present()
 
     def present(self) -> bool:
-        """Whether the function that made this has yet to return. One that an interrupt ended may not have said so."""
+        """Whether the call has not returned yet. A call that an interrupt ended may not have marked its end."""
         frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return self._frame is not None and frame is not None
 
     def leave(self) -> None:
-        """Say so, and hold the function's variables no longer."""
+        """Mark the call as ended, and release its frame with all its variables."""
         self._frame = None

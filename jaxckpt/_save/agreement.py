@@ -1,9 +1,8 @@
-"""What must be the same in every process of a save: compared before the first byte is written.
+"""Compares what must be equal in every process of a save, before the first byte is written.
 
-A process gives digests, one for each thing that can differ, so that the error names that thing. Values are compared
-too: the Python values in the tree, and replicated integer scalars such as an optimizer's count. If one process has
-missed a call, they show that the processes are at different training steps, whose shards must not make one
-checkpoint.
+Each process sends one digest for each thing that can differ, so that the error names it. Values are also compared: the
+Python values in the tree, and replicated integer scalars such as an optimizer's count. If one process has missed a
+call, they show that the processes are at different training steps, whose shards must not form one checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 
 _BUCKETS = 64
-"""Checksums that a process sends for the values that the same processes hold."""
+"""Number of checksums that a process sends for values with equal holders."""
 
 _REASONS = {
     "leaves": "a tree with different leaves, shapes or dtypes",
@@ -46,10 +45,10 @@ _ADVICE: dict[str, str] = dict.fromkeys(
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What one process gives."""
+    """The message of one process."""
 
     digests: dict[str, str]
-    """By what they are of: a key of `_REASONS`."""
+    """Digest of each compared thing, by its key in `_REASONS`."""
 
     values: list[int | None]
     """For each bucket of values, a checksum; None in a process that does not hold them."""
@@ -57,10 +56,10 @@ class Agreement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some of the values that are compared."""
+    """A group of compared values."""
 
     holders: frozenset[int]
-    """The processes that hold them; an empty set means all."""
+    """The processes that hold the values; an empty set means all."""
 
     values: Sequence[tuple[str, str]]
     """(path, value as text) of each leaf."""
@@ -69,7 +68,7 @@ class Bucket:
 def agreement(
     draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
 ) -> tuple[Agreement, list[Bucket]]:
-    """What this process gives, and what the values in it are of."""
+    """The message of this process, and the groups of values in it."""
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
     given = {
         "leaves": (
@@ -82,7 +81,7 @@ def agreement(
             [(layouts[leaf.layout], leaf.moved) for leaf in draft.arrays],
         ),
         "ties": [*draft.ties.items()],
-        "options": (plan.stacks, plan.members),  # what the two above have not decided
+        "options": (plan.stacks, plan.members),  # the part of the plan that neither entry above determines
         "metadata": json.dumps(metadata, sort_keys=True),
         "process_state": None if state_names is None else sorted(state_names),
     }
@@ -98,13 +97,13 @@ def agreement(
 
 
 def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
-    """Number, dtype and shape of the leaves that share the row of another."""
+    """Number, dtype and shape of the leaves that share a row with an earlier leaf."""
     forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays} if draft.ties else {}
     return [(number, *forms[first]) for number, first in draft.ties.items()]
 
 
 def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> None:
-    """Raise PeersDisagreeError, in process 0, unless all processes gave the same."""
+    """In process 0, raise PeersDisagreeError unless all processes sent the same message."""
     for name, reason in _REASONS.items():
         others = [process for process, one in enumerate(given) if one.digests[name] != given[0].digests[name]]
         if others:
@@ -132,13 +131,14 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
 
 
 def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
-    """The values that are compared: Python values, and replicated integer scalars."""
+    """The compared values: Python values, and replicated integer scalars."""
     held: dict[frozenset[int], list[tuple[str, str]]] = {}
     for record in draft.records:
         if record.value is not None:
             held.setdefault(frozenset(), []).append((record.path, record.value))
     for number, value in draft.values.items():
-        # Arrays of the host are process 0's; but those in the state of an object are part of what it does next.
+        # NumPy arrays are taken from process 0. Those in the state of an object are compared, because the object's
+        # future behaviour depends on them.
         in_state = number in draft.in_state and isinstance(value, np.ndarray)
         if in_state or draft.records[number].kind in ("str", "bytes"):
             text = f"checksum {zlib.crc32(value.tobytes())}"  # too long to be shown

@@ -1,7 +1,7 @@
-"""The thread that writes saves, and the saves that were not waited for: at the next save, at exit, in a fork.
+"""The thread that writes saves, and what happens to unfinished saves at the next save, at exit, and in a fork.
 
-A save is carried out in this thread from its first lock to its last, also for a caller that waits for it: an interrupt
-of the main thread cannot leave it half done.
+This thread runs a save from its first lock to its last, even if the caller waits for it. An interrupt of the main
+thread can therefore not leave the save half done.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class SaveInfo:
     """How many of these seconds the caller waited; all of them for `save`."""
 
     phase_seconds: Mapping[str, float]
-    """Seconds of each phase in this process: "plan", "device_to_host", "write" (files reach the disk in it), "sync"
-    (folders do), "barrier" (waiting for the other processes), "publish"."""
+    """Seconds of each phase in this process: "plan", "device_to_host", "write" (includes the fsync of files), "sync"
+    (fsync of folders), "barrier" (waiting for the other processes), "publish"."""
 
 
 class PendingSave:
@@ -111,7 +111,7 @@ class PendingSave:
         Raises:
             TimeoutError: The save is not done yet. It continues.
             InputError: The save was skipped.
-            Exception: What the save raised; see `save`.
+            Exception: The error of the save; see `save`.
         """
         if self.skipped:
             raise InputError(
@@ -129,23 +129,23 @@ class PendingSave:
         return self.timed(self._info)
 
     def timed(self, info: SaveInfo) -> SaveInfo:
-        """What was written, with the times that are known by now."""
+        """The result, with the times that are known so far."""
         seconds = time.perf_counter() - self._begun if self._seconds is None else self._seconds
         return replace(info, seconds=seconds, blocked_seconds=self._blocked)
 
     def abandon(self) -> None:
-        """Stop waiting for it, also at the end of the program."""
+        """Stop waiting for this save, also at the end of the program."""
         global _abandoned
         _abandoned = True
         _settled(self)
 
     def await_end(self) -> SaveInfo | None:
-        """Wait until it has ended, well or not; returns what was written, if it ended well."""
+        """Wait until the save has ended. Returns its result, or None if it failed."""
         self._await_end(None)
         return self._info
 
     def _await_end(self, timeout: float | None) -> bool:
-        """Wait until it has ended, or for `timeout` seconds; returns whether it has. One whose storage hangs ends."""
+        """Wait for `timeout` seconds at most. Returns whether the save has ended. Hanging storage ends the save."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
@@ -158,20 +158,20 @@ class PendingSave:
                 return False
 
     def skip(self) -> None:
-        """Save nothing."""
+        """Mark the save as skipped."""
         self.skipped = True
         self._ended.set()
 
     def moved(self, n_bytes: int) -> None:
-        """So many bytes more are written."""
+        """Add bytes that have been written."""
         self._done_bytes += n_bytes
 
     def returned(self) -> None:
-        """The caller's part ends here."""
+        """Note that the caller's part has ended."""
         self._blocked = time.perf_counter() - self._begun
 
     def end(self, outcome: SaveInfo | BaseException) -> None:
-        """It ended, well or not; the first outcome counts."""
+        """Note the end of the save. The first outcome counts."""
         if self.done:
             return
         if isinstance(outcome, SaveInfo):
@@ -183,7 +183,7 @@ class PendingSave:
 
     @property
     def error(self) -> BaseException | None:
-        """What the save raised, once it has ended."""
+        """The error of the save, after it has ended."""
         return self._error
 
     def __repr__(self) -> str:
@@ -195,14 +195,14 @@ class PendingSave:
 
 
 class _Job:
-    """A save that the thread is to carry out, or is carrying out."""
+    """A queued or running save of the thread."""
 
     def __init__(
         self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, aside: bool
     ) -> None:
         self.pending = pending
         self.awaited = awaited
-        """Whether its caller waits for it, and so hears of its end."""
+        """Whether its caller waits for it and receives its error."""
 
         self.aside = aside
         """Whether later saves do not wait for it."""
@@ -211,19 +211,19 @@ class _Job:
         self._taken = threading.Lock()
 
         self.thread: int | None = None
-        """The thread that carries it out."""
+        """The thread that runs it."""
 
     def run(self) -> None:
-        """Carry it out, unless another thread does already."""
+        """Run it, unless another thread already does."""
         if not self._taken.acquire(blocking=False):
             return
         self.thread = threading.get_ident()
-        work, self._work = self._work, None  # it holds all that is saved
+        work, self._work = self._work, None  # frees the saved data
         assert work is not None
         try:
             outcome: SaveInfo | BaseException = work(self.pending)
         except BaseException as error:
-            # It may be kept for long: not with the arrays in its frames.
+            # The error may be kept for long, so its frames must not hold arrays.
             traceback.clear_frames(error.__traceback__)
             outcome = error
         del work
@@ -231,8 +231,8 @@ class _Job:
 
 
 _jobs: list[_Job] = []
-"""In order: those that have not ended, and those in the background whose end has not been reported yet. An append is
-all that it takes to hand one over: an interrupt finds it done or not done."""
+"""In order: saves that have not ended, and background saves whose end has not been reported yet. One append submits a
+save, so an interrupt comes either before or after that."""
 
 _wakes = queue.SimpleQueue[bool]()
 """True wakes the thread, False ends it."""
@@ -242,7 +242,7 @@ _ran_out: Latch | None = None
 """Set when the thread ends; None while there is none."""
 
 _writer: int | None = None
-"""The thread that carries out saves."""
+"""The thread that runs saves."""
 
 _abandoned = False
 _exit_status = 0
@@ -251,10 +251,10 @@ _exit_status = 0
 def hand_over(
     pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, aside: bool = False
 ) -> None:
-    """Have the thread carry out a save, or do so here if the interpreter is at its end.
+    """Run a save in the thread, or in the current thread if the interpreter is shutting down.
 
-    One that its caller waits for does not wait for those of other threads: it gets a thread of its own. So does one
-    `aside`, for which later saves do not wait.
+    A save whose caller waits for it does not wait for saves of other threads: it gets its own thread. So does a save
+    with `aside`, for which later saves do not wait.
     """
     job = _Job(pending, work, awaited=awaited, aside=aside)
     if aside:
@@ -273,7 +273,7 @@ def hand_over(
 
 
 def wake() -> None:
-    """Ensure that a thread carries out what was handed over. An interrupt may have come before that was done."""
+    """Ensure that a thread runs the submitted saves. An interrupt may have prevented that."""
     if not any(not job.pending.done for job in _jobs.copy()):
         return
     if ready():
@@ -284,10 +284,10 @@ def wake() -> None:
 
 
 def ready() -> bool:
-    """Start the thread, if there is none. It stays: starting one takes the caller up to Python's switch interval, 5 ms.
+    """Start the thread, if there is none. It keeps running, because a start can take Python's switch interval of 5 ms.
 
-    Returns whether there is one: when it ends, Python 3.12 starts no more. Before that, raises RuntimeError if the
-    system starts none.
+    Returns whether the thread exists: Python 3.12 starts no threads during its shutdown. Before that, raises
+    RuntimeError if the system cannot start a thread.
     """
     global _ran_out
     with _starting:
@@ -314,7 +314,7 @@ def _run(wakes: queue.SimpleQueue[bool], ran_out: Latch) -> None:
                 job.run()
                 if job.awaited:
                     _settled(job.pending)
-            job = None  # it holds all that was saved
+            job = None  # frees the saved data
     finally:
         ran_out.set()
 
@@ -325,7 +325,7 @@ def _run_alone(job: _Job) -> None:
 
 
 def _settled(pending: PendingSave) -> None:
-    """Somebody has heard of its end."""
+    """Note that the end of a save has been reported."""
     for job in _jobs.copy():
         if job.pending is pending:
             with contextlib.suppress(ValueError):
@@ -333,23 +333,23 @@ def _settled(pending: PendingSave) -> None:
 
 
 def _desert(pending: PendingSave, error: StorageError) -> None:
-    """Give up a save whose thread hangs in a system call; later saves get another thread."""
+    """Abandon a save whose thread hangs in a system call. Later saves get another thread."""
     global _ran_out, _wakes
     with _starting:
         if not pending.done and any(job.pending is pending and job.thread == _writer for job in _jobs.copy()):
-            _wakes.put(False)  # should it ever come back
+            _wakes.put(False)  # in case the thread resumes
             _wakes, _ran_out = queue.SimpleQueue(), None
         renew_workers()
         pending.end(error)
 
 
 def under_way(*, aside: bool = False) -> list[PendingSave]:
-    """The saves in the background that have not ended, or whose end has not been reported."""
+    """The background saves that have not ended or whose end has not been reported."""
     return [job.pending for job in _jobs.copy() if not job.awaited and aside >= job.aside]
 
 
 def settle() -> None:
-    """Wait for the saves in the background. Raises what one of them raised, unless it has been reported."""
+    """Wait for the background saves. Raises the error of a failed one, unless it has been reported."""
     for pending in under_way():
         try:
             pending.wait()
@@ -359,9 +359,9 @@ def settle() -> None:
 
 
 def give_up(pending: PendingSave) -> bool:
-    """Wait until a save that was cancelled has cleaned up after itself. Its caller raises what it was cancelled for.
+    """Wait until a cancelled save has cleaned up. Its caller raises the reason.
 
-    Returns whether it was ever handed over.
+    Returns whether the save had been submitted.
     """
     found = [job for job in _jobs.copy() if job.pending is pending]
     for job in found:
@@ -376,13 +376,13 @@ def give_up(pending: PendingSave) -> bool:
 
 
 def finish_at_exit() -> None:
-    """Have the interpreter wait, when it ends, for the saves in the background."""
+    """Make the interpreter wait for background saves when it exits."""
     atexit.unregister(_wait_at_exit)
-    atexit.register(_wait_at_exit)  # the last to be registered runs first: before jax.distributed shuts down
+    atexit.register(_wait_at_exit)  # registered last, so it runs first: before jax.distributed shuts down
 
 
 def _wait_at_exit() -> None:
-    """Wait for the saves under way, and report the failures that were not waited for."""
+    """Wait for the running saves, and report failures that no caller has received."""
     global _abandoned, _exit_status, _ran_out
     for pending in under_way(aside=True):
         try:
@@ -396,7 +396,7 @@ def _wait_at_exit() -> None:
             traceback.print_exc()
             _exit_status = 1
     if not _abandoned and _ran_out is not None:
-        # It may still be letting go of arrays, and a thread that Python stops within JAX's C++ aborts the process.
+        # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
         _wakes.put(False)
         _ran_out.wait()
         _ran_out = None
@@ -404,8 +404,8 @@ def _wait_at_exit() -> None:
 
 @atexit.register
 def _leave_with_status() -> None:
-    # Registered when jaxckpt is imported, so it runs after what was registered later. What raises at exit is printed,
-    # but Python still exits with 0. Nor can Python end well while the thread writes on.
+    # Registered when jaxckpt is imported, so it runs after functions that were registered later. Python prints errors
+    # in such functions but still exits with 0. It also cannot exit cleanly while the thread is writing.
     if _exit_status or _abandoned:
         logging.shutdown()
         sys.stdout.flush()

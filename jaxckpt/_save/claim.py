@@ -1,4 +1,4 @@
-"""What a save needs of its path: that it may write there, a data folder of its own, and that all processes see it."""
+"""Claims a path for a save: checks that it may write there, creates its data folder, and checks that all see it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxckpt._storage.store import Store, Writer
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What process 0 holds of a path while it saves there; the other processes hold nothing."""
+    """Process 0's claim on a path during a save. Empty in the other processes."""
 
     save_id: str = ""
     writer: Writer | None = None
@@ -25,11 +25,11 @@ class Claim:
     """The manifest that this save replaces."""
 
     leftovers: bool = False
-    """Whether data lies there whose writer may still live. Once this save is published, it cannot publish any more."""
+    """Whether there is data whose writer may be alive. After this save is published, that writer cannot publish."""
 
     own: bool = False
-    """Whether the path is this process's own, in a save that is spread over such: another process may publish it at any
-    moment, so what lies there is cleared away by the next save alone."""
+    """Whether the save is spread, and the path belongs to this process. Another process may publish it at any moment,
+    so only the next save clears the remains."""
 
     @property
     def data(self) -> str:
@@ -37,10 +37,10 @@ class Claim:
         return f"data-{self.save_id}"
 
     def release(self, *, keep: bool) -> None:
-        """Let go: with the new data in place of the old, or without a trace."""
+        """Release the claim: with the new data in place of the old, or without a trace."""
         if self.writer is None:
             return
-        # What cannot be tidied up now is swept by the next save; it must not hide why a save has failed.
+        # The next save sweeps what cannot be deleted now. Such an error must not hide why a save failed.
         with contextlib.suppress(StorageError, CorruptError):
             self.writer.release(keep=keep or self.own)
             if not keep or self.own:
@@ -57,7 +57,7 @@ def new_save_id() -> str:
 
 
 def claim(store: Store, stacks: Iterable[Stack], save_id: str, *, overwrite: bool) -> Claim:
-    """Sweep what dead saves left, and make the data folder with every stack's zarr.json. Process 0.
+    """Sweep the remains of dead saves, and create the data folder with every stack's zarr.json. Process 0.
 
     Raises CheckpointExistsError, StorageError.
     """
@@ -67,7 +67,7 @@ def claim(store: Store, stacks: Iterable[Stack], save_id: str, *, overwrite: boo
 
 
 def claim_own(store: Store, stacks: Iterable[Stack], save_id: str) -> Claim:
-    """Make the data folder in this process's own folder. Every process. Raises StorageError."""
+    """Create the data folder in this process's folder. Every process. Raises StorageError."""
     previous = store.read(MANIFEST)
     return _with_arrays(Claim(save_id, store.begin(save_id, previous), previous, own=True), store, stacks)
 
@@ -83,11 +83,11 @@ def _with_arrays(made: Claim, store: Store, stacks: Iterable[Stack]) -> Claim:
 
 
 _ORBAX_NOTE = "_CHECKPOINT_METADATA"
-"""What an ocp.Checkpointer writes, at any moment, into the folder that it gives its handler."""
+"""Files that an ocp.Checkpointer may write at any time into the folder of its handler."""
 
 
 def _previous(store: Store, overwrite: bool) -> bytes | None:
-    """The manifest that this save is to replace. Raises CheckpointExistsError if it may not."""
+    """The manifest that this save will replace. Raises CheckpointExistsError if it may not replace it."""
     if store.is_file():
         raise CheckpointExistsError(f"{store.url} is a file; give a new or empty folder")
     names = store.names()
@@ -114,7 +114,7 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
 
 
 def require_shared(store: Objects, data: str, process: int) -> None:
-    """Raise PathNotSharedError unless this process sees the data folder that process 0 has made."""
+    """Raise PathNotSharedError unless this process sees the data folder that process 0 has created."""
     if store.read(f"{data}/{WRITER}") is None:
         raise PathNotSharedError(
             f"process {process} does not see {store.url}/{data}, which process 0 has just created."

@@ -1,8 +1,8 @@
-"""Who holds a copy of which object: a pure function from the save plan and the failure domains to a frozen plan.
+"""Which process holds a copy of which object: a pure function from save plan and failure domains to a frozen plan.
 
-A save that is spread over folders of its processes writes each object in its owner's folder, and `copies` times more in
-folders of other failure domains: first in those of processes that hold the object's data by its sharding, which write
-it from their own replica; what is still missing goes to the owner's peers, over the devices' interconnect.
+A save that is spread over folders of its processes writes each object to its owner's folder, and `copies` more times to
+folders in other failure domains. Processes that hold the object's data by its sharding come first, and write it from
+their own replica. The remaining copies are sent to the owner's peers over the devices' interconnect.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ moves what all of them send."""
 
 @dataclass(frozen=True, slots=True)
 class Domains:
-    """The failure domain of each process, and in how many others each object has a copy."""
+    """The failure domain of each process, and the number of other domains with a copy of each object."""
 
     of: tuple[str, ...]
     copies: int
 
     def require_enough(self) -> None:
-        """Raise InputError if there are not enough domains for so many copies."""
+        """Raise InputError if there are too few domains for this number of copies."""
         found = len(set(self.of))
         if found <= self.copies:
             raise InputError(
@@ -41,19 +41,19 @@ class Domains:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The copies that one process makes, sends and gets in a save."""
+    """The copies that one process writes, sends and receives in a save."""
 
     replicas: tuple[Object, ...]
-    """Other processes' objects that it writes from its own data."""
+    """Objects of other processes that it writes from its own data."""
 
     channels: tuple[Channel, ...]
     """All of the job's."""
 
     sent: tuple[tuple[Object, ...], ...]
-    """Of its own objects, those that it sends over each channel, in order."""
+    """Its own objects that it sends over each channel, in order."""
 
     received: tuple[tuple[Object, ...], ...]
-    """The objects that it gets over each channel, in order."""
+    """The objects that it receives over each channel, in order."""
 
     @property
     def sent_bytes(self) -> int:
@@ -68,8 +68,8 @@ class Copies:
 def plan_copies(
     plan: SavePlan, domains: Domains, process: int, plan_of: Callable[[int], SavePlan]
 ) -> tuple[SavePlan, Copies]:
-    """The plan with all that this process writes from its own data, and its copies; `plan_of` makes another process's
-    plan."""
+    """The plan with everything that this process writes from its own data, and its copies. `plan_of` returns the plan
+    of another process."""
     peers, channels = _peers(domains), _channels(domains)
     number = {pair: channel for channel, pairs in enumerate(channels) for pair in pairs}
     sent: list[list[Object]] = [[] for _ in channels]
@@ -106,7 +106,7 @@ def _holders(plan: SavePlan, obj: Object) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _copy_holders(domains: Domains, owner: int, holders: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(holders by sharding, peers) that keep the copies of an object: all in different domains."""
+    """(holders by sharding, peers) that keep the copies of an object, all in different domains."""
     used = {domains.of[owner]}
     ring, place = _ring(domains, holders)
     following = itertools.chain(ring[place[owner] + 1 :], ring[: place[owner]])
@@ -130,19 +130,19 @@ def _first_in_new_domains(
 
 @lru_cache(maxsize=1024)
 def _ring(domains: Domains, holders: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Some processes, domain by domain, and the place of each: who follows a process differs for each."""
+    """A ring of processes, domain by domain, and the position of each."""
     ring = tuple(sorted(holders, key=lambda process: (domains.of[process], process)))
     return ring, {process: place for place, process in enumerate(ring)}
 
 
 @lru_cache(maxsize=64)
 def _peers(domains: Domains) -> tuple[tuple[int, ...], ...]:
-    """For each process as many peers as there are copies: its own domain and theirs are all different."""
+    """For each process, one peer per copy. Its own domain and those of its peers all differ."""
     count = len(domains.of)
     ring, place = _ring(domains, tuple(range(count)))
     sizes = {label: domains.of.count(label) for label in set(domains.of)}
     shift = max(sizes.values())
-    if (domains.copies + 1) * shift <= count:  # a turn of the ring by that leaves every domain, and loads all alike
+    if (domains.copies + 1) * shift <= count:  # a rotation of the ring by this leaves every domain, with equal loads
         turns = range(1, domains.copies + 1)
         return tuple(tuple(ring[(place[p] + turn * shift) % count] for turn in turns) for p in range(count))
     members = {label: [process for process in ring if domains.of[process] == label] for label in sizes}
@@ -160,7 +160,7 @@ def _peers(domains: Domains) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def _channels(domains: Domains) -> tuple[Channel, ...]:
-    """The ways from each process to its peers, in as few permutations as that takes."""
+    """The transfers from each process to its peers, in as few permutations as possible."""
     channels: list[tuple[dict[int, int], set[int]]] = []
     for turn in range(domains.copies):
         for process, peers in enumerate(_peers(domains)):

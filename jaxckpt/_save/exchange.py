@@ -1,10 +1,9 @@
-"""Data that no process holds whole, brought to all of them: one box of a leaf at a time.
+"""Sends data that no process holds completely to all processes, one box of a leaf at a time.
 
-JAX moves data between processes only within a jitted call that all of them make. Each device contributes the part of
-the box that it holds, and zeros for the rest; the bits are added up over the mesh. So a device needs memory for the
-box only. To replicate the leaf, or to slice it with XLA's partitioner, would need memory for the whole leaf on every
-device. One exception: TPUs keep numbers of 8 bytes as two arrays, and a program that reads them splits the device's
-whole piece first.
+JAX moves data between processes only in a jitted call that all of them make. Each device contributes its part of the
+box and zeros for the rest, and the bits are summed over the mesh, so a device needs memory only for the box.
+Replicating the leaf, or slicing it with XLA's partitioner, would need memory for the whole leaf on every device.
+Exception: TPUs store 8-byte numbers as two arrays, and a program that reads them first splits the device's whole piece.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 @contextlib.contextmanager
 def moving_bits(mesh: Mesh | None) -> Generator[None]:
-    """For calls of JAX that move data: on the mesh where the data is, if any, whichever mesh the caller has set. JAX
-    neither checks the numbers nor narrows them, even if the caller has asked for that."""
+    """A context for JAX calls that move data: sets the mesh of the data, if any, instead of the caller's mesh. JAX does
+    not check numbers for NaN or narrow them to 32 bits, even if the caller's configuration asks for that."""
     on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
     with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 def links(devices: Sequence[Any]) -> int:
-    """How many devices of a process pass bytes on: one on CPUs, where all have one memory and one connection."""
+    """How many devices of a process send bytes: one on CPUs, where all share one memory and one connection."""
     return 1 if devices[0].platform == "cpu" else len(devices)
 
 
 def box_everywhere(value: jax.Array, box: Box) -> jax.Array:
-    """A box of an array, whole on every device of its mesh. Every process, with equal arguments, in the same order.
+    """A box of an array, replicated on its mesh. Every process calls this with equal arguments in the same order.
 
-    `value` must lie on all processes by a NamedSharding.
+    `value` must have a NamedSharding over all processes.
     """
     sharding: Any = value.sharding
     with moving_bits(sharding.mesh):
-        # Accelerators compute 64-bit indices in pairs of 32 bits, which costs them memory.
+        # Accelerators compute 64-bit indices as pairs of 32 bits, which needs more memory.
         wide = max(value.shape, default=0) >= 1 << 31
         starts = np.array([start for start, _ in box], np.int64 if wide else np.int32)
         return jax.block_until_ready(cutter(sharding, extent(box))(value, starts))
@@ -64,7 +63,7 @@ def box_everywhere(value: jax.Array, box: Box) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
-    """The jitted (array, starts) → the box of these sides, whole on every device."""
+    """The jitted function (array, starts) → the box of these sides, replicated."""
     mesh = sharding.mesh
     spec = spec_of(sharding.spec)
     split = {axis for entry in spec for axis in entry}
@@ -80,7 +79,7 @@ def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
                 index = index * mesh.shape[axis] + lax.axis_index(axis)
             begun = starts[dim] - index * x.shape[dim]
             found.append((begun, jnp.clip(begun, 0, max(0, x.shape[dim] - side))))
-        # Cut before anything is computed: XLA would make a second array as large as the device's whole piece.
+        # Cut before any computation. Otherwise XLA creates a second array as large as the device's whole piece.
         part = lax.dynamic_slice(x, [first for _, first in found], list(map(min, x.shape, sides)))
         if memory_kind(sharding) is not None and hasattr(jax, "memory"):  # before jax 0.7.1 no operation asks for it
             part = jax.device_put(part, jax.memory.Space.Device)
@@ -100,7 +99,7 @@ def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
 
 
 def _as_bits(x: Any) -> Any:
-    """An array as unsigned integers that add up without loss: of at least a byte, which all backends can add."""
+    """An array as unsigned integers of at least one byte, which every backend adds without loss."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([_as_bits(jnp.real(x)), _as_bits(jnp.imag(x))], axis=-1)
     if x.dtype == jnp.bool_:

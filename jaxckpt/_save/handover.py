@@ -1,4 +1,4 @@
-"""Staged objects on their way from the caller's thread to the one that writes them."""
+"""A bounded queue of staged objects from the caller's thread to the thread that writes them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jaxckpt._save.staging import Staged
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Nothing comes any more, because of an error if there is one."""
+    """The end of the queue, with the error that caused it, if any."""
 
     error: BaseException | None = None
 
 
 class Handover:
-    """Objects in order, at most so many bytes of copies at once. One thread feeds, another one takes."""
+    """Objects in order, with a limit on the bytes of copies. One thread puts, another takes."""
 
     def __init__(self, most_bytes: int | None, deadline: float | None, watch: Watch) -> None:
-        """Called by the function that feeds, or that calls it: once that has returned, nothing comes any more."""
+        """Created by the function that puts, or by its caller. After that function returns, nothing more is put."""
         self._most_bytes = most_bytes
         self._deadline = deadline
         self._watch = watch
@@ -37,9 +37,9 @@ class Handover:
     # The thread that feeds -------------------------------------------------------------------------------
 
     def feed(self, staged: Iterable[Staged], begin: Callable[[], None]) -> None:
-        """Put all in. `begin` starts the other thread, as late as can be: it would slow this one.
+        """Put all objects. `begin` starts the other thread as late as possible, because it slows down this thread.
 
-        An error before that ends all. After it, the other thread is notified and raises it too.
+        An error before that ends the save. After it, the other thread is notified and also raises the error.
         """
         begun = False
         end = _End()
@@ -49,7 +49,7 @@ class Handover:
                     begin()
                     begun = True
                 if not self._make_room(one):
-                    break  # nobody takes anything any more, or it is too late
+                    break  # the queue is closed, or it is too late
                 self._given.put(one)
                 self._held_bytes += one.copied_bytes
             else:
@@ -68,7 +68,7 @@ class Handover:
         )
 
     def _make_room(self, one: Staged) -> bool:
-        """Wait until it fits; returns whether it does."""
+        """Wait until an object fits. Returns whether it does."""
         while not self._fits(one) and not self._closed and not self._watch.stalled():
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
@@ -82,11 +82,11 @@ class Handover:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is taken any more."""
+        """Whether the taking thread has stopped."""
         return self._closed
 
     def cancel(self, error: BaseException) -> None:
-        """Have the other thread raise this, as soon as it looks."""
+        """Make the other thread raise this error at its next check."""
         self._cancelled = error
 
     # The thread that takes -------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Handover:
             except queue.Empty:
                 if self._feeder.present():
                     continue
-                try:  # once more: what it gave, it gave before it left
+                try:  # once more, because the caller may have put an object just before it ended
                     one = self._given.get_nowait()
                 except queue.Empty:
                     raise KeyboardInterrupt("the thread that called save was interrupted") from None
@@ -111,20 +111,20 @@ class Handover:
                 return
 
     def check(self) -> None:
-        """Raise what the save was cancelled for, if it was."""
+        """Raise the reason if the save was cancelled."""
         if self._cancelled is not None:
             raise self._cancelled
 
     def starves(self) -> bool:
-        """Whether the other thread has nothing ready, perhaps for want of room."""
+        """Whether the queue is empty, perhaps because the next object does not fit."""
         return self._given.empty()
 
     def landed(self, one: Staged) -> None:
-        """An object is written, and its copies are gone."""
+        """Note that an object was written and its copies were freed."""
         self._freed.put(one.copied_bytes)
 
     def close(self) -> None:
-        """Nothing is taken any more."""
+        """Note that nothing more will be taken."""
         self._closed = True
         self._freed.put(0)
         while not self._given.empty():

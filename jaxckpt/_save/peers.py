@@ -2,8 +2,8 @@
 
 each channel:   own objects ─▶ one stream of bytes ─▶ rounds of a jitted permutation ─▶ a stream ─▶ a peer's objects
 
-The caller's thread runs the permutations, as JAX demands of collectives, once all processes have come through their
-preparations. Whatever happens to one of them then, it takes part in all rounds.
+The caller's thread runs the permutations, as JAX requires for collectives, after all processes are prepared. From then
+on, every process takes part in all rounds, even if it fails.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from jaxckpt._save.plan import Object
 from jaxckpt._save.staging import Staged
 
 ROUND_BYTES = 32 << 20
-"""Of a round, from each process. Its device needs memory for twice as many, the host for three times."""
+"""Bytes per round and process. The device needs memory for twice as many, the host for three times."""
 
 _STATE_HEAD = 8
-"""Bytes that state the length of a process's own state, which goes first in each of its streams."""
+"""Bytes for the length of a process's state, which comes first in each of its streams."""
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True):
@@ -42,19 +42,19 @@ class Round(msgspec.Struct, frozen=True, array_like=True):
 
     channel: int
     n_bytes: int
-    """What each process gives; the last round of a stream is filled up, so that few programs serve all saves."""
+    """Bytes that each process sends. The last round of a stream is padded, so that few programs serve all saves."""
 
     givers: list[int]
-    """The processes that give any."""
+    """The processes that send."""
 
     def pairs(self, channels: Sequence[Channel]) -> Channel:
-        """The processes that give, each with the one that gets it."""
+        """(sender, receiver) of this round."""
         return tuple(pair for pair in channels[self.channel] if pair[0] in self.givers)
 
 
 @dataclass(slots=True)
 class Passing:
-    """What passes between the processes of a save, settled when its path is claimed."""
+    """The exchange between the processes of a save, decided when its path is claimed."""
 
     rounds: Sequence[Round] = ()
     data: str = ""
@@ -62,7 +62,7 @@ class Passing:
 
 
 def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int]], most_bytes: int) -> list[Round]:
-    """The rounds that pass on so many bytes of each process over each channel."""
+    """The rounds that transfer these numbers of bytes of each process over each channel."""
     most_bytes = rounded_bytes(min(ROUND_BYTES, most_bytes))
     rounds: list[tuple[int, Round]] = []
     for channel, pairs in enumerate(channels):
@@ -71,12 +71,12 @@ def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int
             givers = [giver for giver, n_bytes in left.items() if n_bytes > start]
             n_bytes = min(most_bytes, rounded_bytes(max(left.values()) - start))
             rounds.append((start, Round(channel, n_bytes, givers)))
-    rounds.sort(key=lambda one: one[0])  # the channels in turn: what is sent over several is soon let go
+    rounds.sort(key=lambda one: one[0])  # the channels in turn, so that data for several channels is freed early
     return [one for _, one in rounds]
 
 
 def rounded_bytes(n_bytes: int) -> int:
-    """A few bytes more, 0.4 % at most above 1 MiB: the sizes of rounds repeat, and with them their programs."""
+    """Rounded up, by at most 0.4 % above 1 MiB, so that sizes of rounds repeat and their programs are reused."""
     unit = max(4 << 10, 1 << max(0, n_bytes.bit_length() - 9))
     return -(-n_bytes // unit) * unit
 
@@ -96,9 +96,9 @@ def pass_on(
     state: bytes | None,
     keep_state: Callable[[int, bytes], None],
 ) -> Generator[Staged]:
-    """What is staged here, and what peers send. Every process, to the end or closed.
+    """The objects staged here and those that peers send. Every process iterates to the end or closes this.
 
-    `keep_state` is called with the number of another process and its own state.
+    `keep_state` is called with the number of another process and the state of that process.
     """
     if not rounds:
         yield from staged
@@ -136,13 +136,13 @@ def pass_on(
     except (Exception, GeneratorExit) as error:
         staged.close()
         if not isinstance(error, PeerFailedError):
-            for one in left:  # the others would hang in a round without this process
+            for one in left:  # otherwise the other processes would hang in a round
                 permutations.run(one.pairs(copies.channels), one.n_bytes, None)
         raise
 
 
 class _Outgoing:
-    """What a process sends over a channel, as one stream."""
+    """The data that a process sends over a channel, as one stream."""
 
     def __init__(self, head: bytes) -> None:
         self._parts = deque[Bytes | Staged]([np.frombuffer(head, np.uint8)])
@@ -154,7 +154,7 @@ class _Outgoing:
         self.waiting += one.obj.n_bytes
 
     def take(self, n_bytes: int) -> Bytes:
-        """The next bytes; zeros where none are left."""
+        """The next bytes, padded with zeros."""
         taken = np.empty(n_bytes, np.uint8)
         filled = 0
         while filled < n_bytes and self._parts:
@@ -180,7 +180,7 @@ class _Filled:
 
 
 class _Incoming:
-    """What a process gets over a channel, as one stream."""
+    """The data that a process receives over a channel, as one stream."""
 
     def __init__(
         self, objects: Sequence[Object], stacks: Sequence[Stack], keep_state: Callable[[bytes], None] | None
@@ -192,11 +192,11 @@ class _Incoming:
         self._current: _Filled | None = None if keep_state is None else _Filled(np.empty(_STATE_HEAD, np.uint8))
 
     def add(self, got: Bytes) -> Generator[Staged]:
-        """More of it; yields the objects that are complete."""
+        """Add received bytes. Yields the objects that are complete."""
         while len(got):
             if self._current is None:
                 if not self._objects:
-                    return  # what is left only fills up the round
+                    return  # the rest is padding
                 self._current = _Filled(np.empty(self._objects[0].n_bytes, np.uint8))
             current = self._current
             now = got[: len(current.data) - current.count]
@@ -226,7 +226,7 @@ class _Incoming:
 
 
 class Permutations:
-    """Permutations of the processes, of which each gives and gets bytes in host memory."""
+    """Permutations of the processes. Each sends and receives bytes in host memory."""
 
     def __init__(self, process: int) -> None:
         devices: dict[int, list[Any]] = {}
@@ -238,7 +238,7 @@ class Permutations:
         self._devices = devices[process][: self._width]
 
     def run(self, pairs: Channel, n_bytes: int, given: Bytes | None) -> Bytes | None:
-        """Give so many bytes, or zeros, and get those of another process, if one gives any to this. Every process."""
+        """Send bytes, or zeros, and return the bytes from the sender of this process, if any. Every process."""
         mine = np.zeros(n_bytes, np.uint8) if given is None else given
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         try:
@@ -247,7 +247,7 @@ class Permutations:
                 parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
                 words = jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), along, parts)
                 moved = jax.block_until_ready(_permuter(self._mesh, pairs)(words))
-        except (RuntimeError, ValueError) as error:  # XLA's: of a peer that died, for example
+        except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
             raise PeerFailedError(f"process {self._process} could not pass copies on: {error}") from error
         if all(getter != self._process for _, getter in pairs):
             return None
@@ -257,7 +257,7 @@ class Permutations:
 
 @functools.lru_cache(maxsize=256)
 def _permuter(mesh: Mesh, pairs: Channel) -> Any:
-    """The jitted words of each process → the words of that which gives to it."""
+    """The jitted function: words of each process → words of its sender."""
 
     def permuted(words: Any) -> Any:
         return lax.ppermute(words, "process", pairs)

@@ -1,8 +1,8 @@
-"""Who writes which object: a pure function from shapes and layouts to a frozen plan.
+"""Which process writes which object: a pure function from shapes and layouts to a frozen plan.
 
-Every process computes the same decision from the same global layouts, so none has to ask another. It is made for whole
-groups of equal objects at once, so that its cost does not grow with the number of objects in the job; a process lists
-its own alone.
+Every process computes the same plan from the same global layouts, without communication. Groups of equal objects are
+assigned in one step, so that the cost does not grow with the number of objects in the job. A process lists only its own
+objects.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from jaxckpt._format.stacks import PACK_BYTES, Stack, shape_stack
 from jaxckpt._runtime.options import Options
 
 WRITE_COPIES = 4
-"""Host memory that writing an object takes, in multiples of its bytes: tensorstore copies each chunk together and
-encodes it, and malloc keeps about as much again in the arenas of its threads. Measured as peak resident memory over a
-tree of 2 GiB: 470–670 MiB with 256 MiB of objects under way, 130–210 MiB with 64 MiB, which took 10 % longer."""
+"""Host memory for writing an object, as a multiple of its bytes: tensorstore gathers and encodes each chunk, and malloc
+keeps about as much again in the arenas of its threads. Measured as peak resident memory for a tree of 2 GiB: 470–670
+MiB with 256 MiB of objects in flight, 130–210 MiB with 64 MiB, which took 10 % longer."""
 
 
 SHARED_BYTES = 32 << 10
-"""Objects that any of several processes may write are no smaller than this for the sake of even shares."""
+"""Smallest object that is created to make shares even."""
 
 SHARES = (1, 2, 4, 8, 16, 40)
-"""Objects that any of several processes may write are at most one part in so many of what each writes in all. A deal
-ends within one object of even, so the last of these makes shares even whatever the leaves; the first that comes close
-to it is taken, because each object costs requests. A leaf that four processes hold is four objects."""
+"""If several processes may write an object, it is at most one part in this many of each process's total. The result is
+even to within one object, so the last value makes shares even for any leaves. The first value that comes close to it is
+used, because each object costs requests. A leaf that four processes hold becomes four objects."""
 
 UNEVEN = 1.02
-"""The busiest process may write so much more than it would of the smallest objects."""
+"""The busiest process may write more than with the smallest objects by at most this factor."""
 
 SHARED_OBJECTS = 2_560
-"""Objects in the whole job, about, that are made for the sake of even shares: 64 processes get `SHARES` each. Each
-object costs a request, and one more from each process that reads it; object stores limit requests per second. 40
-objects from each of 4,096 processes take S3 47 s to accept (benchmarks/cluster.py)."""
+"""Approximate number of objects in the whole job that are created to make shares even: 64 processes get `SHARES` each.
+Each object costs one request, and one more from each process that reads it, and object stores limit requests per
+second. S3 needs 47 s to accept 40 objects from each of 4,096 processes (benchmarks/cluster.py)."""
 
 ROUNDS = 4
-"""How often at most objects are dealt while shares are uneven still: sets of holders that overlap pass on what they
-have too much of, each to the next. Of three devices to a piece and four to a process, one round leaves the busiest
-12 % above the mean, two 4 %, three 0.5 %."""
+"""The most rounds of dealing while shares are uneven. In each round, a set of holders passes its excess to overlapping
+sets. With three devices per piece and four per process, one round leaves the busiest process 12 % above the mean, two
+4 %, three 0.5 %."""
 
 
 class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
-    """What the planner must know of a leaf that is stored as an array."""
+    """The planner's view of a leaf that is stored as an array."""
 
     number: int
-    """Its place among all leaves of the tree."""
+    """Its index among all leaves of the tree."""
 
     dtype: str
     shape: tuple[int, ...]
 
     layout: Layout
-    """The cells it is stored in and the processes that could write each."""
+    """The cells in which it is stored, and the processes that could write each."""
 
     moved: bool = False
-    """Whether the processes must first exchange its data, all together."""
+    """Whether the processes must first exchange its data, collectively."""
 
     component: int = 0
     """Leaves of different components never share a stack, so that one can be dropped and the others stay."""
@@ -71,27 +71,27 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """One file to be written whole by one process."""
+    """One file, which one process writes completely."""
 
     stack: int
     index: tuple[int, ...]
-    """Its place in the stack's grid of objects."""
+    """Its index in the stack's grid of objects."""
 
     box: Box
-    """What it holds of the stack, rows first."""
+    """Its box of the stack, rows first."""
 
     n_bytes: int
     """Bytes of array data."""
 
     @property
     def place(self) -> str:
-        """Its place as manifests write it."""
+        """Its grid index, in the form that manifests use."""
         return "/".join(map(str, self.index))
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What a save will write: all of it the same in every process, but for `objects`."""
+    """What a save will write. Only `objects` differs between processes."""
 
     stacks: tuple[Stack, ...]
     members: tuple[tuple[int, ...], ...]
@@ -101,7 +101,7 @@ class SavePlan:
     """For each stack, whether its leaves are exchanged between processes first."""
 
     layouts: tuple[Layout, ...]
-    """For each stack, the cells that no object of it crosses, and the processes that could write each."""
+    """For each stack, the cells whose borders no object crosses, and the processes that could write each cell."""
 
     process_bytes: tuple[int, ...]
     """Bytes that each process writes."""
@@ -110,11 +110,11 @@ class SavePlan:
     """Objects that all processes write together."""
 
     objects: tuple[Object, ...]
-    """Those that this process writes, by stack and place."""
+    """The objects that this process writes, by stack and grid index."""
 
 
 def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
-    """Equal leaves become rows of a stack, stacks are cut into objects, objects are dealt to the processes."""
+    """Put equal leaves into the rows of a stack, cut stacks into objects, and deal the objects to the processes."""
     groups: dict[tuple[str, tuple[int, ...], Layout, bool, int], list[int]] = {}
     for leaf in leaves:
         groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.moved, leaf.component), []).append(leaf.number)
@@ -138,7 +138,7 @@ _Groups = Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]
 
 
 def _dealt(groups: _Groups, most: int, most_shared: int, options: Options, process: int, processes: int) -> SavePlan:
-    """The plan with objects of at most so many bytes, and so many if several processes may write them."""
+    """The plan for these largest sizes of objects with one possible writer, and with several."""
     stacks: list[Stack] = []
     layouts: list[Layout] = []
     for (dtype, shape, layout, _, _), numbers in groups.items():
@@ -173,11 +173,11 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 _Own = tuple[Numbers, Numbers]
-"""Objects of a stack that this process writes: the cell of each, and its places along the sides of that, a row each."""
+"""Objects of a stack that this process writes, one per row: its cell, and its position along each side of the cell."""
 
 
 class _Cut:
-    """A stack cut into objects, of which each cell of its layout has as many, of the same sizes, in the same places."""
+    """A stack cut into objects. Each cell of its layout has the same objects, in the same positions."""
 
     def __init__(self, number: int, stack: Stack, layout: Layout) -> None:
         self.number = number
@@ -190,8 +190,8 @@ class _Cut:
         """Objects along each side."""
 
     def batches(self) -> Iterator[tuple[int, Box]]:
-        """(bytes of an object, range of their places in the cell) of all that are equal: the last of a side may be
-        smaller than the others."""
+        """(bytes of an object, range of positions in the cell) of each group of equal objects. The last object along a
+        side may be smaller than the others."""
         ranges: list[list[tuple[tuple[int, int], int]]] = []
         for side, length, count in zip(self.sides, self.stack.object, self.counts, strict=True):
             last = side - (count - 1) * length
@@ -202,7 +202,7 @@ class _Cut:
 
 
 def _objects(cut: _Cut, own: Sequence[_Own]) -> Iterator[Object]:
-    """Those that this process writes of a stack, in order of their places."""
+    """The objects of a stack that this process writes, in grid order."""
     if not own:
         return
     indices = np.concatenate([places for _, places in own])
@@ -222,7 +222,7 @@ def _objects(cut: _Cut, own: Sequence[_Own]) -> Iterator[Object]:
 
 @dataclass(frozen=True, slots=True)
 class _Sharers:
-    """Sets of holders that have no process in common, of one size, each with as many cells."""
+    """Disjoint sets of holders, with equal numbers of processes and of cells."""
 
     processes: Numbers
     """A row for each set: its processes, ascending."""
@@ -233,10 +233,10 @@ class _Sharers:
 
 @lru_cache(maxsize=256)
 def _sharers(layout: Layout) -> tuple[_Sharers, ...]:
-    """The sets of several holders of a layout, in rows as long as can be."""
+    """The sets of several holders of a layout, in groups that are as large as possible."""
     order = np.argsort(layout.group_of, kind="stable")
     cells = np.split(order, np.cumsum(np.bincount(layout.group_of))[:-1])
-    used: dict[int, int] = {}  # for each process, the rows that it is in as bits
+    used: dict[int, int] = {}  # for each process, its rows, as bits
     rows: dict[tuple[int, int, int], list[int]] = {}
     for number, holders in enumerate(layout.groups):
         if len(holders) > 1:
@@ -253,10 +253,10 @@ def _sharers(layout: Layout) -> tuple[_Sharers, ...]:
 
 
 def _deal(cuts: Sequence[_Cut], process: int, processes: int) -> tuple[Numbers, Mapping[int, Sequence[_Own]]]:
-    """Bytes that each process writes; and what one of them does of each stack, by its number.
+    """Bytes that each process writes, and the objects of each stack that one process writes, by stack number.
 
-    What has one holder is that one's whatever the burden, so it goes first. Then the largest objects, each as if
-    to the least burdened of its holders (Graham's LPT rule, 1969), but all equal ones in one step.
+    Objects with a single holder are assigned first. The others follow, largest first, each to the least loaded of its
+    holders (Graham's LPT rule, 1969), with all equal objects in one step.
     """
     loads = np.zeros(processes, np.int64)
     own: dict[int, list[_Own]] = {}
@@ -297,7 +297,7 @@ def _deal(cuts: Sequence[_Cut], process: int, processes: int) -> tuple[Numbers, 
 
 
 class _Deal:
-    """Equal objects of a stack, and how many of them each of their holders takes."""
+    """Equal objects of a stack, and how many of them each of their holders writes."""
 
     def __init__(self, cut: _Cut, size: int, places: Box, sharers: _Sharers) -> None:
         self.cut = cut
@@ -308,7 +308,7 @@ class _Deal:
         self.shares = np.zeros(sharers.processes.shape, np.int32)  # there may be tens of thousands of deals
 
     def share_out(self, loads: Numbers) -> None:
-        """Take back what was dealt, and deal all of it in view of the loads that the others make."""
+        """Withdraw these objects, and deal them again according to the loads from all other objects."""
         others = loads[self.sharers.processes] - self.shares * np.int64(self.size)
         shares = _fill(others, self.sharers.cells.shape[1] * self.in_cell, self.size)
         loads[self.sharers.processes] = others + shares * self.size
@@ -317,21 +317,21 @@ class _Deal:
 
 @lru_cache(maxsize=256)
 def _only_holders(layout: Layout) -> Numbers:
-    """For each cell the one process that holds it, -1 where there are several."""
+    """For each cell, its single holder, or -1 if it has several."""
     return np.array([holders[0] if len(holders) == 1 else -1 for holders in layout.groups])[layout.group_of]
 
 
 def _places(numbers: Numbers, ranges: Box) -> Numbers:
-    """The places in a cell that have these numbers in row-major order of a range of places, a row each."""
+    """The positions in a cell, one per row, for these numbers in row-major order of a range of positions."""
     found = np.unravel_index(numbers, tuple(stop - start for start, stop in ranges))
     return np.stack(found, axis=1) + np.array([start for start, _ in ranges])
 
 
 def _fill(loads: Numbers, count: int, size: int) -> Numbers:
-    """How many of `count` objects of one size each column takes, so that the loads of a row come out even.
+    """How many of `count` equal objects each column gets, so that the loads in a row become even.
 
-    As water fills a vessel: up to the level that the objects reach together, and what is left over by rounding goes
-    one each to those that are lowest then.
+    Fills loads up to a common level, like water. Objects that remain because of rounding go, one each, to the columns
+    with the lowest loads.
     """
     columns = loads.shape[1]
     filled = np.sort(loads, axis=1).cumsum(axis=1)

@@ -1,4 +1,4 @@
-"""The request of a save, and the save prepared: all that is checked and planned before anything is written."""
+"""Turns the request of a save into a prepared save: everything that is checked and planned before the first write."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from jaxckpt._storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a checkpoint is spread over folders, one a process: `SaveRequest.path` is this process's own."""
+    """How a checkpoint is spread over one folder per process. `SaveRequest.path` is the folder of this process."""
 
     domains: Domains
 
     decide: Callable[[], str]
-    """What process 0 does once all are ready: it returns what all have to clear away first."""
+    """Process 0 calls this when all are ready. It returns what every process must delete first."""
 
     clear: Callable[[str], None]
-    """What every process does with that, before it writes."""
+    """Every process calls this with that result before it writes."""
 
     published: Callable[[str, Sequence[Object]], None]
-    """What every process does once the checkpoint is published: called with its save id, and the objects of which this
-    process is the owner."""
+    """Every process calls this after the checkpoint is published, with its save id and the objects that this process
+    owns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +62,39 @@ class SaveRequest:
     overwrite: bool = False
     process_state: Mapping[str, Any] | None = None
     draft: Draft | None = None
-    """What is saved instead of a tree."""
+    """A description that is saved instead of a tree."""
 
     step: StepRecord | None = None
-    """What a Checkpointer notes; its metrics are taken from process 0."""
+    """The record of a Checkpointer. Its metrics are taken from process 0."""
 
     components: tuple[str, ...] = ()
-    """Paths of subtrees that are stored apart from all else, so that they can be dropped later."""
+    """Paths of subtrees that are stored separately, so that they can be dropped later."""
 
     recent: Recent | None = None
-    """Where what is found of the tree is remembered."""
+    """Cache for the description of the tree."""
 
     last: Last | None = None
-    """Where what is published is remembered."""
+    """Cache for the published objects."""
 
     check: Callable[[], None] | None = None
-    """What process 0 does before anything else; what it raises, all raise."""
+    """Process 0 calls this first. If it raises, all processes raise."""
 
     then: Callable[[], None] | None = None
-    """What process 0 does once the checkpoint is published, before the save counts as done."""
+    """Process 0 calls this after the checkpoint is published, before the save counts as done."""
 
     on_done: Callable[[SaveInfo], object] | None = None
-    """What every process calls once it knows that the checkpoint is published, before the save counts as done."""
+    """Every process calls this when it knows that the checkpoint is published, before the save counts as done."""
 
     deadline: float | None = None
-    """Until when, on the monotonic clock, the caller waits for room for copies; then the save fails."""
+    """The time on the monotonic clock until which the caller waits for room for copies. Then the save fails."""
 
     spread: Spread | None = None
-    """If the processes write to folders of their own."""
+    """Set if the save is spread over folders of the processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A save that is planned: all that is needed to carry it out, but the data."""
+    """A planned save: everything that is needed to run it, except the data."""
 
     request: SaveRequest
     group: Group
@@ -102,27 +102,28 @@ class Prepared:
     draft: Draft
     plan: SavePlan
     reuse: Reuse
-    """What of it this process need not write again."""
+    """The objects that this process need not write again."""
 
     agreement: Agreement
-    """What must be the same in every process."""
+    """What must be equal in every process."""
 
     values: Sequence[Bucket]
-    """The values among that."""
+    """The values that must be equal in every process."""
 
     state: bytes | None
-    """This process's own state, as the file that it is stored in."""
+    """The content of the file for this process's state."""
 
     options: Options
     clock: Clock
     claimed: Latch
-    """Set when the path is claimed, or is not going to be."""
+    """Set when the path is claimed, or when it is certain that it will not be."""
 
     threaded: bool
-    """Whether a thread writes it; else the caller's does, once all is staged."""
+    """Whether a separate thread writes it. Otherwise the caller's thread does, after everything is staged."""
 
     copies: Copies | None = None
-    """If it is spread, the copies that this process makes, sends and gets. Then `plan.objects` has replicas, too."""
+    """For a spread save, the copies that this process writes, sends and receives. `plan.objects` then also has
+    replicas."""
 
     passing: Passing = field(default_factory=Passing)
 
@@ -138,14 +139,14 @@ class Prepared:
 
 
 def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
-    """Check all that can be checked without the others, and plan."""
+    """Check everything that can be checked without the other processes, and plan."""
     if request.on_done is not None and not callable(request.on_done):
         raise InputError(f"on_done must be a function that takes a SaveInfo, found {request.on_done!r}")
     clock = Clock()
     background_saves.settle()
     if group.index == 0 and request.check is not None:
         request.check()
-    threaded = background_saves.ready()  # if no thread can be started, this is the time to say so
+    threaded = background_saves.ready()  # fails here if no thread can be started
     with clock.timed("plan"):
         store = store_at(request.path, options)
         metadata = manifests.require_json(request.metadata, "metadata")
@@ -159,7 +160,7 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
         if group.count > 1:
             names = None if request.process_state is None else list(request.process_state)
             given, values = agreement(draft, plan, request.metadata, names, group.index)
-    # What the caller may change, and what should be freed when the caller lets go of it, is not held.
+    # Keeps no reference to anything that the caller may change or expects to free.
     overwrite = flag(request.overwrite, "overwrite")
     request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
     save = Prepared(
@@ -171,7 +172,7 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
 
 
 def _planned(draft: Draft, options: Options, group: Group, domains: Domains | None) -> tuple[SavePlan, Copies | None]:
-    """The plan of a tree, and of its copies, made only if it is not like the last one."""
+    """The plan of a tree and of its copies. Reuses the last plan for a similar tree."""
     made_for = (options, group.index, group.count, domains)
     if not draft.plans or draft.plans[0][0] != made_for:
         plan: SavePlan
@@ -185,6 +186,6 @@ def _planned(draft: Draft, options: Options, group: Group, domains: Domains | No
 
 
 def plan_spread(draft: Draft, options: Options, process: int, domains: Domains) -> tuple[SavePlan, Copies]:
-    """The plan of a tree that is spread over folders of the processes, and of the copies in other failure domains."""
+    """The plan of a spread save, and of its copies in other failure domains."""
     plans = functools.partial(plan_save, draft.arrays, options, processes=len(domains.of))
     return plan_copies(plans(process=process), domains, process, lambda other: plans(process=other))

@@ -1,4 +1,4 @@
-"""Publishing: once every process has written its share, process 0 writes the manifest."""
+"""Publishing: after every process has written its share, process 0 writes the manifest."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from jaxckpt._storage.claims import Claims
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one process has written."""
+    """The files that one process has written."""
 
     objects: list[StoredObject]
 
     linked_bytes: int
-    """Bytes of those of them that are links to objects of an earlier checkpoint."""
+    """Bytes of the objects that are links to an earlier checkpoint."""
 
     state: tuple[int, str] | None
-    """Length and digest of the file of its own state."""
+    """Length and digest of the file for its state."""
 
     phase_seconds: dict[str, float]
     """Seconds of each phase until then."""
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What process 0 tells the others of the checkpoint that it has published."""
+    """What process 0 sends to the others after it has published the checkpoint."""
 
     stored_bytes: int
     """Bytes of all objects."""
 
     reused_bytes: int
-    """Bytes of those of them that were linked."""
+    """Bytes of the objects that were linked."""
 
     manifest_sha256: str
 
@@ -63,11 +63,11 @@ def publish(
     sync: bool,
     clock: Clock,
 ) -> Published:
-    """Process 0 publishes the manifest that `make` makes, once all have written their share."""
+    """Process 0 publishes the manifest from `make` after all have written their share."""
     watch = meeting.group.watch
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
-    published = Published(0, 0, "")  # what process 0 shares counts
+    published = Published(0, 0, "")  # replaced by the result of process 0
     if texts:
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = make(shares)
@@ -96,8 +96,8 @@ def publish_own(
     sync: bool,
     clock: Clock,
 ) -> Published:
-    """Every process publishes the manifest in its own folder, once all have written their share: the same one, so that
-    any that is found shows that all of the checkpoint was written."""
+    """Every process publishes the same manifest in its own folder, after all have written their share. Any one manifest
+    then proves that the whole checkpoint was written."""
     watch = meeting.group.watch
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
@@ -115,7 +115,7 @@ def publish_own(
             store.sync_data(claimed.data, manifest.arrays)
         store.publish(claimed.data, content, claimed.previous, sync=sync)
     with clock.timed("barrier"):
-        meeting.barrier()  # before that, the loss of one folder could be the loss of the only manifest
+        meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
     stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
     return Published(stored_bytes, 0, hashlib.sha256(content).hexdigest())
 
@@ -127,7 +127,7 @@ def compose(
     request: SaveRequest,
     shares: Sequence[Share],
 ) -> Manifest:
-    """The manifest, from what every process has written. Raises PeersDisagreeError if copies of an object differ."""
+    """The manifest of the files of every process. Raises PeersDisagreeError if copies of an object differ."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]
     for process, share in enumerate(shares):

@@ -1,10 +1,10 @@
-"""Reuse: objects that an earlier save wrote and that have not changed are linked, not written.
+"""Reuse: objects that are unchanged since an earlier save are linked instead of written.
 
-    the caller's thread:       own objects ─▶ what they hold, by their arrays' identities ─▶ originals that still exist
-    the thread that writes:    original ─▶ link; else data ─▶ digest, if asked for ─▶ link; else write
-    once it is published:      what the objects hold, their lengths and digests are kept for the next save
+    the caller's thread:       own objects ─▶ their contents, by array identity ─▶ originals that still exist
+    the thread that writes:    original ─▶ link; else data ─▶ digest, if requested ─▶ link; else write
+    after publication:         contents, lengths and digests of the objects are kept for the next save
 
-Each process decides this for the objects that it writes; no other process needs to know.
+Each process decides this for its own objects, independently of the others.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jaxckpt._storage.store import Store
 from jaxckpt._storage.workers import Continued, Done, Then, submit
 
 StoredObject = tuple[int, str, int, str, str]
-"""Stack, place, length, digest and content's digest of an object; the last is empty if none was computed."""
+"""Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""
 
 _Holds = tuple[Any, ...]
-"""What decides the bytes of an object: its stack's dtype and sides; and its box and the identities of the arrays in its
-rows, or the digest of its content."""
+"""What determines the bytes of an object: its stack's dtype and sides, and either its box and the identities of the
+arrays in its rows, or the digest of its content."""
 
 
 _Arrays = Sequence[weakref.ref[Any]]
@@ -50,12 +50,12 @@ class Original:
     """An object of an earlier checkpoint."""
 
     key: str
-    """Where it lies, below that checkpoint's path."""
+    """Its key below that checkpoint's path."""
 
     length: int
     digest: str
     content: str
-    """The digest of its content; empty if none was recorded."""
+    """The digest of its content; empty if not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +70,24 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A published checkpoint, as far as this process may use its objects again."""
+    """The objects of a published checkpoint that this process may reuse."""
 
     store: Store
 
     is_synced: bool = False
-    """Whether its objects are known to be on the disk."""
+    """Whether its objects are known to be on disk."""
 
     by_arrays: Mapping[_Holds, tuple[Original, _Arrays]] = field(
         default_factory=dict[_Holds, "tuple[Original, _Arrays]"]
     )
-    """With the arrays that it was saved from: the identity of a dead one may be another one's by now."""
+    """Includes the arrays that were saved, because a new array may have the identity of a dead one."""
 
     by_content: Mapping[_Holds, Original] = field(default_factory=dict[_Holds, Original])
 
 
 @dataclass(slots=True)
 class Last:
-    """The last save of a Checkpointer that was published."""
+    """The last published save of a Checkpointer."""
 
     newest: Callable[[], Store | None]
     """Finds the newest step, for the first save."""
@@ -95,12 +95,12 @@ class Last:
     base: Base | None = None
 
     has_links: bool = True
-    """False once the storage has refused all links of a save."""
+    """False after the storage has refused all links of a save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What this process does not write again in a save."""
+    """The objects of a save that this process does not write again."""
 
     store: Store
     options: Options
@@ -113,7 +113,7 @@ class Reuse:
     holds: Mapping[tuple[int, str], tuple[_Holds, _Arrays]] = field(
         default_factory=dict[tuple[int, str], "tuple[_Holds, _Arrays]"]
     )
-    """What each object of arrays holds, by stack and place."""
+    """The content of each object of arrays, by stack and grid index."""
 
     @property
     def _compares(self) -> bool:
@@ -123,7 +123,7 @@ class Reuse:
     # The thread that writes -------------------------------------------------------------------------------
 
     def begin(self, one: Staged, stack: Stack, writer: ArrayWriter, data: str) -> tuple[Pending, Pieces | None]:
-        """Start to link or write an object: (what results in a `Written`, data that must be kept until then)."""
+        """Start to link or write an object. Returns (work that results in a `Written`, data to keep until then)."""
         original = self.originals.get(one.obj)
         source = None if original else one.data()
         if source is not None and not self._compares:
@@ -139,7 +139,7 @@ class Reuse:
         writer: ArrayWriter,
         data: str,
     ) -> Pending:
-        """Link an object if it can be, else start to write it."""
+        """Link an object if possible, otherwise start to write it."""
         index = one.obj.index
         content = original.content if original else ""
         if source is not None:
@@ -151,7 +151,7 @@ class Reuse:
                 return Done(Written(original.length, original.digest, content, linked=True))
         try:
             source = one.data() if source is None else source
-        except RuntimeError as error:  # JAX's, of a deleted array
+        except RuntimeError as error:  # raised by JAX for a deleted array
             raise StorageError(
                 errno.ENOENT,
                 f"{original and original.key} was to be reused but can no longer be linked, and the arrays that"
@@ -160,7 +160,7 @@ class Reuse:
         return Then(writer.write(index, source), functools.partial(_written, content=content))
 
     def keep(self, data: str, stacks: Sequence[Stack], objects: Iterable[StoredObject], linked_bytes: int) -> None:
-        """Remember what this process wrote, now that it is published, for the next save."""
+        """After publication, keep what this process wrote for the next save."""
         last = self.last
         if last is None:
             return
@@ -179,7 +179,7 @@ class Reuse:
 
 
 def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, last: Last | None) -> Reuse:
-    """Find what need not be written again, and note what each object holds."""
+    """Find the objects that need not be written again, and note the content of each object."""
     if options.reuse is None or not store.links:
         return Reuse(store, options, None)
     base = last.base if last else None
@@ -205,18 +205,18 @@ def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, las
         try:
             odd = base.store.misfits({original.key: original.length for original in originals.values()})
         except JaxckptError:
-            odd = None  # the store cannot be read: none is used
+            odd = None  # the store cannot be read, so nothing is reused
         originals = {obj: found for obj, found in originals.items() if odd is not None and found.key not in odd}
     return Reuse(store, options, last, base, originals, holds)
 
 
 def _on_disk(store: Store | None) -> Base | None:
-    """The checkpoint at a store, if it has digests of its content."""
+    """The checkpoint at a store, if it has content digests."""
     if store is None:
         return None
     try:
         manifest, _ = load_manifest(store)
-    except JaxckptError:  # there is none, or it is damaged: then all is written
+    except JaxckptError:  # no checkpoint, or a damaged one, so everything is written
         return None
     found = dict[_Holds, Original]()
     for record, stack in zip(manifest.stacks, manifest.arrays, strict=True):

@@ -3,8 +3,8 @@
     the caller's thread:   prepare ─▶ stage ─▶ hand over ─────────────────▶ return, or wait
     the thread that writes:              claim the path ─▶ write ─▶ publish
 
-All that may not stop half-way, such as holding a lock or answering the other processes, is done by the thread that
-writes: an interrupt (Ctrl-C) reaches the main thread alone.
+The thread that writes does everything that must not stop half-way, such as holding a lock or answering the other
+processes, because an interrupt (Ctrl-C) reaches only the main thread.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def save_async(
         on_done: Called once the checkpoint is published, with the result of `wait()` (its times so far). It runs in
             every process, in the background thread, before `done` is true. It is not called if the save fails or is
             skipped. It may call `open` and `load_numpy`, but neither `wait()` nor a function that every process must
-            call. `wait()` raises what it raises, with a note that the checkpoint was published.
+            call. If it raises, `wait()` raises the same error, with a note that the checkpoint was published.
 
     Returns:
         The running save. A second `save_async` waits for it or is skipped, depending on `options.when_busy`.
@@ -150,7 +150,7 @@ def save_async(
 
 
 def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
-    """Save to the end, or until the thread that writes needs the caller no more. Every process."""
+    """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     begun = time.perf_counter()
     if background and options.when_busy == "skip" and _is_busy(group):
         skipped = PendingSave(os.fspath(request.path), 0, begun, group.watch)
@@ -158,7 +158,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         return skipped
     save = prepare(request, options, group)
     pending = PendingSave(save.store.url, save.written_bytes, begun, group.watch)
-    background = background and not ending()  # Python at its end would wait for no other thread
+    background = background and not ending()  # during its shutdown, Python does not wait for other threads
     most_bytes = options.staging_bytes if background else options.host_bytes // 2
     handover = Handover(most_bytes if save.threaded else None, request.deadline, group.watch)
     is_limited = background and request.deadline is None and request.spread is None
@@ -178,13 +178,13 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
 
     try:
         if group.count > 1:
-            begin()  # while it stages, however long that takes, the others hear that it is there
+            begin()  # sends heartbeats while this process stages
         if save.collective:
-            # Exchanges are collective, so no process may begin them before all have come through their preparations.
+            # Exchanges are collective, so no process may begin them before all have finished their preparations.
             while not save.claimed.wait(POLL_SECONDS) and not group.watch.stalled():
                 pass
             if handover.closed or group.watch.stalled():
-                pending.wait()  # raises why
+                pending.wait()  # raises the reason
         hold = background or not save.threaded
         stack_bytes = options.host_bytes // 2
         staged = stage(save.plan, save.draft, save.reuse.originals, hold=hold, stack_bytes=stack_bytes)
@@ -195,7 +195,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             )
         with contextlib.closing(staged):
             handover.feed(staged, begin)
-        save.draft.values.clear()  # all is staged: the leaves themselves are the caller's alone again
+        save.draft.values.clear()  # everything is staged, so the leaves are released
         if not background:
             pending.wait()
     except BaseException as error:
@@ -210,7 +210,8 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
 
 
 def _is_busy(group: Group) -> bool:
-    """Whether process 0 is still writing an earlier save: it decides for all, which may end at different times."""
+    """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
+    times."""
     busy = any(not pending.done for pending in background_saves.under_way())
     with group.meeting("deciding whether to save") as meeting:
         meeting.gather("")
@@ -223,7 +224,7 @@ def _is_busy(group: Group) -> bool:
 def _then_call(
     work: Callable[[PendingSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: PendingSave
 ) -> SaveInfo:
-    """Save, then call back: outside of the call, so that the callback may make calls of its own."""
+    """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
     info = work(pending)
     try:
         on_done(pending.timed(info))
@@ -256,7 +257,7 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
                     handover.check()
                 except BaseException:
                     handover.close()
-                    if group.index == 0:  # not to delete the data before the others have ended their writing
+                    if group.index == 0:  # so that the data is not deleted while the others still write
                         with contextlib.suppress(PeerError):
                             meeting.gather("")
                     raise
@@ -355,7 +356,7 @@ def _claim(save: Prepared) -> Claim:
 
 
 def _keep_state(save: Prepared, process: int, state: bytes) -> None:
-    """Write another process's own state."""
+    """Write the state of another process."""
     save.store.put(f"{save.passing.data}/{manifests.state_name(process)}", state, sync=save.options.sync)
 
 
@@ -373,7 +374,7 @@ def _info(save: Prepared, claimed: Claim, published: Published) -> SaveInfo:
         stored_bytes=published.stored_bytes,
         reused_bytes=published.reused_bytes,
         manifest_sha256=published.manifest_sha256,
-        seconds=0.0,  # these two are known when it is waited for
+        seconds=0.0,  # this and the next are set when the caller waits
         blocked_seconds=0.0,
         phase_seconds=save.clock.laps,
     )

@@ -1,15 +1,15 @@
-"""Staging: the data of the objects that a process writes, from the leaves into host memory.
+"""Staging: brings the data of the objects that a process writes from the leaves into host memory.
 
-Where a leaf lies in host memory already (NumPy, JAX on CPU devices) its data is taken from there. From other devices
-it is copied, asynchronously and in the order of the objects, so that later copies overlap the writing of earlier
-objects. Held, it is safe from whatever the caller does to the leaves next:
+The data of a leaf that is already in host memory (NumPy, JAX on CPU devices) is used in place. From other devices it is
+copied, asynchronously and in the order of the objects, so that later copies overlap the writing of earlier objects.
+Held data is safe from everything that the caller does to the leaves next:
 
-- JAX on CPU: a NumPy view of a shard makes XLA copy instead of reusing the memory when the array is donated, and
-  outlives `delete()`. Nothing is copied, but taking a view costs about 5 µs; so where an object packs hundreds of
-  pieces they are stacked by one jitted call, which costs 1 µs each to start and copies in XLA's own threads.
-- other devices: the copies are queued on the device before anything that the caller starts later. Many small leaves
-  are stacked on the devices first, so that there is one transfer for 32 of them.
-- NumPy: copied, since anyone may write to it.
+- JAX on CPU: a NumPy view of a shard outlives `delete()`, and makes XLA copy the memory instead of reusing it if the
+  array is donated. Nothing is copied here, but creating a view costs about 5 µs. If an object packs hundreds of pieces,
+  one jitted call stacks them: it costs 1 µs per piece to start, and copies in XLA's threads.
+- Other devices: the copies are queued on the device before anything that the caller starts later. Many small leaves are
+  first stacked on the devices, so that one transfer moves 32 of them.
+- NumPy: copied, because any code may write to the array.
 """
 
 from __future__ import annotations
@@ -36,60 +36,59 @@ from jaxckpt._save.exchange import box_everywhere, moving_bits
 from jaxckpt._save.plan import Object, SavePlan
 
 STACK_PIECES = 512
-"""On CPU devices, an object of at least so many pieces is stacked by jitted calls: compiling one for its shape takes
-some 80 ms, which views of fewer pieces never cost. Measured: 16,000 pieces of 2,000 leaves took 100 ms as views, 15 ms
-stacked."""
+"""On CPU devices, jitted calls stack an object of at least this many pieces. Compiling a call for a shape takes about
+80 ms, more than views of fewer pieces. Measured: 16,000 pieces of 2,000 leaves took 100 ms as views, 15 ms stacked."""
 
 STACK_ROWS = 128
-"""Leaves of one call. Compiling it takes 75 ms for 128 of them, 0.8 s for 1,024, 13 s for 4,096; the call itself 4.5 µs
-a leaf for 128, 3.4 µs for more."""
+"""Leaves per call. Compiling takes 75 ms for 128 leaves, 0.8 s for 1,024, 13 s for 4,096. The call takes 4.5 µs per
+leaf for 128 leaves, 3.4 µs for more."""
 
 STACK_REPLICAS = 2
-"""But not if JAX would stack more copies than this in the process, one for each replica."""
+"""Leaves are not stacked if JAX would stack more than this number of replicas in the process."""
 
 SEND_PIECES = 128
-"""On devices with memory of their own, an object of at least so many pieces is stacked: each piece sent alone costs a
-transfer. Not measured yet: benchmarks/gpu.py compares."""
+"""On devices with their own memory, an object of at least this many pieces is stacked, because each single piece costs
+a transfer. Not measured yet; benchmarks/gpu.py compares the two."""
 
 SEND_ROWS = 32
-"""Leaves of one call on such devices. XLA's compiler for TPUs takes 0.5 s of CPU for it, 1.5 to 3 s for 128 leaves."""
+"""Leaves per call on such devices. XLA's compiler for TPUs takes 0.5 s of CPU for this many, 1.5 to 3 s for 128."""
 
 Index = tuple[slice | int, ...]
 
 Hold = Literal["views", "copies"] | None
-"""How pieces are made safe from the caller: as views of arrays where that is enough, as copies, or not at all."""
+"""How pieces are protected from the caller: as views of arrays if that suffices, as copies, or not at all."""
 
 Way = Literal["leave", "view", "copy", "send", "cast"]
-"""What is done with a piece: nothing, a NumPy view, a NumPy copy, a copy from its device to the host begun, or one in
-another dtype made on its device."""
+"""The treatment of a piece: nothing, a NumPy view, a NumPy copy, a started copy from its device to the host, or a cast
+copy on its device."""
 
 
 Group = list[tuple[Box, Any, Index | EllipsisType]]
-"""(what it holds of the stack, an array, what part of that) of each piece."""
+"""(box of the stack, array, part of the array) of each piece."""
 
 
 @dataclass(slots=True)
 class Staged:
-    """An object's data: pieces that together make it up."""
+    """An object's data, as pieces."""
 
     obj: Object
 
     dtype: np.dtype[Any]
-    """Of the stack; pieces may be of another of its width, which holds its bits."""
+    """Dtype of the stack. Pieces may have another dtype of the same width with the same bits."""
 
     group_rows: int
 
     groups: list[Group]
-    """The pieces of every so many rows; NumPy, or a jax.Array that may still be under way."""
+    """The pieces of each group of rows: NumPy arrays, or jax.Arrays that may still be computing."""
 
     copied_bytes: int
     """Host memory that the pieces take in addition to the leaves."""
 
     late: Callable[[], Staged] | None = None
-    """Stages an object that an earlier save wrote, if it must be written after all."""
+    """Stages an object of an earlier save, if it must be written after all."""
 
     def data(self) -> Pieces:
-        """The pieces in host memory; they are freed here."""
+        """The pieces in host memory. Releases them here."""
         if self.late is not None:
             return self.late().data()
         groups, self.groups = self.groups, []
@@ -101,7 +100,7 @@ class Staged:
         )
 
     def _host(self, array: Any, part: Index | EllipsisType) -> Any:
-        """A part of an array in host memory: of another checkpoint's array, this reads just that."""
+        """A part of an array in host memory. From an array of another checkpoint, reads only that part."""
         found = (np.asarray(array) if isinstance(array, jax.Array) else array)[part]
         return found if found.dtype == self.dtype else found.view(self.dtype)
 
@@ -109,13 +108,13 @@ class Staged:
 def stage(
     plan: SavePlan, draft: Draft, originals: Container[Object] = (), *, hold: bool, stack_bytes: int
 ) -> Generator[Staged]:
-    """The data of each object that this process writes, but for `originals`. Every process, to the end or closed.
+    """The data of each object that this process writes, except `originals`. Every process iterates to the end or
+    closes.
 
-    With `hold` it is safe from what the caller does to the leaves once it is yielded; no more than `stack_bytes` of
-    it are stacked by JAX.
+    With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it.
     """
     exchanged = [number for number, moved in enumerate(plan.moved) if moved]
-    # Whoever writes it, all take part in the exchange of an object.
+    # All processes take part in the exchange of an object, regardless of which one writes it.
     exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
     own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.moved[obj.stack]}
     cast = bool(draft.casts)
@@ -137,7 +136,8 @@ def stage(
             parts = _exchanged(plan, draft, number, box)
             obj = own.get((number, index))
             if obj is not None:
-                # They are ours alone, but whole on every device: what is kept for later is a copy.
+                # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is
+                # copied.
                 region, sources = whole(parts[0].shape), _by_row(obj, parts)
                 dtype = DTYPES[plan.stacks[number].dtype]
                 yield _pieces(obj, region, sources, 1, dtype, "copies" if hold else None, cast)
@@ -149,19 +149,19 @@ def stage(
 
 
 def _exchanged(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:
-    """The box of a stack, each row whole on every device. Every process, in the same order."""
+    """The box of a stack, each row replicated on every device. Every process, in the same order."""
     return [box_everywhere(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
 
 
 Held = tuple[tuple[Box, int], ...]
-"""Each distinct box that this process has of an array, with the number by which `addressable_data` knows it."""
+"""Each distinct box of an array in this process, with its index in `addressable_data`."""
 
 Source = tuple[Value, Held, Box]
-"""An array, what this process has of it, and its region of the stack: rows first, also if the region has none."""
+"""An array, its boxes in this process, and its region of the stack with rows first."""
 
 
 def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
-    """One array for each row of an object."""
+    """One array per row of an object."""
     return ((value, _held(value), ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0]))
 
 
@@ -174,7 +174,7 @@ def _pieces(
     hold: Hold,
     cast: bool = False,
 ) -> Staged:
-    """An object from one region of each source, which is `group_rows` rows of it; with `cast`, sources may be of other
+    """An object from one region of each source, which provides `group_rows` rows. With `cast`, sources may have other
     dtypes than the object."""
 
     def alike(source: Source) -> tuple[Way, Held, Box]:
@@ -203,7 +203,7 @@ def _pieces(
 
 
 def _taken(value: Value, number: int, here: Index, way: Way, dtype: np.dtype[Any]) -> tuple[Any, Index | EllipsisType]:
-    """An array, and what part of it is a piece of a leaf."""
+    """An array, and the part of it that is a piece of a leaf."""
     array = value.addressable_data(number) if isinstance(value, jax.Array) else value
     match way:
         case "leave":
@@ -222,27 +222,27 @@ def _taken(value: Value, number: int, here: Index, way: Way, dtype: np.dtype[Any
 
 
 def _moved(box: Box, origin: Box, target: Box) -> Box:
-    """A box as far from `target` as it is from `origin`."""
+    """A box with its offset from `origin` moved to `target`."""
     return tuple((a - o + t, b - o + t) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True))
 
 
 def _way(value: Value, hold: Hold, dtype: np.dtype[Any]) -> Way:
-    """What is to be done with the pieces of an array that is stored in a dtype."""
+    """The treatment of the pieces of an array that is stored in this dtype."""
     if not isinstance(value, jax.Array):
         return "copy" if hold or value.dtype != dtype else "leave"
     if value.dtype != dtype:
         if lies_in_host_memory(value):
             return "copy" if _is_widened(value, dtype) else "cast"
-        # XLA must not be given what the user has put into the host's memory.
+        # Arrays that the user has placed in host memory must not be passed to XLA.
         return "cast" if memory_kind(value.sharding) is None else "copy"
     if lies_in_host_memory(value):
         return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
-    # What the user has put into the host's memory would not be copied by a device_put to there.
+    # device_put to host memory would not copy arrays that the user has already placed there.
     return "send" if memory_kind(value.sharding) is None else "copy"
 
 
 def _is_widened(value: Value, dtype: np.dtype[Any]) -> bool:
-    """Whether a cast loses nothing if NumPy does it: on CPU devices XLA makes denormal floats zero in float64."""
+    """Whether NumPy must do a cast to lose nothing: on CPU devices, XLA flushes denormals to zero in float64."""
     return value.dtype != dtype and lossless(value.dtype, dtype)
 
 
@@ -260,7 +260,7 @@ def _mesh_of(device: Any) -> Mesh:
 
 
 def _cast(array: Any, here: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
-    """A part of an array on one device in another dtype, made there: one program for all parts of a shape."""
+    """A part of an array on one device, cast there to another dtype. All parts of a shape share one program."""
     sides = tuple(cut.stop - cut.start for cut in here)
     with moving_bits(_mesh_of(next(iter(array.sharding.device_set)))):
         return _caster(sides, dtype)(array, [np.int64(cut.start) for cut in here])
@@ -271,7 +271,7 @@ def _is_all(here: Index, shape: tuple[int, ...]) -> bool:
 
 
 def _to_host(arrays: list[Any]) -> list[Any]:
-    """Start copies to the host of pieces on other devices, in pinned memory where JAX has it and reuses it itself."""
+    """Start copies of pieces from other devices to the host, into pinned memory if JAX has it and reuses it."""
     targets = [_host_side(array.sharding) for array in arrays]
     if all(target is not None for target in targets):
         return jax.device_put(arrays, targets)
@@ -288,7 +288,7 @@ def _host_side(sharding: Sharding) -> Sharding | None:
 
 
 def lies_in_host_memory(value: jax.Array) -> bool:
-    """Whether NumPy can look at an array where it is."""
+    """Whether NumPy can access an array in place."""
     return _on_cpu(value.sharding)
 
 
@@ -315,7 +315,7 @@ def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Held:
 
 
 def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple[slice, ...], int]]:
-    """(what it has of the region, where in the piece, the piece's number) of each piece that has part of a region."""
+    """(part of the region, position in the piece, index of the piece) of each piece that overlaps a region."""
     for box, number in held:
         if contains(box, region):
             return [(region, within(region, box), number)]
@@ -329,8 +329,8 @@ def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple
 
 
 def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> bool:
-    """Whether jitted calls should stack these leaves, and cast them to a dtype, if one is given: CPU devices are done
-    sooner so, others with fewer transfers."""
+    """Whether jitted calls should stack these leaves, and cast them if a dtype is given. On CPU devices this is faster;
+    on others it needs fewer transfers."""
     first = values[0]
     if not isinstance(first, jax.Array) or not isinstance(first.sharding, (NamedSharding, SingleDeviceSharding)):
         return False
@@ -339,7 +339,7 @@ def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
         fitting = pieces >= STACK_PIECES and _stacks_whole(first)
         fitting = fitting and not (dtype is not None and any(_is_widened(value, dtype) for value in values))
     else:
-        # XLA's compiler for TPUs aborts the process if it is to stack what lies in the host's memory.
+        # XLA's compiler for TPUs aborts the process if it has to stack arrays in host memory.
         fitting = pieces >= SEND_PIECES and memory_kind(first.sharding) is None
     return (
         fitting
@@ -350,7 +350,8 @@ def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
 
 
 def _stacks_whole(value: jax.Array) -> bool:
-    """Whether leaves like this are stacked as they are: all their devices are this process's, few are replicas."""
+    """Whether leaves like this can be stacked in their layout: all devices belong to this process, with few
+    replicas."""
     return (
         isinstance(value.sharding, NamedSharding)
         and value.committed
@@ -360,7 +361,7 @@ def _stacks_whole(value: jax.Array) -> bool:
 
 
 def _stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> Staged:
-    """An object of packed rows, its leaves stacked on the devices where they lie."""
+    """An object of packed rows, whose leaves are stacked on their devices."""
     first: jax.Array = values[0]
     held = _held(first)
     rows = STACK_ROWS if lies_in_host_memory(first) else SEND_ROWS
@@ -376,7 +377,7 @@ def _stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> Staged
         if own:
             leaves = [_own_part(value, held, own) for value in leaves]
         with moving_bits(sharding.mesh):
-            # Filled up with the last one, so that there is one program.
+            # Padded with the last leaf, so that all calls share one program.
             stacked = _stack(along, dtype)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
         sources.append((stacked, stacked_held, ((begun + start, begun + start + rows), *obj.box[1:])))
     staged = _pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None)
@@ -386,14 +387,14 @@ def _stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> Staged
 
 @functools.lru_cache(maxsize=256)
 def _own_sharding(sharding: Sharding, shape: tuple[int, ...]) -> NamedSharding:
-    """A layout of the boxes that this process has, each once: on its own devices, one after the other."""
+    """A sharding with each distinct box of this process once, over its own devices."""
     devices = [device for device, _ in addressable_boxes(sharding, shape)]
     mesh = Mesh(np.array([devices[number] for _, number in _held_boxes(sharding, shape)]), ("own",))
     return NamedSharding(mesh, PartitionSpec(*["own"] * bool(shape)))
 
 
 def _own_part(value: jax.Array, held: Held, own: NamedSharding) -> jax.Array:
-    """What this process has of a leaf, as an array of its own: other processes make no such calls."""
+    """The part of a leaf in this process, as a local array, because other processes do not make these calls."""
     parts = [value.addressable_data(number) for _, number in held]
     shape = parts[0].shape
     joined = (len(parts) * shape[0], *shape[1:]) if shape else ()
@@ -404,7 +405,7 @@ def _own_part(value: jax.Array, held: Held, own: NamedSharding) -> jax.Array:
 def _stack(sharding: Sharding, dtype: np.dtype[Any]) -> Any:
     def stack(leaves: list[jax.Array]) -> jax.Array:
         leaves = [leaf.astype(dtype) for leaf in leaves]
-        # As integers: XLA computes with small floats in wider ones, which is slow and changes the payload of NaNs.
+        # Stack small floats as integers. XLA computes with them in wider types, which is slow and changes NaN payloads.
         if jnp.issubdtype(leaves[0].dtype, jnp.floating) and leaves[0].dtype.itemsize < 4:
             bits = jnp.finfo(leaves[0].dtype).bits
             leaves = [lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{bits}")) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Writing a process's share: its objects as their data comes, and its own state."""
+"""Writes a process's share: its objects in the order of their data, and its state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxckpt._storage.objects import ArrayWriter, Pending
 
 
 def write(save: Prepared, data: str, handover: Handover, rate: float | None, report: Report) -> Share:
-    """Write this process's objects as their data comes, at most `rate` bytes a second, and its own state."""
+    """Write this process's objects as their data arrives, at most `rate` bytes per second, and its state."""
     with save.clock.timed("write"):
         written = _write_objects(save, data, handover, rate, report)
         state = None
@@ -69,10 +69,10 @@ def _write_objects(
                 pending, source = save.reuse.begin(one, stack, writers[obj.stack], data)
             flights.launch(one, pending, source)
             if handover.starves():
-                land(flights.land_all())  # what is under way takes the room that the next one may be waiting for
+                land(flights.land_all())  # running writes may occupy the room that the next object needs
         land(flights.land_all())
     except BaseException:
-        flights.abandon()  # else a late write would make its file again in a folder that is being deleted
+        flights.abandon()  # otherwise a late write would recreate its file in a folder that is being deleted
         raise
     if save.options.sync:
         with clock.timed("sync"), watch.doing(f"syncing {store.url}"):
@@ -102,11 +102,11 @@ def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:
 
 
 Landed = tuple[Staged, Written]
-"""What was written, and as what."""
+"""A written object and its record."""
 
 
 class _Flights:
-    """Writes under way, at most so many bytes at once."""
+    """Running writes, with a limit on their total bytes."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -114,12 +114,12 @@ class _Flights:
         self._queue: deque[tuple[Staged, Pending, Pieces | None]] = deque()
 
     def make_room(self, n_bytes: int) -> Iterator[Landed]:
-        """Wait until `n_bytes` more may fly; yields those that are done."""
+        """Wait until `n_bytes` more may be in flight. Yields completed writes."""
         while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
             yield self._land()
 
     def launch(self, one: Staged, pending: Pending, source: Pieces | None) -> None:
-        """Add a write whose data is `source`, which is kept until it has landed."""
+        """Add a write. Its data, `source`, is kept until it completes."""
         self._queue.append((one, pending, source))
         self._bytes += one.obj.n_bytes
 
@@ -128,7 +128,7 @@ class _Flights:
             yield self._land()
 
     def abandon(self) -> None:
-        """Wait until nothing is under way any more, however it ends."""
+        """Wait until no write is running, and ignore errors."""
         for _, pending, _ in self._queue:
             with contextlib.suppress(Exception):
                 pending.result()

@@ -77,7 +77,7 @@ class Checkpointer:
         components: How many of the newest steps keep a subtree, by path or glob. With {"opt_state": 1}, older steps
             that are kept lose "opt_state"; the rest of them can still be restored. A path that matches nothing in the
             tree is an error when a step is saved.
-        trash: Move steps to `<directory>/_trash` instead of deleting them. Needs a file system.
+        trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too.
         fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
             By default the next `save` that is due raises it.
@@ -103,7 +103,7 @@ class Checkpointer:
         >>> shutil.rmtree("/tmp/jaxckpt-doc/steps", ignore_errors=True)
         >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/steps", every=10, keep_last=2) as steps:
         ...     last, state = steps.restore_or_init(lambda: {"w": jnp.zeros(4)})
-        ...     for step in range(0 if last is None else last + 1, 35):
+        ...     for step in range((last or 0) + 1, 35):
         ...         state = {"w": state["w"] + 1}
         ...         saved = steps.save(step, state)
         >>> steps.steps()
@@ -183,7 +183,7 @@ class Checkpointer:
                 meeting.barrier()
 
     def _numbered(self, step: object, verb: str) -> int:
-        """A step's number. Raises InputError, after which the next call of all processes finds them in step."""
+        """The number of a step. Raises InputError in a way that keeps the calls of all processes synchronized."""
         try:
             return require_step(step)
         except InputError as error:
@@ -209,7 +209,7 @@ class Checkpointer:
         except Exception as failure:
             if failure is error:
                 return
-            # It must not hide the error that ends the block.
+            # This error must not hide the error that ends the block.
             error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
@@ -272,7 +272,7 @@ class Checkpointer:
         return self._saver.save(step, metrics, request, calling, force=force)
 
     def local_bytes(self, tree: Tree) -> LocalBytes:
-        """What a local step of a tree takes in this process: stated before anything is saved, without communication.
+        """Bytes that a local step of a tree takes in this process. Computed without saving and without communication.
 
         Raises:
             InputError: The Checkpointer has no `local=`.
@@ -458,7 +458,7 @@ class Checkpointer:
             return state
 
     def _chosen(self, step: int | None, *, apart: bool = True) -> Chosen:
-        """A step, or the newest for None, after the save under way. Every process; with `apart` as `Newest.find`."""
+        """A step, or the newest for None, after the running save. Every process; for `apart` see `Newest.find`."""
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
             if self._local is None:

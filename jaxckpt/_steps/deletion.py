@@ -1,4 +1,4 @@
-"""Deletion: carries out what the policy says, in a thread of its own, and finishes what killed runs began."""
+"""Deletes steps according to the retention policy, in a separate thread, and completes deletions of killed runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Deletion:
         self._held = False
         """Whether readers hold steps that no rule keeps."""
 
-        self._working = threading.Lock()  # one deletes at a time; taken only in threads that no interrupt reaches
+        self._working = threading.Lock()  # one deletion at a time; taken only in threads that no interrupt reaches
         self._starting = threading.Lock()  # likewise
         self._passes = queue.SimpleQueue[Task[None]]()
         self._last: Task[None] | None = None
@@ -60,7 +60,7 @@ class Deletion:
         self._hurried = False
         self._failure: Exception | None = None
         self._newest_saved = -1
-        # A step is either deleted or saved: each side first says what it is about to do, then looks at the other.
+        # A step is either deleted or saved: each side first announces its intention, then checks the other.
         self._deleting: int | None = None
         self._saving: int | None = None
         _all.add(self)
@@ -75,25 +75,25 @@ class Deletion:
     # Around a save ---------------------------------------------------------------------------------------
 
     def spare(self, step: int) -> None:
-        """Leave a step alone that is about to be saved; if it is being deleted, wait until it is gone."""
+        """Protect a step that is about to be saved. If it is being deleted, wait for the end of the deletion."""
         self._saving = step
         while self._deleting == step:
             time.sleep(0.005)
 
     def begin(self, saved: StepRecord) -> None:
-        """Begin to delete what the rules do not keep, now that a step is published."""
+        """Start to delete the steps that the rules do not keep, after a step was published."""
         self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))
         self._saving = None
         self._newest_saved = max(self._newest_saved, saved.number)
         self._ask()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all is deleted that no rule keeps and no reader holds, or for `timeout` seconds."""
+        """Wait for at most `timeout` seconds until all steps that no rule keeps and no reader holds are deleted."""
         if self._last is not None:
             self._last.wait(timeout)
 
     def raise_failure(self) -> None:
-        """Raise what ended the last pass, once. The next save tries again."""
+        """Raise the error of the last pass, once. The next save tries again."""
         failure, self._failure = self._failure, None
         if failure is not None:
             failure.add_note(f"jaxckpt: this ended the deletion of steps in {self._store.url} that no rule keeps")
@@ -102,7 +102,7 @@ class Deletion:
     # The whole directory ---------------------------------------------------------------------------------
 
     def open(self, notes: list[str]) -> None:
-        """Finish what killed runs began, and delete what the rules do not keep."""
+        """Complete the deletions of killed runs, and delete the steps that the rules do not keep."""
         with self._working:
             self._sweep()
             try:
@@ -114,9 +114,9 @@ class Deletion:
             self._ask()
 
     def close(self, seconds: float | None) -> None:
-        """End the thread after all that it has to do, and the steps that readers have released.
+        """Stop the thread after its remaining deletions, including steps that readers have released.
 
-        With a number of seconds, it stops after the step that it is deleting, or is left behind.
+        With a number of seconds, it stops after the current step, or is abandoned after that time.
         """
         self._closed = True
         self._hurried = seconds is not None
@@ -125,7 +125,7 @@ class Deletion:
         self.wait(seconds)
 
     def delete(self, step: int) -> None:
-        """Delete a step unless it is the only one, whoever reads it. Raises InputError."""
+        """Delete a step unless it is the only one, even if a reader holds it. Raises InputError."""
         with self._working:
             if [found.number for found in self._directory.look_at(self._directory.steps())] == [step]:
                 raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
@@ -134,20 +134,20 @@ class Deletion:
     # The thread ------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Have the thread make a pass; one that has yet to begin will do."""
+        """Request a pass of the thread. A pass that has not begun yet suffices."""
         with self._starting:
             if self._passes.empty():
                 self._last = Task(self._pass)
                 self._passes.put(self._last)
             runs, self._runs = self._runs, True
             if not runs and not ending():
-                atexit.register(self._at_exit)  # before the thread runs: the program may end first
+                atexit.register(self._at_exit)  # before the thread starts, because the program may end first
         if runs:
             return
         if not ending():
             try:
                 start_thread(self._run, "jaxckpt-delete")
-            except RuntimeError:  # the system starts no more threads
+            except RuntimeError:  # the system cannot start a thread
                 self._run()
             return
         self._run()
@@ -168,7 +168,7 @@ class Deletion:
             return self._runs
 
     def _at_exit(self) -> None:
-        """Nobody has closed the Checkpointer. A thread that Python stops half-way could abort the process."""
+        """Stop the thread of an unclosed Checkpointer. If Python stopped the thread, the process could abort."""
         if self._hurried:
             return
         self.close(None)
@@ -186,7 +186,7 @@ class Deletion:
     # Deleting --------------------------------------------------------------------------------------------
 
     def _delete_unwanted(self) -> None:
-        """Delete what the rules do not keep, is not pinned and no reader holds."""
+        """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
         published, others = step_folders(self._store)
         verdicts = self._directory.rules.judge(self._directory.look_at(published), datetime.datetime.now(datetime.UTC))
@@ -196,12 +196,12 @@ class Deletion:
             unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
             with self._leases.condemned(unwanted) as held:
                 self._held = bool(held)
-                # Asked again: whoever pins a step holds it meanwhile.
+                # Checked again, because a process that pins a step holds it in the meantime.
                 spared = held | {*pins(self._store).values()} if unwanted else held
                 for step, verdict in unwanted.items():
                     if step not in spared and not self._hurried:
                         self._carry_out(verdict)
-        # Steps that were being saved when the newest was published, and still are not published, never will be.
+        # Steps that were being saved when the newest step was published, and are still unpublished, never will be.
         for step in others:
             if step < newest_saved:
                 self._deleting = step
@@ -212,7 +212,7 @@ class Deletion:
                     self._deleting = None
 
     def _carry_out(self, verdict: Verdict) -> None:
-        """Delete a step, or subtrees of it; not if it is saved again meanwhile."""
+        """Delete a step or some of its subtrees, unless the step has been saved again."""
         step = self._deleting = verdict.step.number
         try:
             if step == self._saving or not self._directory.is_current(verdict.step):
@@ -241,15 +241,15 @@ class Deletion:
         self._clear(step)
 
     def _clear(self, step: int) -> None:
-        """Delete what is left of a step that is not published."""
+        """Delete the remains of an unpublished step."""
         child = self._directory.child(step)
         child.clear()
-        if child.read(MANIFEST) is None:  # else it was published meanwhile
+        if child.read(MANIFEST) is None:  # otherwise it has been published
             self._store.unmark(step_name(step))
         self._directory.forget(step)
 
     def _drop(self, step: int, paths: tuple[str, ...]) -> None:
-        """Publish a step's manifest again without some subtrees, then delete their data."""
+        """Republish a step's manifest without some subtrees, then delete their data."""
         child = self._directory.child(step)
         manifest, content = load_manifest(child)
         less = None if _is_link(child) else manifests.without(manifest, paths)
@@ -261,7 +261,7 @@ class Deletion:
         child.trim(less.data, (record.stack() for record in less.stacks))
 
     def _sweep(self) -> None:
-        """Delete what killed runs left: data never published, steps and subtrees half deleted."""
+        """Delete the remains of killed runs: unpublished data, and half-deleted steps and subtrees."""
         marked = self._store.folders()
         for name in self._store.names():
             if not is_step(name):
@@ -275,7 +275,7 @@ class Deletion:
                 _log.warning("ignoring %s: %s", child.url, error)
             else:
                 self._directory.remember(SavedStep.of(int(name), manifest))
-                if name not in marked:  # it was copied here
+                if name not in marked:  # a user copied it here
                     self._store.mark(name)
                 child.sweep(manifest.data)
                 child.trim(manifest.data, (record.stack() for record in manifest.stacks))

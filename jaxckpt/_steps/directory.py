@@ -1,4 +1,4 @@
-"""A directory of steps: what is in it, what may be added, and the notes on the run for its readers."""
+"""A directory of steps: lists them, decides what may be added, and writes notes on the run for readers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _log = logging.getLogger("jaxckpt")
 
 
 class Directory:
-    """The steps in a directory. Every process reads it; process 0 alone changes it."""
+    """The steps in a directory. Every process reads it; only process 0 changes it."""
 
     def __init__(self, path: str | os.PathLike[str], rules: Rules, options: Options) -> None:
         self.store: Store = store_at(path, options).anchored()
         self.rules = rules
-        self._known: dict[int, SavedStep] = {}  # any thread may change it, by single operations
+        self._known: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._measured = set[Best]()
         self._was_ended = False
 
@@ -59,7 +59,7 @@ class Directory:
         return self.child(steps[-1]) if steps else None
 
     def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
-        """What else there is to restore, after a restore of a step has failed."""
+        """The other steps that can be restored, for a note after a restore has failed."""
         others = [found for found in self.steps() if found != step]
         if isinstance(error, (CorruptError, NotACheckpointError)) and others:
             yield f"other steps in {self.url}: {others}; restore(step=…) takes one of them"
@@ -68,7 +68,7 @@ class Directory:
             yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def look(self, step: int) -> SavedStep | None:
-        """What a step's manifest says, read once; None if it is missing or damaged."""
+        """The properties of a step from its manifest, read once; None if it is missing or damaged."""
         found = self._known.get(step)
         if found is None:
             try:
@@ -78,7 +78,7 @@ class Directory:
             except CorruptError as error:
                 _log.warning("ignoring step %d: %s", step, error)
                 return None
-            # A save that was published meanwhile has said what is there now.
+            # A save that has been published in the meantime has set the current value.
             found = self._known.setdefault(step, SavedStep.of(step, manifest))
         return found
 
@@ -91,30 +91,30 @@ class Directory:
             return None
 
     def look_at(self, steps: list[int]) -> list[SavedStep]:
-        """What all steps' manifests say."""
+        """The properties of all steps from their manifests."""
         found = [found for step in steps if (found := self.look(step)) is not None]
         for deleted in self._known.keys() - {*steps}:
             self.forget(deleted)
         return found
 
     def remember(self, step: SavedStep) -> None:
-        """A step's manifest says this from now on."""
+        """Note the new properties of a step."""
         self._known[step.number] = step
 
     def forget(self, step: int) -> None:
-        """A step is deleted."""
+        """Note that a step was deleted."""
         self._known.pop(step, None)
 
     def is_current(self, step: SavedStep) -> bool:
-        """Whether a step was not saved again since it was looked at."""
+        """Whether a step has not been saved again since it was read."""
         return self._known.get(step.number) is step
 
     # Adding, process 0 -----------------------------------------------------------------------------------
 
     def admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
-        """Raise unless a step may be saved: the rules can compare it with the others, and keep it.
+        """Raise unless a step may be saved: the rules can compare it with other steps, and keep it.
 
-        The last step before a job is stopped need not have a metric.
+        The last step of a preempted job need not have a metric.
         """
         step, steps = record.number, self.steps()
         if not last_one:
@@ -127,7 +127,8 @@ class Directory:
         self.store.mark(step_name(step))
 
     def _require_metric(self, best: Best, record: StepRecord, steps: list[int]) -> None:
-        """Raise if `keep_best` names a metric that this job does not record: all but the newest step would be lost."""
+        """Raise if `keep_best` names a metric that this job does not record, because only the newest step would
+        stay."""
         name, given_names = best.metric, list(record.metrics)
         if name in given_names:
             self._measured.add(best)
@@ -145,7 +146,7 @@ class Directory:
             self._measured.add(best)
 
     def _require_kept(self, record: StepRecord, steps: list[int]) -> None:
-        """Raise if the rules would delete a step at once, because newer ones exist."""
+        """Raise if the rules would delete a step immediately, because newer ones exist."""
         now = datetime.datetime.now(datetime.UTC)
         asked = SavedStep(record.number, now, record)
         with_it = sorted([*self.look_at(steps), asked], key=lambda step: step.number)
@@ -162,7 +163,7 @@ class Directory:
     # The run, process 0 ----------------------------------------------------------------------------------
 
     def open(self) -> list[str]:
-        """Note that the run has not ended, and what "best" means. Returns the names of the notes that were found."""
+        """Note that the run has not ended, and the meaning of "best". Returns the names of existing notes."""
         notes = self.store.child(RUN).names()
         self._was_ended = ENDED in notes
         if self._was_ended:
@@ -173,17 +174,17 @@ class Directory:
         return notes
 
     def close(self, *, ended: bool | None) -> None:
-        """Note that the run has ended, for readers that follow it. None leaves the run as it was found."""
+        """Note that the run has ended, for readers that follow it. None leaves the notes unchanged."""
         if self._was_ended if ended is None else ended:
             self._note(ENDED, b"{}")
 
     def _note(self, name: str, content: bytes | None) -> None:
-        """Write a note on the run for its readers, or remove it. Without the right to write, nothing changes."""
+        """Write a note on the run for its readers, or remove it. Does nothing without permission to write."""
         try:
             if content is None:
                 self.store.child(RUN).remove(name)
             elif isinstance(run := self.store.made(RUN), Folder):
-                # In the place of the old file: a reader sees one of both, and a copy by hard links keeps the old one.
+                # Replaces the old file, so that a reader sees one of the two, and a hard-linked copy keeps the old one.
                 run.put(f"new-{name}", content)
                 run.rename(f"new-{name}", name)
             else:

@@ -14,15 +14,15 @@ from jaxckpt._steps.metrics import recorded
 from jaxckpt._steps.retention import holds, predicate
 
 _LOOKS = 60
-"""How often several processes look at process 0's clock in `every_minutes`, if their steps are short enough."""
+"""How often several processes check process 0's clock during `every_minutes`, if their steps are short enough."""
 
 
 class Due:
     """Which steps are saved.
 
-    Among several processes, process 0's clock and its metrics decide. For a predicate, the processes meet at every
-    step. For the clock they need not: at each meeting process 0 also says after how many steps they meet again, by how
-    long the steps took so far. No process can miss a meeting, since all count the same steps.
+    In a job of several processes, the clock and the metrics of process 0 decide. For a predicate, the processes meet at
+    every step. For the clock they meet less often: at each meeting, process 0 announces the number of steps until the
+    next one, estimated from the duration of past steps. All processes count the same steps, so none misses a meeting.
     """
 
     def __init__(self, every: object, every_minutes: object, save_if: object, processes: int) -> None:
@@ -40,11 +40,11 @@ class Due:
         self._former = ""
 
     def saved(self) -> None:
-        """A save has begun: the minutes count from here."""
+        """Note that a save has begun, and restart the count of minutes."""
         self._saved = self._clock()
 
     def reached(self, step: int, metrics: Mapping[str, Any] | None, calling: Callable[[], Group]) -> bool:
-        """Whether a step is to be saved. Every process, at every step."""
+        """Whether to save a step. Every process calls this at every step."""
         if self._every is not None and step % self._every == 0:
             return True
         if self._seconds is None and self._save_if is None:
@@ -58,7 +58,7 @@ class Due:
             meeting.gather("")
             answer = ""
             if group.index == 0:
-                if self._former:  # all have left that meeting
+                if self._former:  # all processes have left that meeting
                     group.client.key_value_delete(f"{self._former}/")
                 self._former = group.prefix
                 due = self._decided(step, metrics)
@@ -73,10 +73,9 @@ class Due:
         return self._save_if is not None and holds(self._save_if, "save_if", StepRecord(step, recorded(metrics)))
 
     def _steps_ahead(self) -> int:
-        """After how many steps the processes meet again.
+        """The number of steps until the processes meet again.
 
-        At most twice as many as the last time: the first steps may be fast, being queued on the devices, or slow, being
-        compiled.
+        At most twice the last number, because the first steps may be fast (queued on the devices) or slow (compiled).
         """
         if self._seconds is None or self._save_if is not None:
             return 1

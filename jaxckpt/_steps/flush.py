@@ -1,8 +1,8 @@
-"""Flushing: a step of the local folders reaches the storage, as files, at a bounded rate and without the devices.
+"""Flushing: copies the files of a local step to the storage, at a bounded rate and without the devices.
 
 local save published ─▶ claim the path ─▶ each process copies the files that it owns ─▶ all meet ─▶ process 0 publishes
 
-What is published is the manifest of the local step itself, so the two are one checkpoint.
+The manifest of the local step itself is published, so both are the same checkpoint.
 """
 
 from __future__ import annotations
@@ -43,25 +43,24 @@ class Flush:
     group: Group
     options: Options
     rate: float | None
-    """Bytes a second, at most."""
+    """Largest rate in bytes per second."""
 
     on_done: Callable[[SaveInfo], object] | None
     overwrite: bool = False
     then: Callable[[], None] | None = None
-    """What process 0 does once it is published."""
+    """Process 0 calls this after the step is published."""
 
     save_id: str = ""
     owned: Sequence[Object] = ()
-    """The objects of which this process is the owner. Like the save id they are known once the local save is
-    published."""
+    """The objects that this process owns. Known, like the save id, after the local save is published."""
 
     pending: PendingSave | None = None
     cancelled: BaseException | None = None
     is_warned: bool = False
-    """Whether the log has said what does not happen until it ends."""
+    """Whether skipped local steps have been logged."""
 
     def begin(self, local: PendingSave) -> PendingSave:
-        """Begin to wait for the local save, and to copy its files."""
+        """Start to wait for the local save and to copy its files."""
         self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watch)
         finish_at_exit()
         hand_over(self.pending, functools.partial(self._run, local), awaited=False, aside=True)
@@ -70,11 +69,11 @@ class Flush:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its files are needed still."""
+        """Whether its files are still needed."""
         return self.pending is not None and not self.pending.done
 
     def check(self) -> None:
-        """Raise what it was cancelled for, if it was."""
+        """Raise the reason if it was cancelled."""
         if self.cancelled is not None:
             raise self.cancelled
 
@@ -101,7 +100,7 @@ class Flush:
                         require_shared(self.store, manifest.data, group.index)
                         self._copy(manifest, pending)
                     except BaseException:
-                        if group.index == 0:  # not to delete the data before the others have ended their writing
+                        if group.index == 0:  # so that the data is not deleted while the others still write
                             with contextlib.suppress(PeerError):
                                 meeting.gather("")
                         raise
@@ -161,7 +160,7 @@ class Flush:
 
 
 def _require_sound(where: str, content: bytes, stack: Stack, index: tuple[int, ...], record: StackRecord) -> None:
-    """Raise DataError unless an object is as it was saved."""
+    """Raise DataError unless an object is unchanged since the save."""
     data = np.frombuffer(content, np.uint8)
     length, digest = record.stored(index)
     if len(data) != length:

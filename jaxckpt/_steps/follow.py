@@ -161,7 +161,7 @@ def _follow(
     waiting_since = time.monotonic()
     warned = False
     while True:
-        ended = run.read(f"{RUN}/{ENDED}") is not None  # read first: what is listed after that is all
+        ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
         published, _ = step_folders(run, above=last)
         if published:
             last = published[0]
@@ -186,7 +186,7 @@ def _follow(
 def _hold(
     run: Store, number: int, term_seconds: float, until_next: contextlib.ExitStack
 ) -> StorageError | NotACheckpointError | None:
-    """Hold a step until the loop takes the next one; what prevented that."""
+    """Hold a step until the loop takes the next one. Returns the error that prevented it, if any."""
     try:
         until_next.enter_context(hold(run, number, term_seconds))
     except (NotACheckpointError, StorageError) as error:

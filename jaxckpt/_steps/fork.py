@@ -74,7 +74,7 @@ def _fork(source: Native, target: Store, sync: bool) -> None:
     """Link the objects of a checkpoint, write its small files again, and publish it."""
     manifest, content = load_manifest(source.store)
     data = manifest.data
-    target.sweep(None)  # what a fork that was killed left
+    target.sweep(None)  # the remains of a killed fork
     writer = target.begin(manifest.save_id, None)
     try:
         for record, stack in zip(manifest.stacks, manifest.arrays, strict=True):
@@ -82,7 +82,7 @@ def _fork(source: Native, target: Store, sync: bool) -> None:
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"
                 length, _ = record.stored(index)
-                if not target.link(source.store, key, key, length, sync=False):  # as durable as it is there
+                if not target.link(source.store, key, key, length, sync=False):  # as durable as in the source
                     _raise_why(source, target, key, length)
             if sync:
                 target.sync_folders(data, stack, (index for index, _ in stack.objects()))
@@ -99,7 +99,7 @@ def _fork(source: Native, target: Store, sync: bool) -> None:
 
 
 def _raise_why(source: Native, target: Store, key: str, length: int) -> NoReturn:
-    """Raise what kept an object from being linked."""
+    """Raise the error that prevented a link to an object."""
     became = source.fate()
     if became is not None:
         raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being forked")

@@ -1,4 +1,4 @@
-"""The initial state as a target of a restore, and the leaves of it that a checkpoint lacks."""
+"""The initial state as the target of a restore, and the source of leaves that a checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxckpt._restore.target import Uncommitted
 
 
 def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]], Sequence[Any]]]:
-    """What `init` makes, without its data; and a function that makes some of its leaves, by number."""
-    if isinstance(init, jax.stages.Wrapped):  # jitted: all its results are arrays
+    """The result of `init` without its data, and a function that creates some of its leaves, by number."""
+    if isinstance(init, jax.stages.Wrapped):  # jitted, so all its results are arrays
         shapes = jax.eval_shape(init)
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
             return shapes, functools.partial(_some_of, init, jax.tree.leaves(shapes))
@@ -23,7 +23,7 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
     target = jax.tree.unflatten(treedef, map(_abstract, leaves))
 
     def initial(numbers: Sequence[int]) -> Sequence[Any]:
-        made = [*leaves] or jax.tree.leaves(init())  # called again: a local step turned out to be damaged
+        made = [*leaves] or jax.tree.leaves(init())  # called again if a local step was damaged
         leaves.clear()
         return [made[number] for number in numbers]
 
@@ -31,10 +31,10 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
 
 
 def _some_of(init: Callable[[], Tree], shapes: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
-    """Some leaves of what a jitted function makes, with its shardings; XLA leaves out what the others need."""
+    """Some results of a jitted function, with its shardings. XLA removes the computation of the others."""
     if not numbers:
         return []
-    # A sharding on an AbstractMesh is part of the type: the array has it without being asked.
+    # A sharding on an AbstractMesh is part of the type, so the array has it already.
     shardings = [
         None if isinstance(getattr(sharding, "mesh", None), AbstractMesh) else sharding
         for sharding in (shapes[number].sharding for number in numbers)
@@ -51,7 +51,7 @@ def _abstract(leaf: Any) -> Any:
     """A leaf as a target without its data."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
+    weak = getattr(leaf, "weak_type", False)  # PRNG keys lack the attribute
     if not leaf.committed:
         return Uncommitted(leaf.shape, leaf.dtype, weak_type=weak)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)

@@ -1,4 +1,4 @@
-"""The save that a Checkpointer began last, until it has been waited for."""
+"""The last save of a Checkpointer, until it has been waited for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxckpt._save.background import PendingSave
 
 
 class LastSave:
-    """The save that a Checkpointer began last."""
+    """The last save of a Checkpointer."""
 
     def __init__(self) -> None:
         self.pending: PendingSave | None = None
@@ -22,12 +22,12 @@ class LastSave:
         self.pending, self.step, self._following = pending, step, following
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for it, but not beyond a deadline: then it is abandoned.
+        """Wait for the save until a deadline, and then abandon it.
 
-        Returns whether it has ended. Raises what it raised.
+        Returns whether it has ended. Raises its error.
         """
         pending, self.pending = self.pending, None
-        step, self.step = self.step, None  # unless it ended well
+        step, self.step = self.step, None  # unless it succeeded
         if pending is not None:
             try:
                 pending.wait(seconds)

@@ -1,12 +1,12 @@
 """The local tier: steps in a folder of each process's host, with copies in other failure domains.
 
-    <local>/process-<index>/run.json                        the run that it belongs to
-    <local>/process-<index>/00000040/manifest.json          the same in every process: of the whole step
+    <local>/process-<index>/run.json                        the run that the folder belongs to
+    <local>/process-<index>/00000040/manifest.json          the manifest of the whole step, equal in every process
     <local>/process-<index>/00000040/data-<save id>/…       the objects that the process holds
 
-All folders together hold an ordinary checkpoint. Each process publishes the manifest once all have written their
-objects: any manifest that is found proves that its save is whole. A process holds two steps at most: before it writes
-one, it deletes all but one older step.
+All folders together hold an ordinary checkpoint. Each process publishes the manifest after all have written their
+objects, so any manifest proves that its save is complete. A process holds at most two steps: before it writes a step,
+it deletes all except one older step.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ _log = logging.getLogger("jaxckpt")
 _NOTE = "run.json"
 _NEW_NOTE = f"{_NOTE}.new"
 _RUN_ID = "local-"
-"""Begins the name of a note in the storage's directory of steps: the rest of the name is the run's id."""
+"""Prefix of the name of a note in the storage's directory of steps. The rest of the name is the run's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBytes:
-    """What one local step takes, in bytes of array data."""
+    """The size of one local step, in bytes of array data."""
 
     own_bytes: int
-    """Of the objects that this process owns."""
+    """Bytes of the objects that this process owns."""
 
     copied_bytes: int
-    """Of the copies that this process holds for others."""
+    """Bytes of the copies that this process holds for others."""
 
     sent_bytes: int
-    """Of this process's objects that go to peers over the devices' interconnect, each once for each copy; the other
-    copies are made from replicas."""
+    """Bytes that this process sends to peers over the devices' interconnect, counted once per copy. The other copies
+    are written from replicas."""
 
     @property
     def held_bytes(self) -> int:
-        """The most that this process's local folder holds: two steps."""
+        """Largest size of this process's local folder: two steps."""
         return 2 * (self.own_bytes + self.copied_bytes)
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """What a process brings to the local tier."""
+    """The configuration of one process for the local tier."""
 
     host: str
     copies: int
@@ -77,36 +77,37 @@ class _Offer(msgspec.Struct, frozen=True):
 
 
 class _Terms(msgspec.Struct, frozen=True):
-    """What process 0 answers."""
+    """The answer of process 0."""
 
     run: str
     hosts: list[int]
-    """A number for each process's host."""
+    """The host of each process, as a number."""
 
     domains: list[str]
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """What stays in the local folders when a step is saved."""
+    """The older step that stays in the local folders when a step is saved."""
 
     known: bool
-    """Whether all else can go. Otherwise no restore has examined yet what an earlier Checkpointer left."""
+    """Whether all others can be deleted. False if no restore has examined the steps of an earlier Checkpointer."""
 
     is_ours: bool
-    """Whether this Checkpointer has made a local step: then folders of processes that are not here now can go, too."""
+    """Whether this Checkpointer has saved a local step. Then folders of processes outside this job can also be
+    deleted."""
 
     step: int
-    """-1: none stays."""
+    """-1 if none stays."""
 
     save_id: str
 
 
 class Local:
-    """The local folders of a run, as one process sees them."""
+    """The local folders of a run, from the view of one process."""
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str] | None, **asked: Any) -> Self | None:
-        """The local tier that a caller asks for by these arguments, None if by none. Raises InputError."""
+        """The local tier for these arguments; None without any. Raises InputError."""
         if folder is not None:
             return cls(
                 folder, asked["local_every"], asked["copies"], asked["local_domains"], asked["local_bytes_per_second"]
@@ -130,7 +131,7 @@ class Local:
         self.folder = Folder(path, path)
         self.every = whole_number(10 if every is None else every, "local_every", least=1)
         self.rate = rate(bytes_per_second, "local_bytes_per_second")
-        """Bytes a second that this process flushes, at most."""
+        """Largest rate of flushing in this process, in bytes per second."""
 
         self._copies = whole_number(1 if copies is None else copies, "copies", least=0)
         if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -143,12 +144,12 @@ class Local:
         self._is_swept = False
         self._begun = -1
         self.flush: Flush | None = None
-        """The step that is being flushed, as far as all processes know."""
+        """The step that is being flushed, according to what all processes know."""
 
     # Opening ---------------------------------------------------------------------------------------------
 
     def offer(self, group: Group) -> str:
-        """What this process brings, for process 0. Raises InputError."""
+        """The configuration of this process, for process 0. Raises InputError."""
         labels = self._labels
         if labels is not None and len(labels) != group.count:
             raise InputError(
@@ -157,7 +158,7 @@ class Local:
         return msgspec.json.encode(_Offer(socket.gethostname(), self._copies, self.every, labels)).decode()
 
     def open(self, answer: str, directory: Store, group: Group) -> None:
-        """Make this process's folder, in a run on whose terms all have agreed. Raises InputError, StorageError."""
+        """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
         terms = msgspec.json.decode(answer, type=_Terms)
         self.run, self._storage, self._index = terms.run, directory.url, group.index
         self.here = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
@@ -184,8 +185,8 @@ class Local:
             self.own.rename(_NEW_NOTE, _NOTE)
 
     def folders(self) -> dict[int, tuple[str, Folder]]:
-        """The folders of the run's processes that this process sees, each with its own id, by the number that the
-        process had that made it."""
+        """The folders of the run that this process sees, each with its id, by the index of the process that created
+        it."""
         found: dict[int, tuple[str, Folder]] = {}
         for name in self.folder.names():
             if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
@@ -208,7 +209,7 @@ class Local:
 
     @property
     def newest(self) -> tuple[int, str] | None:
-        """The (step, save id) that this Checkpointer has saved last, or else restored."""
+        """The (step, save id) that this Checkpointer has last saved, or otherwise restored."""
         return self._made or self._whole
 
     def delete(self, step: int, meeting: Meeting) -> None:
@@ -226,8 +227,8 @@ class Local:
         return hurries or step % self.every == 0
 
     def is_held_up(self, step: int, group: Group) -> bool:
-        """Whether a step is not saved here now: one older than the newest is still being flushed, and it would be the
-        third. Every process."""
+        """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
+        this would be the third. Every process."""
         flush = self.flush
         if flush is None or self._begun == flush.step <= step:
             return False
@@ -247,25 +248,25 @@ class Local:
         return True
 
     def spread(self, step: int, flush: Flush | None) -> Spread:
-        """How a step is saved here, and what it needs to be flushed."""
+        """How to save a step here, and how to flush it."""
         self._begun = step
         published = functools.partial(self._published, step, flush)
         return Spread(self.domains, functools.partial(self._decide, step), self._clear, published)
 
     def child(self, step: int) -> Folder:
-        """Where this process's share of a step is."""
+        """The path of this process's share of a step."""
         return self.own.child(step_name(step))
 
     def plan(self, draft: Draft, options: Options) -> LocalBytes:
-        """What a step of a tree takes."""
+        """The size of a step of a tree."""
         plan, copies = plan_spread(draft, options, self._index, self.domains)
         return LocalBytes(plan.process_bytes[self._index], copies.written_bytes, copies.sent_bytes)
 
     def _decide(self, step: int) -> str:
-        """Which older step stays. Process 0."""
+        """The older step that stays. Process 0."""
         kept = self.newest
         if kept is not None and kept[0] > step:
-            kept = None  # whoever goes back to an older step wants none of the newer ones
+            kept = None  # a run that restarts from an older step discards the newer ones
         known, is_ours = self._known or self._made is not None, self._made is not None
         return msgspec.json.encode(_Kept(known, is_ours, *(kept or (-1, "")))).decode()
 
@@ -288,7 +289,7 @@ class Local:
 
 
 def agreed(texts: Sequence[str], directory: Store) -> str:
-    """The terms of the local tier, from what every process offers ("": it has none). Process 0.
+    """The terms of the local tier, from the configurations of all processes ("" if not configured). Process 0.
 
     Raises InputError, PeersDisagreeError, StorageError.
     """
@@ -305,7 +306,7 @@ def agreed(texts: Sequence[str], directory: Store) -> str:
             )
     names = [offer.host for offer in offers]
     hosts = [names.index(name) for name in names]
-    # On one host alone, this is a test: each process stands for a host.
+    # A job on a single host is a test, in which each process represents a host.
     default = [str(number) for number in (hosts if len(set(hosts)) > 1 else range(len(hosts)))]
     labels = offers[0].labels or default
     Domains(tuple(labels), offers[0].copies).require_enough()
@@ -313,8 +314,8 @@ def agreed(texts: Sequence[str], directory: Store) -> str:
 
 
 def _run_id(directory: Store) -> str:
-    """The id of a run, which is made once. Of two that were made at the same time, the first by name counts from then
-    on: then the local folders of the other one are foreign, which is safe."""
+    """The id of a run, which is created once. If two were created at the same time, the first by name counts, and the
+    local folders of the other count as foreign, which is safe."""
     notes = directory.child(RUN)
     if not any(name.startswith(_RUN_ID) for name in notes.names()):
         directory.made(RUN).put(f"{_RUN_ID}{uuid.uuid4().hex}", b"{}", sync=True)
@@ -322,7 +323,7 @@ def _run_id(directory: Store) -> str:
 
 
 def _run_of(own: Folder) -> dict[str, Any] | None:
-    """What a process's folder says of its run."""
+    """The record of the run in a process's folder."""
     content = own.read(_NOTE)
     try:
         note = None if content is None else json.loads(content)
@@ -332,7 +333,7 @@ def _run_of(own: Folder) -> dict[str, Any] | None:
 
 
 def _trim(own: Folder, kept: _Kept) -> None:
-    """Delete all saves in a process's folder but one, each one's manifest first."""
+    """Delete all saves in a process's folder except one. For each, delete the manifest first."""
     for name in filter(is_step, own.names()):
         child = own.child(name)
         stays = f"data-{kept.save_id}" if int(name) == kept.step else ""

@@ -1,4 +1,4 @@
-"""Metrics of a step, as they are recorded."""
+"""Converts the metrics of a step to their recorded form."""
 
 from __future__ import annotations
 

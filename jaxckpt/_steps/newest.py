@@ -1,6 +1,6 @@
-"""Which step a restore takes, agreed by all processes: the newest that local folders hold whole, else the storage's.
+"""The step that all processes agree to restore: the newest complete step in local folders, or in the storage.
 
-what each process sees ─▶ process 0: saves, the newest first ─▶ each: who holds which file ─▶ the first that is whole
+each process: its steps ─▶ process 0: saves, newest first ─▶ each process: its files ─▶ the first complete save
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _log = logging.getLogger("jaxckpt")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A step, and where to read it."""
+    """A step, and its location."""
 
     step: int | None
-    """None if there is none."""
+    """None if no step exists."""
 
     source: Pooled | None = None
-    """What local folders hold of it; None for the storage's."""
+    """Its data in local folders; None for a step in the storage."""
 
     complete: bool = True
-    """Whether every file of it has all its copies, for as many processes as there are now."""
+    """Whether every file has all its copies, for the current number of processes."""
 
     @property
     def save(self) -> tuple[int, str] | None:
@@ -57,22 +57,22 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A step's folder that this process sees among the local ones."""
+    """The folder of a local step that this process sees."""
 
     process: str
-    """The id of the folder that it lies in."""
+    """The id of its parent folder."""
 
     folder: Folder
     step: int
 
     content: bytes | None
-    """Its manifest."""
+    """The manifest of the step."""
 
     candidate: Candidate | None
 
 
 class Newest:
-    """Finds the step to restore. Every process makes one."""
+    """Finds the step to restore. Every process creates one."""
 
     def __init__(self, directory: Directory, local: Local | None, options: Options) -> None:
         self._directory = directory
@@ -115,8 +115,8 @@ class Newest:
             yield from (_seen(name, process.child(step), int(step)) for step in steps)
 
     def _offer(self, heard: Sequence[str], step: int | None) -> str:
-        """The storage's step; and saves that are to be preferred if they are whole, the newest first, each with the
-        process that passes on its manifest, if some lack it. Process 0."""
+        """The step in the storage; and the saves that are preferred if they are complete, newest first, each with the
+        process that sends its manifest to processes without it. Process 0."""
         found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
         steps = self._directory.steps()
         stored = max(steps, default=None) if step is None else step
@@ -134,7 +134,7 @@ class Newest:
     def _gathered(
         self, meeting: Meeting, candidate: Candidate, giver: int | None, seen: Sequence[_Seen], *, apart: bool
     ) -> Chosen | None:
-        """A save as the local folders of all processes hold it; None unless they hold it whole."""
+        """A save in the local folders of all processes; None unless it is complete."""
         process = meeting.group.index
         content = next((one.content for one in seen if one.candidate == candidate), None)
         if giver is not None:
@@ -191,7 +191,7 @@ class Newest:
         return Chosen(candidate.step, source, complete=whole)
 
     def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
-        """The files of a save that lie in a folder with the right length, and could be read so far."""
+        """The files of a save that exist with the right length and have not failed to be read."""
         there = {
             numbers[key]: key
             for path, _, names in os.walk(os.path.join(folder.folder, data))
@@ -211,7 +211,7 @@ class Newest:
     # Of this process alone -------------------------------------------------------------------------------
 
     def avoid(self, source: Pooled, error: DamagedError) -> None:
-        """Files that this process has read of a local step are damaged: other processes may hold them too."""
+        """Note damaged files of a local step, so that copies in other processes are used."""
         _log.warning("local files of %s are damaged, and are not used: %s", source.url, error)
         self._unusable.update(source.damaged)
 
@@ -222,12 +222,12 @@ class Newest:
         return chosen.step
 
     def taken(self, chosen: Chosen) -> None:
-        """A step was restored: of what else an earlier Checkpointer has left, nothing is needed."""
+        """Note that a step was restored. All other steps of an earlier Checkpointer are no longer needed."""
         if self._local is not None:
             self._local.found(chosen.save, complete=chosen.complete)
 
     def metrics(self, step: int) -> dict[str, float | None]:
-        """The metrics of a local step that was agreed on, or that this Checkpointer has saved last. Raises
+        """The metrics of the agreed local step, or of the last step that this Checkpointer saved. Raises
         NotACheckpointError."""
         if step not in self._known and self._local is not None:
             ours = (one for one in self._look() if one.candidate and one.candidate[:2] == self._local.newest)
@@ -257,8 +257,8 @@ def _seen(process: str, folder: Folder, step: int) -> _Seen:
 
 
 def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
-    """Publish the manifest of a save, which is whole, in a folder that has data of it: with one manifest lost, the save
-    would be lost."""
+    """Publish the manifest of a complete save in a folder with data of it, so that the save does not depend on a single
+    manifest."""
     name = f"{data}/{MANIFEST}.{uuid.uuid4().hex}"
     try:
         folder.put(name, content, sync=sync)
@@ -269,7 +269,7 @@ def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
 
 
 def _bits(numbers: Sequence[int], count: int) -> Held:
-    """A bit for each of so many files, set for some."""
+    """One bit per file, set for some of them."""
     there = np.zeros(count, bool)
     there[numbers] = True
     return np.packbits(there)

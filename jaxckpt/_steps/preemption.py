@@ -18,12 +18,12 @@ _log = logging.getLogger("jaxckpt")
 class Notice:
     """Whether the job has been preempted.
 
-    One process listens for SIGTERM. Among several, JAX's preemption service passes on what any of them receives, and
-    makes all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
+    A single process listens for SIGTERM. In a job of several processes, JAX's preemption service forwards the signal of
+    any process, and makes all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
     """
 
     def __init__(self, processes: int, seconds: float) -> None:
-        """`seconds` are how long the last save may take."""
+        """The last save may take `seconds`."""
         self._processes = processes
         self._listener = 0
         self._seconds = seconds
@@ -54,7 +54,7 @@ class Notice:
             self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
         closed, previous = self._closed, self._before()
         self._told, self._heard = True, time.monotonic()
-        self.close()  # a second signal does what it did before
+        self.close()  # a second signal has its previous effect
         if callable(previous):
             previous(number, frame)
         elif closed and previous == signal.SIG_DFL:  # another handler passed the signal on to this closed one
@@ -62,14 +62,14 @@ class Notice:
             signal.raise_signal(number)
 
     def _before(self) -> Any:
-        """What handled the signal before, passing over closed handlers of this class; None is none of Python's."""
+        """The previous signal handler, skipping closed handlers of this class; None if it is not Python's."""
         previous = self._previous
         while isinstance(owner := getattr(previous, "__self__", None), Notice) and owner._closed:
             previous = owner._previous
         return signal.SIG_DFL if previous is None else previous
 
     def reached(self, step: int) -> bool:
-        """Whether this is the step to stop at. The first call begins to listen."""
+        """Whether to stop at this step. The first call starts to listen."""
         if not self._listening:
             self._listen()
         if self._processes > 1 and not self._told and _sync_point(step):
@@ -78,11 +78,11 @@ class Notice:
 
     @property
     def deadline(self) -> float:
-        """Until when the last save may take, on the monotonic clock."""
+        """The deadline of the last save, on the monotonic clock."""
         return self._heard + self._seconds
 
     def seconds_left(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def close(self) -> None:
@@ -95,6 +95,6 @@ class Notice:
 def _sync_point(step: int) -> bool:
     """Whether JAX makes all processes stop at this step; never if its preemption service is off."""
     try:
-        return multihost_utils.reached_preemption_sync_point(step & 0x7FFFFFFF)  # it takes 31 bits
+        return multihost_utils.reached_preemption_sync_point(step & 0x7FFFFFFF)  # JAX accepts 31 bits
     except RuntimeError:
         return False

@@ -1,4 +1,4 @@
-"""What each process alone knows, given back to as many processes as there are now."""
+"""Restores the state of each process, also for a different number of processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Resplit = Callable[[list[Any], int], Sequence[Any]]
 
 
 def own_state(source: Store | Pooled, name: str, resplit: Resplit | None, options: Options, meeting: Meeting) -> Any:
-    """What a process, or the one in its place, gave as `process_state[name]`. Every process.
+    """The value of `process_state[name]` for this process. Every process.
 
     Raises InputError, DataError; DamagedError if a local folder is damaged.
     """
     process, processes = meeting.group.index, meeting.group.count
     manifest = source.manifest if isinstance(source, Pooled) else load_manifest(source)[0]
-    # Of thousands of files each process reads only its own, unless all must be split again.
+    # Each process reads only its own file out of thousands, unless all states must be divided again.
     same = len(manifest.process_states) == processes
     numbers = [process] if same else range(len(manifest.process_states))
     if isinstance(source, Pooled):

@@ -1,4 +1,4 @@
-"""Policy: which steps are kept and why, and which subtrees of them. Decided from what is known of the steps, no I/O."""
+"""The retention policy: which steps and subtrees are kept, and why. Pure functions of the steps' properties, no I/O."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Predicate = Callable[[int, Mapping[str, float | None]], bool]
 """A function of a step's number and metrics."""
 
 BestRule = tuple[str, Mode] | tuple[str, Mode, int]
-"""What `keep_best` takes: a metric, which of its values are best, and how many steps."""
+"""The argument `keep_best`: a metric, which of its values are best, and the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A published step, as its manifest describes it."""
+    """The properties of a published step, from its manifest."""
 
     number: int
     created: datetime.datetime
@@ -35,7 +35,7 @@ class SavedStep:
 
 
 def _moment(created: str) -> datetime.datetime:
-    """When a step was saved. Another writer may not say so: then the step counts as new, whatever the time is."""
+    """The time at which a step was saved. If its manifest has no valid time, the step always counts as new."""
     try:
         found = datetime.datetime.fromisoformat(created)
     except ValueError:
@@ -45,16 +45,16 @@ def _moment(created: str) -> datetime.datetime:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the rules say of a published step."""
+    """The decision of the rules about a published step."""
 
     step: SavedStep
     kept: bool
 
     why: str
-    """The rules that keep it ("keep_last=3"), or that do not ("not kept by keep_last=3")."""
+    """The rules that keep it ("keep_last=3"), or the rules that do not ("not kept by keep_last=3")."""
 
     drops: tuple[str, ...] = ()
-    """Subtrees of a kept step that it still has and should not have."""
+    """Subtrees of a kept step that must be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Best:
 
     @classmethod
     def of(cls, rule: object) -> Self:
-        """A rule as the caller gives it. Raises InputError."""
+        """A rule from the caller's argument. Raises InputError."""
         match rule:
             case (str(metric), ("min" | "max") as mode, *rest) if len(rest) < 2:
                 return cls(metric, mode, whole_number(rest[0], "the third of keep_best", least=1) if rest else 1)
@@ -77,7 +77,7 @@ class Best:
                 )
 
     def steps(self, steps: Iterable[SavedStep]) -> list[int]:
-        """The steps that it keeps, the best first."""
+        """The steps that it keeps, best first."""
         return best_of(((step.number, step.record.metrics) for step in steps), self.metric, self.mode, self.count)
 
     def measured(self, steps: Iterable[SavedStep]) -> bool:
@@ -101,7 +101,7 @@ class Rules:
 
     @classmethod
     def of(cls, last: object, every: object, best: object, younger: object, wanted: object, components: object) -> Self:
-        """The rules that a caller asks for. Raises InputError."""
+        """The policy from the caller's arguments. Raises InputError."""
         if last is not None:
             last = whole_number(last, "keep_last", least=1)
         if every is not None:
@@ -121,7 +121,7 @@ class Rules:
         return cls(last, every, bests, younger, predicate(wanted, "keep_if"), counts)
 
     def judge(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Verdict]:
-        """What becomes of each published step; they are given oldest first."""
+        """The decision about each published step. Steps are in order, oldest first."""
         rules = self._kept(steps, now)
         by = {step.number: [rule for rule, kept in rules.items() if step.number in kept] for step in steps}
         if steps and not by[steps[-1].number]:
@@ -134,7 +134,7 @@ class Rules:
         ]
 
     def _kept(self, steps: Sequence[SavedStep], now: datetime.datetime) -> dict[str, set[int]]:
-        """The steps that each rule keeps, by the rule as the caller gave it."""
+        """The steps that each rule keeps, by the text of the rule."""
         everything = {step.number for step in steps}
         for best in self.bests:
             if not best.measured(steps):
@@ -153,7 +153,7 @@ class Rules:
         return found or {"no rule": everything}
 
     def _dropped(self, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
-        """For each of the kept steps, oldest first, the subtrees that it still has and should not have."""
+        """For each kept step, oldest first, the subtrees that must be dropped."""
         found: dict[int, tuple[str, ...]] = {}
         for path, count in self.components.items():
             for step in steps[:-count]:
@@ -163,12 +163,12 @@ class Rules:
 
 
 def predicate(given: object, name: str) -> Predicate | None:
-    """A predicate as the caller gives it. Raises InputError."""
+    """A predicate from the caller's argument. Raises InputError."""
     if given is not None and not callable(given):
         raise InputError(f"{name} must be a function of (step, metrics), found {given!r}")
     return cast("Predicate | None", given)
 
 
 def holds(predicate: Predicate, name: str, record: StepRecord) -> bool:
-    """What a predicate says of a step. Raises InputError if that is neither True nor False."""
+    """The result of a predicate for a step. Raises InputError unless it is True or False."""
     return flag(predicate(record.number, dict(record.metrics)), f"what {name} returns for step {record.number}")

@@ -1,4 +1,4 @@
-"""Saving the steps of a run: those that are due, in local folders first if any are given, and a last one in time."""
+"""Saves the steps of a run: steps that are due, first in local folders if configured, and the last step in time."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Saver:
         *,
         force: bool,
     ) -> bool:
-        """Save a step if it is due; `request` has what the caller gave. Returns whether it is being saved."""
+        """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
         last_one = self.on_preemption != "ignore" and not self.preempted and self.notice.reached(step)
         stored = force or last_one or self.due.reached(step, metrics, calling)
         if not (stored or (self.local is not None and self.local.due(step))):
-            # A step that is due makes the same calls in every process, whichever has heard of a failure by now.
+            # For a step that is due, all processes make the same calls, even if only some know of a failure yet.
             if self.fail_fast and self.last.pending is not None and self.last.pending.done:
                 self.last.wait()
             return False
@@ -105,10 +105,10 @@ class Saver:
         last_one: bool,
         awaited: bool,
     ) -> bool:
-        """Begin to save a step. Returns whether it is being saved."""
+        """Start to save a step. Returns whether it is being saved."""
         flush = None
         if stored and self.local is not None:
-            # A call of its own, which every process counts before anything can fail.
+            # A separate call, which every process counts before anything can fail.
             store = self.directory.child(step)
             group = Group.current(self.options, Call.of("flush", store.url))
             rate = None if last_one else self.local.rate or self.options.max_bytes_per_second
@@ -134,7 +134,7 @@ class Saver:
         return True
 
     def _completed(self, record: StepRecord, request: SaveRequest, *, stored: bool, last_one: bool) -> SaveRequest:
-        """The request of a step, with what the caller did not give."""
+        """The complete request of a step: the caller's arguments and those of the Checkpointer."""
         request = replace(
             request,
             step=record,
@@ -149,7 +149,7 @@ class Saver:
         return replace(request, check=check, then=functools.partial(self.deletion.begin, record))
 
     def _admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
-        """Raise unless a step may be saved, and keep it from being deleted until it is. Process 0."""
+        """Raise unless a step may be saved, and protect it from deletion until it is saved. Process 0."""
         if not last_one:
             self.deletion.raise_failure()
         self.deletion.spare(record.number)
@@ -158,7 +158,7 @@ class Saver:
     # The last one ----------------------------------------------------------------------------------------
 
     def _hurry(self, step: int) -> bool:
-        """Wait for the saves before the last one, now that time is short. Returns whether they have saved this step."""
+        """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step."""
         if self.local is not None and self.local.flush is not None and self.local.flush.step != step:
             self.local.flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was preempted")
         for last in (self.last, self.flushed):

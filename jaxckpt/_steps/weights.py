@@ -1,8 +1,8 @@
 """Weights for followers: published in bfloat16 as exact differences, which readers apply to get the same bits.
 
-A publication is an ordinary step of a run's directory: an anchor holds the weights, a link the XOR with the publication
-before it, compressed by zstd, with the low bytes of all words apart from the high ones. An Adam step at a small
-learning rate changes few bfloat16 words. Links are published, checked, leased and deleted as any step.
+A publication is an ordinary step of a run's directory. An anchor holds the weights. A link holds the XOR with the
+previous publication, compressed by zstd, with the low bytes of all words separate from the high bytes. An Adam step at
+a small learning rate changes few bfloat16 words. Links are published, checked, leased and deleted like any step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ANCHOR = "anchor"
 """The metric that names the anchor of a publication's chain."""
 
 _CHAIN = "chain"
-"""The metric that identifies the chain, a random number: a directory may be emptied and used again, with equal numbers.
-As a metric it is process 0's, and the processes need not agree on it first."""
+"""The metric that identifies the chain: a random number, because a directory may be emptied and reused with equal step
+numbers. Metrics are taken from process 0, so the processes need not agree on it first."""
 
 
 class Publisher:
@@ -71,11 +71,11 @@ class Publisher:
         try:
             self._anchor = -1.0 if newest is None else self._anchor_of(newest)
         except BaseException:
-            self._steps.close()  # it is another run's directory, and left as it was found
+            self._steps.close()  # the directory belongs to another run and stays unchanged
             raise
         self._chain = 0.0
         self._before: Tree = None
-        """What was published last; None before the first time and after a failure."""
+        """The last published weights; None before the first publication and after a failure."""
 
     def _anchor_of(self, number: int) -> float:
         anchor = self._steps.metrics(number).get(_ANCHOR)
@@ -107,7 +107,7 @@ class Publisher:
         number = self._next
         linked = before is not None and number - self._anchor < self._anchor_every and _alike(now, before)
         anchor, chain = (self._anchor, self._chain) if linked else (float(number), random.SystemRandom().random())
-        self._next += 1  # also if this fails: it may have been published all the same
+        self._next += 1  # even if this fails, because the step may have been published
         saved = self._steps.save(
             number,
             _difference(now, before) if linked else now,
@@ -123,7 +123,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Wait for the last publication, and record the end for followers. Raises what the publication raised."""
+        """Wait for the last publication, and record the end for followers. Raises the error of the publication."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -178,12 +178,12 @@ def subscribe(
                 _require_bfloat16(weights)
             elif (note["previous"], chain) == have:
                 weights = _applied(weights, publication.restore(jax.tree.map(_link_of, weights)))
-            else:  # publications were deleted before this loop came to them
+            else:  # publications were deleted before this loop reached them
                 break
             have = publication.number, chain
             if (
                 publication.number >= goal
-            ):  # what was the newest when it was looked for: a fast publisher would always be ahead
+            ):  # the newest at the time of the check, because a fast publisher would always be ahead
                 yield note["step"], weights
                 goal = latest_step(directory, options=options) or 0
         else:
@@ -193,7 +193,7 @@ def subscribe(
 def _newest_chain(
     directory: str | os.PathLike[str], newest: int | None, options: Options | None
 ) -> tuple[int, float | None] | None:
-    """The anchor of the newest publication, and its chain; None if there is none yet."""
+    """The anchor of the newest publication, and its chain; None before the first publication."""
     if newest is None:
         return None
     newest_path = f"{os.fspath(directory)}/{step_name(newest)}"
@@ -208,12 +208,12 @@ def _newest_chain(
 
 @jax.jit
 def _as_bfloat16(weights: Tree) -> Tree:
-    # Copied, for bfloat16 leaves would be the caller's own arrays otherwise, which it may donate.
+    # Copied, because bfloat16 leaves would otherwise be the caller's arrays, which it may donate.
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.bfloat16, copy=True), weights)
 
 
 def _planes(leaf: jax.Array) -> jax.Array:
-    """The low bytes of all words, then the high ones."""
+    """The low bytes of all words, followed by the high bytes."""
     return jnp.moveaxis(jax.lax.bitcast_convert_type(leaf, jnp.uint8), -1, 0)
 
 
@@ -231,12 +231,12 @@ def _xor(weights: Tree, link: Tree) -> Tree:
 
 
 def _applied(weights: Tree, link: Tree) -> Tree:
-    """The weights after a link, laid out as before."""
+    """The weights after a link, in the same layout."""
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), _xor(weights, link), weights)
 
 
 def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    """What a link holds for a leaf, laid out as the leaf is."""
+    """The link data of a leaf, in the leaf's layout."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, P(None, *sharding.spec), memory_kind=sharding.memory_kind)
@@ -254,7 +254,7 @@ def _alike(now: Tree, before: Tree) -> bool:
 def _require_floats(weights: Tree) -> None:
     dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(weights)}
     if all(dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        return  # before 20,000 paths are made for nothing
+        return  # avoids building up to 20,000 paths
     for leaf in flatten(weights)[0]:
         dtype = getattr(leaf.value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

@@ -1,12 +1,12 @@
 """A checkpoint on an object store: claimed and published by conditional writes.
 
-There a key is written whole or not at all, and a write can be made to depend on what the key holds. Nothing else can
-be relied on: no locks, no renames, no folders. So
+An object store writes a key completely or not at all, and supports writes that are conditional on the content of the
+key. It has no locks, no renames and no folders. Therefore:
 
-- a save is published by a conditional write of the manifest,
-- whether a save may publish is settled at one key, the note of its writer: the writer turns it from "writing" to
-  "publishing", publishes, and turns it to "published"; who deletes its data turns it to "swept" before that; each only
-  in the place of what it has read, so one of them fails.
+- A conditional write of the manifest publishes a save.
+- One key, the note of the writer, decides whether a save may publish. The writer changes it from "writing" to
+  "publishing", publishes, and changes it to "published". A process that deletes the data first changes it to "swept".
+  Each change is conditional on the content that was read, so one of two rivals fails.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from jaxckpt._storage.tensors import ROOT_CONTEXT
 from jaxckpt._storage.workers import Then
 
 MARKS = "_steps/"
-"""Keys below it name the folders of a directory that hold checkpoints: listing all keys would cost a request for each
-thousand objects. A mark is made before the checkpoint is published, so it alone says nothing."""
+"""Keys below this prefix (marks) name the folders of a directory that hold checkpoints. Listing all keys instead would
+cost one request per thousand objects. A mark is written before its checkpoint is published, so it proves nothing."""
 
 _PROBE = "probe"
 _RACERS = 4
@@ -54,7 +54,7 @@ _MOST_RETRIES = 100_000
 
 @functools.cache
 def _context(retry_seconds: float) -> ts.Context:
-    # Delays double up to the longest: as many tries as fill the time.
+    # Delays double up to the longest delay. The number of tries follows from the time.
     delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
     while waited < retry_seconds and retries < _MOST_RETRIES:
         waited += delay
@@ -65,7 +65,7 @@ def _context(retry_seconds: float) -> ts.Context:
         "initial_delay": f"{_FIRST_DELAY_SECONDS}s",
         "max_delay": f"{_LONGEST_DELAY_SECONDS}s",
     }
-    # Otherwise tensorstore never gives up on a server that accepts a connection and says nothing. Read once.
+    # Otherwise tensorstore waits forever for a server that accepts a connection and never answers. Read once.
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -77,7 +77,7 @@ def _context(retry_seconds: float) -> ts.Context:
 
 @functools.cache
 def _opened(spec: str, retry_seconds: float) -> ts.KvStore:
-    # Kept, one for all paths of a bucket: each opening looks the credentials up again.
+    # Cached for all paths of a bucket, because each opening looks up the credentials again.
     with storage_errors("cannot open the object store"):
         return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
 
@@ -92,12 +92,12 @@ class Bucket:
     """tensorstore's spec of the whole store, without a path, as JSON."""
 
     path: str
-    """What all keys of this one begin with."""
+    """Prefix of all keys of this checkpoint."""
 
     retry_seconds: float
 
     fetch_bytes: int
-    """Bytes of an object that is fetched whole, at most."""
+    """Largest object, in bytes, that is fetched whole."""
 
     @classmethod
     def at(cls, url: str, options: Options) -> Self:
@@ -114,12 +114,12 @@ class Bucket:
         return self._get(key)[0]
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
-        """All of them at once."""
+        """Requests all files concurrently."""
         begun = [(key, self._keys.read(key)) for key in keys]
         return [self._landed(key, pending)[0] for key, pending in begun]
 
     def _get(self, key: str) -> tuple[bytes | None, bytes]:
-        """(what a key holds, the generation that a conditional write wants)."""
+        """(content of a key, its generation for a conditional write)."""
         return self._landed(key, self._keys.read(key))
 
     def _landed(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
@@ -133,13 +133,13 @@ class Bucket:
         self._begin_put(key, content).result()
 
     def _begin_put(self, key: str, content: bytes, digest: str = "") -> Then:
-        """Write a key, whatever it holds. The result is the content's length and digest."""
+        """Write a key unconditionally. The result is the content's length and digest."""
         return Then(self._keys.write(key, content), functools.partial(self._written, key, (len(content), digest)))
 
     def _written(self, key: str, written: tuple[int, str], pending: Pending) -> tuple[int, str]:
         with self._refused("write", key):
             stamp = pending.result()
-        if not stamp.generation:  # as for a condition that failed, though none was set
+        if not stamp.generation:  # the result for a failed condition, although none was set
             raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
         return written
 
@@ -174,7 +174,7 @@ class Bucket:
     # Objects as bytes -------------------------------------------------------------------------------------
 
     def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
-        """One request for each, of its last byte."""
+        """One request per object, for its last byte."""
         reads = {
             key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in lengths.items()
         }
@@ -220,20 +220,20 @@ class Bucket:
         return Writer(self, data)
 
     def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
-        """Write a key if it still holds what was read with `generation`. Content must be the writer's own."""
+        """Write a key if its content is still what was read with `generation`. No other writer may write `content`."""
         try:
             with self._refused("write", key):
                 stamp = self._keys.write(key, content, if_equal=generation).result()
         except StorageError:
             with contextlib.suppress(StorageError, DataError):
-                if self.read(key) == content:  # the server did what it reported as an error
+                if self.read(key) == content:  # the server reported an error but did the write
                     return True
             raise
-        # An empty generation means that the condition failed, unless a first try wrote it and its answer was lost.
+        # An empty generation means that the condition failed, or that a first try succeeded and its answer was lost.
         return bool(stamp.generation) or self.read(key) == content
 
     def _turn(self, data: str, before: Collection[str], after: str) -> bool:
-        """Turn the note of a writer from one state to another, unless another writer was faster."""
+        """Change the note of a writer from one state to another, unless another process was faster."""
         key = f"{data}/{WRITER}"
         content, generation = self._get(key)
         note = _note(content)
@@ -250,7 +250,7 @@ class Bucket:
         found, generation = self._get(MANIFEST)
         if found != previous:
             raise overtaken(self.url)
-        # What is published already, and now without some leaves, has no writer any more.
+        # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
         by_writer = not names_data(previous, data)
         if by_writer and not self._turn(data, ["writing"], "publishing"):
             raise overtaken(self.url)
@@ -260,10 +260,10 @@ class Bucket:
             self._require_unswept(data, manifest, previous)
 
     def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
-        """Take back what was just published if its data was swept meanwhile.
+        """Withdraw the manifest that was just published if its data was swept in the meantime.
 
-        It was if another save took this one's place, and was itself deleted since: so only if this one found nothing
-        there to replace. A note that cannot be read says nothing, and what is published stays.
+        That happens if another save replaced this one and was then deleted, so only if this save found no checkpoint
+        to replace. If the note cannot be read, the manifest stays.
         """
         with contextlib.suppress(StorageError):
             if self._turn(data, ["publishing"], "published"):
@@ -281,16 +281,16 @@ class Bucket:
         self.remove(MANIFEST)
 
     def give_up(self, data: str) -> None:
-        """What was about to be published may yet appear, if only its answer was lost: left for a later sweep."""
+        """A manifest whose write got no answer may still appear, so its data is left for a later sweep."""
         if self._turn(data, ["writing"], "swept"):
             self.delete(data)
 
     def sweep(self, current: str | None) -> bool:
-        """A save that meant to replace another manifest than the present one can never publish."""
+        """A save that started from a manifest other than the current one can never publish."""
         return self._sweep(current, all_writers=False)
 
     def clear(self, *, evict: bool = True) -> None:
-        """A live writer learns from its note that its data is gone. Nothing shows whether it lives."""
+        """A live writer learns from its note that its data is gone. Nothing shows whether a writer is alive."""
         if evict:
             self._sweep(None, all_writers=True)
 
@@ -300,13 +300,13 @@ class Bucket:
             if name == current:
                 continue
             content = self.read(f"{name}/{WRITER}")
-            # Asked last: it may have been published since we listed it.
+            # Checked last, because it may have been published since the listing.
             manifest = self.read(MANIFEST)
             if may_name(manifest, name):
                 continue
             note = _note(content)
             if content is not None and not note:
-                left = True  # anybody may have written it
+                left = True  # its writer is unknown
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
             outdated = all_writers or note.get("replaces") != _identity(manifest)
@@ -330,17 +330,17 @@ class Bucket:
                 folder.delete(name)
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        pass  # what is put is durable
+        pass  # a completed write is durable
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         pass
 
     def _require_conditions(self, data: str) -> None:
-        """Raise StorageError if the server ignores the conditions of writes. Once for a process and bucket.
+        """Raise StorageError if the server ignores the conditions of writes. Runs once per process and bucket.
 
-        Several writes race to create a key, then to replace it, of which at most one may win each time: all win on a
-        server that ignores conditions, in whatever order they arrive and however often each is tried. That they race
-        may also show a server that compares and writes in two steps.
+        Several writes race to create a key, and then to replace it. Each time at most one may succeed. On a server that
+        ignores conditions all succeed, in any order and with any number of retries. The race may also expose a server
+        that compares and writes in two separate steps.
         """
         if self.spec in _proven:
             return
@@ -360,10 +360,10 @@ class Bucket:
         _proven.add(self.spec)
 
     def _race(self, key: str) -> int:
-        """Write a key several times at once, each in the place of what it holds now; how many succeeded."""
+        """Write a key several times concurrently, on condition of its current content. Returns how many succeeded."""
         generation = self._get(key)[1]
         with self._refused("write", key):
-            # Each its own: on S3 the generation is a digest of the content.
+            # Each write has different content, because on S3 the generation is a digest of the content.
             racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
             return sum(bool(racer.result().generation) for racer in racers)
 
@@ -373,11 +373,11 @@ class Bucket:
         return self
 
     def is_file(self) -> bool:
-        return False  # a key of that name takes no room from the keys below
+        return False  # a key of that name does not exclude keys below it
 
     def names(self) -> list[str]:
-        """Costs a request for each thousand keys below."""
-        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # which S3's console makes of a folder
+        """Costs one request per thousand keys below."""
+        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # S3's console creates such keys
 
     def _list(self, prefix: str) -> list[str]:
         """The keys below a prefix, without it."""
@@ -385,12 +385,12 @@ class Bucket:
         with self._refused("list", prefix):
             found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
         if not found and self._is_google:
-            # There, tensorstore takes a listing that is forbidden for an empty one. Reading a key says what it is.
+            # There, tensorstore reports a forbidden listing as an empty one. Reading a key shows the difference.
             self.read(prefix or MANIFEST)
         return [key.decode(errors="replace") for key in found]
 
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
-        """One request, and one for each mark that is wanted."""
+        """One request, and one more for each requested mark."""
         names = sorted(filter(wanted, self._list(MARKS)))
         heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
         with self._refused("read", MANIFEST):
@@ -436,11 +436,11 @@ class Bucket:
         return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
 
 
-_proven: set[str] = set()  # stores that were seen to honour conditions, by driver, endpoint and bucket
+_proven: set[str] = set()  # stores that are known to honour conditions, by driver, endpoint and bucket
 
 
 def _note(content: bytes | None) -> dict[str, Any]:
-    """A writer's note, which may be anything."""
+    """A writer's note as a dict; empty if it is malformed."""
     try:
         found = json.loads(content or b"{}")
     except ValueError:
@@ -453,12 +453,12 @@ def _identity(manifest: bytes | None) -> str | None:
 
 
 def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
-    """tensorstore's spec of a URL: with the endpoint and the region that the environment names, which it does not look
-    for, and with what `Options.storage` says. Raises InputError.
+    """tensorstore's spec of a URL, with the endpoint and region from the environment, which tensorstore does not read,
+    and the members of `Options.storage`. Raises InputError.
 
     The variables are those of the AWS command line: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION,
-    AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY; without these two, credentials come from wherever
-    tensorstore finds them (profile, instance).
+    AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY. Without the last two, tensorstore looks for
+    credentials itself (profile, instance).
     """
     scheme, _, rest = url.partition("://")
     if "@" in rest.partition("/")[0]:
@@ -481,12 +481,12 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         region = environment("AWS_REGION") or environment("AWS_DEFAULT_REGION")
         if endpoint:
             spec["endpoint"] = endpoint.rstrip("/")
-        if region or endpoint:  # without one, the server is asked first
+        if region or endpoint:  # without either, tensorstore asks the server for the region first
             spec["aws_region"] = region or "us-east-1"
         if environment("AWS_ACCESS_KEY_ID"):
             spec["aws_credentials"] = {"type": "environment"}
-        # Otherwise tensorstore asks by HEAD, unless the server is Amazon's, and then a server that ignores conditions
-        # looks as if it honoured them.
+        # Otherwise, on servers other than Amazon's, tensorstore checks the condition with HEAD, and then a server that
+        # ignores conditions appears to honour them.
         spec["use_conditional_write"] = True
     for name in ("driver", "bucket", "path"):
         if name in storage:

@@ -1,4 +1,4 @@
-"""Claim and publish: what makes data a checkpoint, and what deletes data that is none. Process 0 calls it."""
+"""Claim, publish and sweep: how data becomes a checkpoint, and how abandoned data is deleted. For process 0."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ if TYPE_CHECKING:
 
 
 class Claims(Protocol):
-    """Of a path: at every moment it has the old checkpoint, the new one, or none."""
+    """Changes the checkpoint of a path. At every moment the path has the old checkpoint, the new one, or none."""
 
     def begin(self, save_id: str, previous: bytes | None) -> Writer:
-        """Make `data-<save id>` with a note of who writes it, to replace the manifest `previous`."""
+        """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`."""
         ...
 
     def create_array(self, data: str, stack: Stack) -> None:
         """Write the `zarr.json` of a stack."""
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        """Make durable the folders above objects that this process wrote. Every process."""
+        """Make the folders above the objects of this process durable. Every process calls this."""
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
-        """Make durable each zarr.json, the data folder, and every folder above it."""
+        """Make each zarr.json, the data folder, and every folder above it durable."""
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        """Replace the manifest `previous` atomically by `manifest`, which is of the data folder `data`."""
+        """Atomically replace the manifest `previous` by `manifest`, which describes the data folder `data`."""
 
     def unpublish(self, *, sync: bool) -> None:
-        """Delete the manifest: from here on there is no checkpoint."""
+        """Delete the manifest. After that, the path has no checkpoint."""
 
     def give_up(self, data: str) -> None:
-        """Delete the data of a save that has failed, unless it may yet be published."""
+        """Delete the data of a failed save, unless that save may still be published."""
 
     def sweep(self, current: str | None) -> bool:
         """Delete `data-*` folders of saves that can no longer publish; `current` is the one in use.
 
-        Returns whether some are left that perhaps can.
+        Returns whether it left folders of saves that may still publish.
         """
         ...
 
     def clear(self, *, evict: bool = True) -> None:
-        """Delete what is left if there is no checkpoint. With `evict` a save under way, if its data cannot be told from
-        a dead one's, loses its data and learns of that; otherwise such data stays."""
+        """Delete remains if the path has no checkpoint. Some stores cannot distinguish a running save from a dead one:
+        there, `evict` deletes the data of both, and the running save fails with an error; without it both stay."""
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Delete the folders of stacks that a published manifest no longer names."""

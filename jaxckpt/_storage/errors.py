@@ -1,4 +1,4 @@
-"""Errors of the file system and of tensorstore as jaxckpt's own."""
+"""Translates errors of the file system and of tensorstore into jaxckpt's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxckpt._runtime.errors import DataError, InputError, JaxckptError, Storage
 
 @contextlib.contextmanager
 def system_errors(what: str) -> Generator[None]:
-    """Raise the file system's errors inside the block as a StorageError that begins with `what`."""
+    """Raise file system errors of the block as a StorageError whose message begins with `what`."""
     try:
         yield
     except OSError as error:
@@ -23,7 +23,7 @@ def system_errors(what: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
-    """Raise tensorstore's errors inside the block as our own, beginning with `what`; put `what` before our own."""
+    """Raise tensorstore's errors of the block as jaxckpt errors. Every message begins with `what`."""
     try:
         yield
     except (ValueError, NotImplementedError, DataError, StorageError) as error:
@@ -33,7 +33,7 @@ def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> G
 
 
 def _translated(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
-    """tensorstore's error as one of ours: by the system's error code if it has one, else by its message's prefix."""
+    """A tensorstore error as a jaxckpt error, by the system's error code if present, otherwise by its message."""
     if isinstance(error, DataError):
         return DataError(f"{what}: {error}; jaxckpt.verify lists all that is damaged")
     if isinstance(error, StorageError):
@@ -58,8 +58,8 @@ _CODES = {
 
 
 def readable(text: str) -> str:
-    """An error of tensorstore for people: without the server's answer, which may quote keys and signatures, without
-    query strings, and without the lines of tensorstore's source."""
+    """A readable tensorstore error: without the server's answer, which may quote keys and signatures, without query
+    strings, and without lines of tensorstore's source."""
     text = re.sub(r"(Failed to parse response metadata): .*", r"\1", text, flags=re.DOTALL)
     code = re.search(r"\[http_response_code='(\d+)'\]", text)
     text = re.sub(r"\s*\[[a-z_-]+='.*", "", text, flags=re.DOTALL)

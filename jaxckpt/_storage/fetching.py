@@ -1,4 +1,4 @@
-"""Arrays on an object store: an object passes through memory, put or fetched in one request and checked as a whole."""
+"""Arrays on an object store: each object is encoded in memory, transferred in one request, and checked as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, op
 
 
 def _own_memory(context: ts.Context) -> ts.Context:
-    """Memory that nothing else uses, and that is freed with the context."""
+    """A separate memory store, which is freed with its context."""
     return ts.Context({"memory_key_value_store#own": {}}, parent=context)
 
 
@@ -34,12 +34,12 @@ def _in_memory(path: str = "") -> dict[str, Any]:
 
 
 class EncodingWriter:
-    """Writes objects that are encoded in memory, at once; what is left to wait for is one request."""
+    """Encodes objects in memory immediately, then writes each with one request."""
 
     def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending]) -> None:
         self._url = url
         self._stack = stack
-        self._begin_put = begin_put  # of a key below the data folder, its content and its digest
+        self._begin_put = begin_put  # called with a key below the data folder, its content and its digest
         self._memory = open_array(_in_memory(), stack, _own_memory(ROOT_CONTEXT))
 
     def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
@@ -70,10 +70,10 @@ class _Object:
     digest: str
 
     wanted: int = 0
-    """Elements that the planned reads want."""
+    """Number of elements that the planned reads need."""
 
     reads: int = 0
-    """Reads that are still to take something of it."""
+    """Number of reads that still need this object."""
 
     coming: Pending | None = None
     is_here: bool = False
@@ -82,7 +82,7 @@ class _Object:
 def wanted_whole(
     stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], most_bytes: int
 ) -> dict[tuple[int, ...], _Object]:
-    """The objects of at most so many bytes that the planned reads want whole, by place in the grid."""
+    """The objects, by grid index, of at most this many bytes that the planned reads need whole."""
     found: dict[tuple[int, ...], _Object] = {}
     for boxes in plan:
         touched = set[tuple[int, ...]]()
@@ -99,8 +99,8 @@ def wanted_whole(
 
 
 class FetchingReader(ArrayReader):
-    """Reads a stack. The objects that are wanted whole are fetched in one request each and decoded in memory; of others
-    the chunks that are wanted are requested."""
+    """Reads a stack. Objects that are needed whole are fetched in one request each and decoded in memory. From other
+    objects, only the needed chunks are requested."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class FetchingReader(ArrayReader):
         stack: Stack,
         objects: Mapping[tuple[int, ...], _Object],
     ) -> None:
-        self._url = url  # these three are of the stack's folder
+        self._url = url  # the next three describe the stack's folder
         self._keys = keys
         self._stack = stack
         self._objects = objects
@@ -142,7 +142,7 @@ class FetchingReader(ArrayReader):
     def _land(
         self, wanted: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
     ) -> list[Exception | None]:
-        """Wait for the objects of a read and decode its boxes; for each box its error."""
+        """Wait for the objects of a read and decode its boxes. Returns the error of each box, if any."""
         objects = {one.key: one for one in itertools.chain.from_iterable(touched)}
         problems = {key: self._problem(one) for key, one in objects.items()}
         errors: list[Exception | None] = [
@@ -162,7 +162,7 @@ class FetchingReader(ArrayReader):
         return errors
 
     def _problem(self, one: _Object) -> str | None:
-        """Wait for an object; what is wrong with it, or None if it is in memory now."""
+        """Wait for an object. Returns the error, or None if the object is now in memory."""
         if one.is_here:
             return None
         where = f"{self._url}{one.key}"

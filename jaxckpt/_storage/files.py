@@ -1,9 +1,9 @@
-"""Objects as plain files: encoded, checksummed, written and read by our own threads, without a copy if possible.
+"""Objects as plain files: encoded, checksummed, written and read by jaxckpt's own threads, without a copy if possible.
 
-tensorstore's zarr3 driver can do all of this, and does if chunks are compressed, on an object store, and with
-Options(io="tensorstore"). But a checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes 0.9 s
-of CPU to write 1 GiB and 0.7 s to read it; the file system alone takes 0.3 and 0.25, and this module 0.5 and 0.4
-(docs/performance.md). Each reads what the other wrote.
+tensorstore's zarr3 driver is used for compressed chunks, on object stores, and with Options(io="tensorstore"). For
+plain files it is slower, because a checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes
+0.9 s of CPU to write 1 GiB and 0.7 s to read it. The file system alone takes 0.3 and 0.25 s, and this module 0.5 and
+0.4 s (docs/performance.md). Each engine reads the other's files.
 
 write:  object ─▶ runs of chunks ─▶ where they lie, or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
 read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to where they are wanted, or aside ─▶ crc32c compared
@@ -37,10 +37,10 @@ from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.workers import All, submit
 
 BATCH_BYTES = 4 << 20
-"""Bytes that are written or read in one system call, about, where they need not be gathered or scattered: while one is
-under way other threads have their turn, and only between two must this one wait for its own."""
+"""Approximate bytes per system call, if they need not be gathered or scattered. Other threads run during a system call,
+and this thread has to wait for its turn only between two calls."""
 
-BUFFERS = 1024  # most of one system call: IOV_MAX of Linux and macOS
+BUFFERS = 1024  # largest number per system call: IOV_MAX of Linux and macOS
 
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class FileWriter:
     stack: Stack
 
     sync: bool
-    """Whether an object reaches the disk before it counts as written."""
+    """Whether an object must be on disk before it counts as written."""
 
     def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
         return submit(lambda: self._write(index, pieces))
@@ -102,13 +102,13 @@ class FileReader(ArrayReader):
     stack: Stack
 
     expected: Mapping[str, tuple[int, str]]
-    """Length and digest of each object, by its place in the grid."""
+    """Length and digest of each object, by grid index."""
 
     oddity: Callable[[str], str | None]
-    """What is wrong with a path, if it is no regular file in plain folders: a link could lead anywhere."""
+    """Returns a problem if a path is not a regular file in plain folders, because a link could lead anywhere."""
 
     indices: dict[tuple[int, ...], _Index] = field(default_factory=dict[tuple[int, ...], "_Index"])
-    """Of the objects that were opened."""
+    """The indexes of the objects that were opened."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -124,7 +124,7 @@ class FileReader(ArrayReader):
         return [All([work[index] for index in indices]) for indices in touched]
 
     def _read(self, index: tuple[int, ...], wanted: Sequence[_Wanted]) -> None:
-        """Read what is wanted of one object."""
+        """Read the needed boxes of one object."""
         path = _path(self.folder, index)
         with system_errors(f"cannot read {path}"):
             try:
@@ -159,7 +159,7 @@ class FileReader(ArrayReader):
         if isinstance(entries, str):
             raise DataError(f"{path} {entries}")
         made = _Index(path, entries, self.stack.chunk_stored_bytes, digest)
-        with self.lock:  # of two that read it at once, one is kept: what they note must come together
+        with self.lock:  # if two threads read it at the same time, one result is kept, so that both note checks in it
             return self.indices.setdefault(index, made)
 
 
@@ -178,8 +178,8 @@ class _Opened:
     found: _Index
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
-        """Fill arrays. What lies in memory as in the file is read in place, much of it at once; other chunks are read
-        aside, as many as stay in the core's cache, checked, and copied from there."""
+        """Fill arrays. Chunks with the same order in memory as in the file are read in place, many at a time. Other
+        chunks are read into a buffer that fits the core's cache, checked, and copied from there."""
         places, aside = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[_Wanted]]]()
         scattered: list[list[_Wanted]] = []
         for together in _sharing_chunks(wanted, self.stack.chunk):
@@ -198,8 +198,8 @@ class _Opened:
         self._read_aside(aside)
 
     def _runs_in_place(self, wanted: Sequence[_Wanted]) -> list[tuple[Chunks, Bytes | None]] | None:
-        """The chunks of boxes that share them, and where in memory they are read to if they are there in one piece;
-        None if none is."""
+        """The chunks of boxes that share chunks, and their destination if it is contiguous memory; None without
+        chunks."""
         if len(wanted) > 1:
             return None
         ((part, target),) = wanted
@@ -240,7 +240,7 @@ class _Opened:
                 first += len(chunks.numbers)
 
     def _check(self, numbers: Sequence[int], chunks: Sequence[Any], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
-        """Raise DataError unless chunks are as they were saved."""
+        """Raise DataError unless the chunks are unchanged since they were saved."""
         damaged = np.flatnonzero(np.array(_checksums(chunks), "<u4") != sums)
         if len(damaged):
             box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
@@ -251,7 +251,7 @@ class _Opened:
 
 
 class _Index:
-    """What lies where in an object, and the checksums of its chunks as far as they were read."""
+    """The index of an object: offsets of its chunks, and the checksums of those that were read."""
 
     def __init__(self, path: str, entries: zarr.Entries, size: int, digest: str) -> None:
         self._present = entries[:, 0] != zarr.ABSENT
@@ -259,7 +259,7 @@ class _Index:
             raise DataError(f"{path} has a chunk whose size is not {size} bytes")
         self._size = size
         self.starts = entries[:, 0].astype(np.int64)
-        """Where each chunk begins; anything if the object lacks it."""
+        """The offset of each chunk; arbitrary if the object lacks the chunk."""
 
         self._digest = digest
         self._sums = np.zeros(len(entries), "<u4")
@@ -267,7 +267,7 @@ class _Index:
         self._lock = threading.Lock()
 
     def runs(self, path: str, numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(offset, first, last) of those of some chunks that lie one after the other in the file."""
+        """(offset, first, last) of each run of chunks that follow each other in the file."""
         wanted = np.asarray(numbers)
         if not self._present[wanted].all():
             raise DataError(f"{path} lacks a chunk")
@@ -277,7 +277,7 @@ class _Index:
             yield int(starts[begun]), begun, end
 
     def note(self, path: str, chunks: Sequence[int], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
-        """Chunks were read. Once all are, the object's digest tells that they are those that were saved here."""
+        """Note chunks that were read. After the last one, the object's digest proves that they belong to this save."""
         numbers = np.asarray(chunks)
         with self._lock:
             self._sums[numbers] = sums
@@ -288,7 +288,7 @@ class _Index:
 
 
 def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator[list[_Wanted]]:
-    """Boxes next to each other that have chunks in common, together."""
+    """Groups neighbouring boxes that share chunks."""
     group: list[_Wanted] = []
     held: Sequence[tuple[int, int]] = ()
     for one in wanted:
@@ -305,7 +305,7 @@ def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator
 
 
 def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wanted]]:
-    """Boxes of chunks of their own as one group if together they are one box: it is read as it lies in the file."""
+    """Merges boxes that share no chunks into one group if they form one box, which is read in file order."""
     found = [touched(hull(box for box, _ in group), sides) for group in groups]
     if len(groups) > 1 and sum(map(volume, found)) == volume(hull(found)):
         return [[one for group in groups for one in group]]
@@ -313,7 +313,7 @@ def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wan
 
 
 def _together(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
-    """At most so many chunks at a time."""
+    """Chunks in batches of at most this many."""
     group: list[tuple[Chunks, T]] = []
     count = 0
     for one in wanted:
@@ -334,7 +334,7 @@ def _path(folder: str, index: tuple[int, ...]) -> str:
 
 
 def _created(path: str, folder: str) -> int:
-    """A new file, and the folders that it needs below `folder`."""
+    """Create a file, and the folders that it needs below `folder`."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     try:
         return os.open(path, flags, 0o666)
@@ -344,7 +344,7 @@ def _created(path: str, folder: str) -> int:
 
 
 def make_folders(path: str, folder: str) -> None:
-    """Create the folders of an object below its stack's `folder`, which must exist: its deletion ends the save."""
+    """Create the folders of an object below its stack's `folder`. If that was deleted, the save fails."""
     above = [os.path.dirname(path)]
     while len(above[-1]) > len(folder) + 2:
         above.append(os.path.dirname(above[-1]))
@@ -361,7 +361,7 @@ def _rows(data: Bytes, count: int) -> list[Any]:
 
 
 def _interleaved(chunks: Sequence[Any], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> list[Any]:
-    """Buffers as they follow in the file: each chunk and its checksum."""
+    """Buffers in file order: each chunk and its checksum."""
     buffers: list[Any] = [None] * (2 * len(chunks))
     buffers[0::2] = chunks
     buffers[1::2] = sums.view(np.uint8).reshape(-1, 4)
@@ -369,11 +369,11 @@ def _interleaved(chunks: Sequence[Any], sums: np.ndarray[Any, np.dtype[np.uint32
 
 
 class _Output:
-    """Chunks that are written to a file, each with its checksum after it."""
+    """Writes chunks to a file, each followed by its checksum."""
 
     def __init__(self, handle: int, stored_bytes: int) -> None:
         self.numbers: list[int] = []
-        """Of the chunks, in the order of the file."""
+        """Numbers of the chunks, in file order."""
 
         self.sums: list[int] = []
         """Their checksums."""
@@ -386,7 +386,7 @@ class _Output:
         self._waiting_bytes = 0
 
     def add(self, numbers: Sequence[int], data: Bytes) -> None:
-        """Chunks that lie one after the other in memory; it must stay as it is until the next `write`."""
+        """Write chunks that follow each other in memory. The memory must not change until the next `write`."""
         chunks = _rows(data, len(numbers))
         most = max(1, zarr.RUN_BYTES // self._stored_bytes)
         for first in range(0, len(chunks), most):
@@ -405,8 +405,8 @@ class _Output:
 
 
 def _checksums(chunks: Sequence[Any]) -> list[int]:
-    """Crc32c of each chunk, without a chance for other threads where one takes no longer than 40 µs: to get its turn
-    back may take Python's switch interval, 5 ms, where another thread is busy in Python."""
+    """Crc32c of each chunk. Holds the GIL if a chunk takes no longer than 40 µs, because getting the GIL back from a
+    busy Python thread may take the switch interval of 5 ms."""
     release = 0 if len(chunks[0]) <= 1 << 20 else 1
     return [crc32c.crc32c(chunk, 0, release) for chunk in chunks]
 
@@ -420,7 +420,7 @@ def write_all(handle: int, buffers: Sequence[Any]) -> None:
 
 
 def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
-    """Fill buffers with what lies in a file from `start` on. Raises DataError where it ends before."""
+    """Fill buffers with the content of a file from `start` on. Raises DataError if the file is too short."""
     for first in range(0, len(buffers), BUFFERS):
         rest: list[Any] = list(buffers[first : first + BUFFERS])
         while rest:
@@ -432,7 +432,7 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
 
 
 def _after(buffers: list[Any], count: int) -> list[Any]:
-    """What is left of buffers after so many bytes of them: a system call may stop anywhere."""
+    """The buffers without their first bytes, because a system call may stop anywhere."""
     for number, buffer in enumerate(buffers):
         size = len(buffer)
         if count < size:

@@ -1,8 +1,8 @@
 """A checkpoint on a file system: claimed with locks, published by rename.
 
-Its control files go through the file system itself, where the order of writing, fsync and rename can be stated exactly.
-Arrays go through `files`, and through tensorstore if they are compressed or `Options.io` says so. Nothing is read but
-plain files in plain folders below the checkpoint's own.
+Control files are written with plain system calls, so that the order of writes, fsync and rename is exact. Arrays are
+written by `files`, or by tensorstore if they are compressed or `Options.io` asks for it. Only plain files in plain
+folders below the checkpoint's folder are read.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, op
 from jaxckpt._storage.workers import All, Then, submit
 
 _LOCK_SECONDS = 300.0
-"""A sweep that holds it may have many files to delete."""
+"""How long to wait for the lock. A sweep that holds it may have many files to delete."""
 
 
 @functools.cache
 def _context(*, sync: bool) -> ts.Context:
-    # No two processes write one object, so no lock is needed around it.
+    # No two processes write the same object, so writing it needs no lock.
     return ts.Context({"file_io_sync": sync, "file_io_locking": {"mode": "none"}}, parent=ROOT_CONTEXT)
 
 
@@ -81,11 +81,11 @@ class Folder:
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Generator[tuple[int, int]]:
-        """(handle, size) of a plain file below. Raises DataError if it is something else, or not below."""
+        """(handle, size) of a plain file below this folder. Raises DataError if it is anything else."""
         _, odd = self._look(key, set())
         if odd:
             raise DataError(f"{self.url}/{key} {odd}")
-        # O_NONBLOCK: a pipe that has just taken its place must not block.
+        # O_NONBLOCK, so that a pipe that has just replaced the file cannot block this process.
         handle = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             yield handle, os.fstat(handle).st_size
@@ -93,9 +93,9 @@ class Folder:
             os.close(handle)
 
     def _look(self, key: str, plain: set[str]) -> tuple[int, str | None]:
-        """(size of a file below, what is wrong unless it is a plain file in folders below).
+        """(size of a file, a problem unless it is a plain file in plain folders below this one).
 
-        A link could lead anywhere, a pipe or a device never end. `plain` remembers folders that were looked at.
+        A link could lead anywhere, and a pipe or a device may never end. `plain` caches folders that were checked.
         """
         above = key.rpartition("/")[0]
         while above and above not in plain:
@@ -183,7 +183,7 @@ class Folder:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             nonlocal buffer
             if len(buffer) < stop - start:
-                buffer = np.empty(stop - start, np.uint8)  # used again: its first touch costs more than the read
+                buffer = np.empty(stop - start, np.uint8)  # reused: touching new memory costs more than the read
             read_into(f"{self.url}/{key}", handle, start, [buffer[: stop - start]])
             return buffer[: stop - start]
 
@@ -193,7 +193,7 @@ class Folder:
     # Claim and publish ------------------------------------------------------------------------------------
 
     def begin(self, save_id: str, previous: bytes | None) -> Writer:
-        """The note is locked for as long as the writer lives."""
+        """The note stays locked while the writer is alive."""
         data = f"data-{save_id}"
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
         with self._refused("create", data):
@@ -201,20 +201,20 @@ class Folder:
                 try:
                     return Writer(self, data, self._begin(self._path(data), note))
                 except (FileNotFoundError, FileExistsError):
-                    # Another process's `clear` may have taken the folder, still empty, for what a killed save left.
+                    # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
                     if not tries_left:
                         raise
         raise AssertionError
 
     def _begin(self, path: str, note: bytes) -> int:
-        """Make a data folder with its writer's note, and lock that."""
+        """Create a data folder with its writer's note, and lock the note."""
         os.makedirs(self.folder, exist_ok=True)
         with self._locked(), contextlib.ExitStack() as undo:
             os.mkdir(path)
             undo.callback(shutil.rmtree, path, ignore_errors=True)
             handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
             undo.callback(os.close, handle)
-            with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever swept on it
+            with contextlib.suppress(OSError):  # a file system without locks, on which nothing is ever swept
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(handle, note)
             undo.pop_all()
@@ -222,21 +222,21 @@ class Folder:
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
-        """The checkpoint's own folder, open and locked: beginnings, sweeps and publications take turns."""
+        """The checkpoint's folder, open and locked, so that claims, sweeps and publications exclude each other."""
         handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._lock(handle)
             yield handle
         finally:
             try:
-                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked in the meantime also has it open
             except OSError:
                 pass
             finally:
                 os.close(handle)
 
     def _lock(self, handle: int) -> None:
-        """Released when closed, and when this process dies; but a stopped process keeps it."""
+        """A lock that is released when it is closed or this process dies. A suspended process keeps it."""
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
@@ -262,7 +262,7 @@ class Folder:
         with self._refused("publish", MANIFEST), self._locked() as handle:
             if self.read(MANIFEST) != previous:
                 raise overtaken(self.url)
-            # What was deleted while we slept may have come back with our later writes, but not this.
+            # Later writes of a suspended process may recreate deleted files, but not this one.
             if not names_data(previous, data) and not os.path.exists(self._path(data, WRITER)):
                 raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
             self._replace_manifest(data, manifest, sync=sync)
@@ -270,7 +270,7 @@ class Folder:
                 if sync:
                     os.fsync(handle)
             except OSError:
-                # In place, but perhaps not durable: a save that raises must not have published.
+                # The manifest is in place but perhaps not durable. A save that raises must not leave it published.
                 with contextlib.suppress(OSError):
                     if previous is None:
                         os.unlink(self._path(MANIFEST))
@@ -279,34 +279,34 @@ class Folder:
                 raise
 
     def _replace_manifest(self, data: str, content: bytes, *, sync: bool) -> None:
-        # Written in the data folder, then renamed into place: what a crash leaves goes with the data.
+        # Written in the data folder, then renamed, so that the remains of a crash are deleted with the data.
         self.put(f"{data}/{MANIFEST}", content, sync=sync)
         os.rename(self._path(data, MANIFEST), self._path(MANIFEST))
 
     def unpublish(self, *, sync: bool) -> None:
         with self._refused("delete", MANIFEST), contextlib.suppress(FileNotFoundError), self._locked() as handle:
             os.unlink(self._path(MANIFEST))
-            if sync:  # else a power loss could bring it back, without its data
+            if sync:  # otherwise a power loss could restore the manifest without its data
                 os.fsync(handle)
 
     def give_up(self, data: str) -> None:
         self.delete(data)
 
     def sweep(self, current: str | None) -> bool:
-        """A folder is left alone while its writer may live: while its lock is held, or if it was written on another
-        host, whose locks may not show here."""
+        """Keeps folders whose writer may be alive: its lock is held, or it runs on another host, whose locks may not be
+        visible here."""
         return self._sweep(current, swept)
 
     def _sweep(self, current: str | None, log: Callable[[str, str], object]) -> bool:
         left = False
-        # If the checkpoint's folder does not exist, or has just been deleted, nothing is left.
+        # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
         gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with self._refused("sweep", ""), gone, self._locked():
             for name in self.names():
                 if not is_data(name) or name == current:
                     continue
                 path = self._path(name)
-                # Named by the manifest is asked last: it may have been published since we listed it.
+                # The manifest is checked last, because the folder may have been published since the listing.
                 if _abandoned(path) and not may_name(self.read(MANIFEST), name):
                     shutil.rmtree(path, ignore_errors=True)
                     log(self.url, name)
@@ -315,13 +315,13 @@ class Folder:
         return left
 
     def clear(self, *, evict: bool = True) -> None:
-        """What a live writer has is left: its lock shows that it lives."""
-        self._sweep(None, lambda url, name: None)  # its data is no remains
+        """Keeps the data of a live writer, because its lock shows that it is alive."""
+        self._sweep(None, lambda url, name: None)  # logs nothing: this data is not the remains of a save
         with contextlib.suppress(OSError):  # not empty: another process is writing in it
             os.rmdir(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
-        """And a dead writer's note."""
+        """Also deletes the note of a dead writer."""
         if _abandoned(self._path(data)):
             self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
@@ -339,7 +339,7 @@ class Folder:
             while len(folder) > len(top):
                 folders.add(folder)
                 folder = os.path.dirname(folder)
-        # At once: a journal commits them together.
+        # Concurrently, because a journal then commits them together.
         All([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
@@ -350,11 +350,11 @@ class Folder:
         sync_path(self._path(data))
         sync_path(self.folder)
         folder = os.path.dirname(self.folder)
-        # Up to the first that we may not even open: it was there before us.
+        # Up to the first folder that this process may not open, which must have existed before.
         while os.access(folder, os.R_OK):
             try:
                 sync_path(folder)
-            except StorageError as error:  # a file system that syncs no folders
+            except StorageError as error:  # the file system cannot sync folders
                 if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                     raise
             if folder == os.path.dirname(folder):
@@ -399,7 +399,7 @@ class Folder:
         pass
 
     def rename(self, name: str, to: str) -> None:
-        """Move a folder below to another name below, at once and whole; nothing happens if it does not exist."""
+        """Rename a folder below this one atomically. Does nothing if it does not exist."""
         with self._refused("move", name), contextlib.suppress(FileNotFoundError):
             os.makedirs(os.path.dirname(self._path(to)), exist_ok=True)
             os.rename(self._path(name), self._path(to))
@@ -418,7 +418,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class _TensorFileReader(ArrayReader):
-    """Has tensorstore read and decode objects, which are first compared with those that were saved."""
+    """Reads and decodes objects with tensorstore, after comparing them with the manifest."""
 
     files: Folder
     data: str
@@ -447,7 +447,7 @@ class _TensorFileReader(ArrayReader):
 
 @dataclass(frozen=True, slots=True)
 class _TensorFileWriter:
-    """Has tensorstore encode and write objects."""
+    """Encodes and writes objects with tensorstore."""
 
     files: Folder
     data: str
@@ -479,11 +479,11 @@ def sync_path(path: str) -> None:
 
 
 def _abandoned(path: str) -> bool:
-    """Whether the writer of a data folder is surely gone."""
+    """Whether the writer of a data folder is known to be dead."""
     try:
-        handle = os.open(os.path.join(path, WRITER), os.O_RDWR)  # NFS locks only what is open for writing
+        handle = os.open(os.path.join(path, WRITER), os.O_RDWR)  # NFS locks only files that are open for writing
     except FileNotFoundError:
-        return True  # once published, and replaced since; or its writer died before it could say so
+        return True  # it was published and has been replaced, or its writer died before it wrote the note
     except OSError:
         return False
     try:

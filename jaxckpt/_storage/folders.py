@@ -1,4 +1,4 @@
-"""A directory of checkpoints, such as a run's steps: what is in it, and which of its folders hold a checkpoint."""
+"""A directory of checkpoints, such as the steps of a run: lists its folders, and which of them hold a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Folders(Protocol):
     """The folders directly below one path."""
 
     def anchored(self) -> Self:
-        """The same directory, whatever the program changes its working directory to."""
+        """The same directory with an absolute path, which a later change of the working directory does not affect."""
         ...
 
     def is_file(self) -> bool:
-        """Whether a plain file stands in its place."""
+        """Whether the path is a plain file instead of a directory."""
         ...
 
     def names(self) -> list[str]:
@@ -22,7 +22,7 @@ class Folders(Protocol):
         ...
 
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
-        """For each folder directly below whose name is wanted, whether it holds a checkpoint."""
+        """For each folder directly below with one of these names, whether it holds a checkpoint."""
         ...
 
     def child(self, name: str) -> Self:
@@ -34,17 +34,17 @@ class Folders(Protocol):
         ...
 
     def made(self, name: str) -> Self:
-        """A folder directly below, which is created if it does not exist."""
+        """A folder directly below. Creates it if it does not exist."""
         ...
 
     def above(self) -> tuple[Self, str] | None:
-        """The directory that this one is in, and its name there; None at the top."""
+        """The parent directory, and the name of this one in it; None at the root."""
 
     def mark(self, name: str) -> None:
-        """Note that a folder directly below may hold a checkpoint, if listing all keys would be the way to know."""
+        """Note that a folder directly below may hold a checkpoint, on stores where only listing all keys shows it."""
 
     def unmark(self, name: str) -> None:
-        """Take that back."""
+        """Remove that note."""
 
     def delete(self, name: str) -> None:
         """Delete a folder directly below with everything in it."""

@@ -1,12 +1,12 @@
 """Leases: a reader holds a step of a run, and a process that deletes steps leaves that step alone.
 
-A lease is a small file in the run's `_run` folder. Its holder writes it again, with another content, every eighth of
-its term. Whoever deletes steps takes a lease for expired that it has seen unchanged for half of the term, by its own
-clock: clocks of two machines are never compared.
+A lease is a small file in the run's `_run` folder. Its holder rewrites it with new content every eighth of its term. A
+process that deletes steps treats a lease as expired if it has not changed for half of the term, by that process's own
+clock. The clocks of two machines are never compared.
 
-Neither side can miss the other: the holder first writes its lease, then looks whether the step is marked for deletion;
-the deleting process first marks the step, then looks for leases. On a file system or an object store where a read sees
-every write that ended before it, at least one of the two sees the other, and gives way.
+The two sides cannot miss each other. The holder first writes its lease, then checks whether the step is marked for
+deletion. The deleting process first marks the step, then checks for leases. If a read sees every write that ended
+before it, at least one of the two sees the other and gives way.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from jaxckpt._storage.store import Store
 _log = logging.getLogger("jaxckpt")
 
 TERM_SECONDS = 60.0
-"""How long at most a reader that died still holds its step."""
+"""The longest time for which a dead reader still holds its step."""
 
-_RENEWALS = 8  # in a term
+_RENEWALS = 8  # per term
 _LEASE, _DELETING = "lease-", "deleting-"
 _DELETION_SECONDS = 10.0
-"""A mark says that a deletion is under way; it takes milliseconds unless the deleting process was stopped or killed."""
+"""A mark shows a running deletion. It exists for milliseconds, unless the deleting process was stopped or killed."""
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def _renew(
 
 def _release(folder: Store, name: str, stop: Latch, writing: threading.Lock) -> None:
     stop.set()
-    taken = writing.acquire(timeout=_DELETION_SECONDS)  # else a write under way would make the file again
+    taken = writing.acquire(timeout=_DELETION_SECONDS)  # otherwise a running write would recreate the file
     with contextlib.suppress(StorageError):  # it expires
         folder.remove(name)
     if taken:
@@ -100,7 +100,7 @@ def _note(term_seconds: float, beats: int) -> bytes:
 
 
 def _term(note: bytes) -> float:
-    """The term that a lease states. A lease may be read while it is being written, and then states none."""
+    """The term in a lease. A lease that is read while it is being written may have none."""
     try:
         return seconds(json.loads(note)["term_seconds"], "term_seconds")
     except (ValueError, KeyError, TypeError):
@@ -113,7 +113,7 @@ def _leased(name: str) -> str:
 
 
 def _require_spared(run: Store, folder: Store, step: int) -> None:
-    """Raise unless a step is published, and whoever may have been deleting it has seen the lease."""
+    """Raise unless a step is published, and any process that deletes it has seen the lease."""
     deadline = time.monotonic() + _DELETION_SECONDS
     while True:
         marked = folder.read(f"{_DELETING}{step_name(step)}") is not None
@@ -137,11 +137,11 @@ class Leases:
         self._folder = run.child(RUN)
         self._seen: dict[str, tuple[bytes, float]] = {}
         self.poll_seconds = TERM_SECONDS / _RENEWALS
-        """How long to wait before looking again for leases that end."""
+        """How long to wait before checking the leases again."""
 
     @contextlib.contextmanager
     def condemned(self, steps: Collection[int]) -> Generator[set[int]]:
-        """Keep readers from beginning to hold steps while the block deletes them; the steps that are held already."""
+        """Prevent readers from acquiring steps while the block deletes them. Yields the steps that are already held."""
         if not steps:
             yield set()
             return
@@ -156,7 +156,7 @@ class Leases:
                 folder.remove(mark)
 
     def clear(self, names: Collection[str]) -> None:
-        """Remove marks, of these names in the folder, that a process left which was killed while it deleted steps."""
+        """Remove those of these marks that belong to a process that was killed while it deleted steps."""
         for name in names:
             if name.startswith(_DELETING):
                 self._folder.remove(name)
@@ -168,7 +168,7 @@ class Leases:
         self.poll_seconds = TERM_SECONDS / _RENEWALS
         held = set[int]()
         for name, note in zip(names, self._folder.read_all(names), strict=True):
-            if note is None:  # let go of just now
+            if note is None:  # just released
                 continue
             now = time.monotonic()
             content, since = before.get(name, (None, now))

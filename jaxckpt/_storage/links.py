@@ -1,4 +1,4 @@
-"""Hard links: an object that another checkpoint has gets a second name, which costs no copy."""
+"""Hard links: give an object of another checkpoint a second name instead of copying it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jaxckpt._storage.files import make_folders
 def link(old: str, new: str, below: str, length: int, *, sync: bool) -> bool:
     """Give the file `old` of `length` bytes the name `new`, in folders that are created below the folder `below`.
 
-    Returns False, and leaves nothing, if the file is missing or of another length, or the file system has no such
-    links: across devices, for files of other users, beyond so many names of a file. With `sync` the file's data is made
-    durable first; the folders are synced later, as those of new files are.
+    Returns False, and creates nothing, if the file is missing or has another length, or the file system refuses the
+    link: across devices, for files of other users, or beyond its limit of links. With `sync` the file's data is made
+    durable first. The folders are synced later, together with those of new files.
     """
     try:
         if sync:
@@ -23,7 +23,7 @@ def link(old: str, new: str, below: str, length: int, *, sync: bool) -> bool:
             finally:
                 os.close(handle)
         _link(old, new, below)
-        # Looked at by its new name: whatever becomes of the old one, this is the file that was linked.
+        # Checked by its new name, because the old name may refer to another file by now.
         found = os.lstat(new)
         if stat.S_ISREG(found.st_mode) and found.st_size == length:
             return True
@@ -39,6 +39,6 @@ def _link(old: str, new: str, below: str) -> None:
     except FileNotFoundError:
         make_folders(new, below)
         os.link(old, new, follow_symlinks=False)
-    except FileExistsError:  # NFS may carry a call out twice
+    except FileExistsError:  # NFS may execute a call twice
         if not os.path.samestat(os.lstat(old), os.lstat(new)):
             raise

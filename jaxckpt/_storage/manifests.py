@@ -1,4 +1,4 @@
-"""Reading the manifest of a checkpoint, and each process's own state."""
+"""Reads the manifest of a checkpoint, and the states of its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxckpt._storage.store import Store
 
 
 def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """The own state of each process that saved, or of some of them, in their order. Raises DataError."""
+    """The state of each process that saved, or of some of them, in process order. Raises DataError."""
     states: list[dict[str, Any]] = []
     numbers = range(len(manifest.process_states)) if processes is None else processes
     keys = [f"{manifest.data}/{state_name(process)}" for process in numbers]
@@ -33,7 +33,7 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
 
 
 def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
-    """The manifest of the checkpoint at a store, and its bytes; `sha256` is what theirs must be, if it is known.
+    """The manifest of the checkpoint at a store, and its bytes. `sha256` is the expected digest of the bytes, if known.
 
     Raises NotACheckpointError, ManifestError.
     """
@@ -56,7 +56,7 @@ def _why_not(store: Store) -> str:
     except StorageError as error:
         if error.errno not in (errno.ENOTSUP, errno.EACCES):
             raise
-        return f"it has no manifest.json ({error})"  # it may be read all the same: over HTTP, or without that right
+        return f"it has no manifest.json ({error})"  # reading may work without listing, as over HTTP
     if any(map(is_data, names)):
         return "a save to it is in progress or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published]

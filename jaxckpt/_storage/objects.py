@@ -13,14 +13,14 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import ReadRange
 
 MOST_BYTES = 1 << 30
-"""Of a small file."""
+"""The largest small file."""
 
 Pending = Any
-"""Work under way: `.result()` waits and raises, `.done()` asks."""
+"""Running work: `.result()` waits and raises, `.done()` reports whether it has ended."""
 
 
 class Objects(Protocol):
-    """Reads and writes what is below one path."""
+    """Reads and writes the files below one path."""
 
     @property
     def url(self) -> str:
@@ -30,7 +30,7 @@ class Objects(Protocol):
     # Small files
 
     def read(self, key: str) -> bytes | None:
-        """The whole of a small file; None if it does not exist."""
+        """The content of a small file; None if it does not exist."""
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """Several small files."""
@@ -45,7 +45,7 @@ class Objects(Protocol):
     # Arrays
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
-        """For the objects of a stack; with `sync` each is durable when it counts as written."""
+        """A writer for the objects of a stack. With `sync`, an object is durable when it counts as written."""
         ...
 
     def array_reader(
@@ -55,28 +55,28 @@ class Objects(Protocol):
         stored: Mapping[str, tuple[int, str]],
         plan: Iterable[Sequence[Box]] = (),
     ) -> ArrayReader:
-        """Of a stack whose objects have these lengths and digests, by place in the grid.
+        """A reader for a stack whose objects have these lengths and digests, by grid index.
 
-        `plan` has the boxes of each read to come. Nothing is read: the array's metadata is built from the manifest.
+        `plan` has the boxes of each future read. Reads nothing: the array's metadata is built from the manifest.
         """
         ...
 
     # Objects as bytes
 
     links: bool
-    """Whether an object of another checkpoint can get a name in this one without being copied."""
+    """Whether an object of another checkpoint can be linked into this one without a copy."""
 
     def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
-        """Have the object of `length` bytes at the key `old` of `source` at the key `new` here as well; returns whether
-        that was possible. With `sync` its data is made durable first."""
+        """Link the object of `length` bytes at the key `old` of `source` to the key `new` here. Returns whether that
+        was possible. With `sync` its data is made durable first."""
         ...
 
     def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
-        """What is wrong with objects of these lengths, as far as that shows without reading them whole."""
+        """The problems of objects of these lengths that can be found without reading them completely."""
         ...
 
     def ranges(self, key: str) -> contextlib.AbstractContextManager[ReadRange]:
-        """Reads ranges of an object. Raises DataError if the object ends before."""
+        """A function that reads ranges of an object. It raises DataError if the object is too short."""
         ...
 
 
@@ -84,8 +84,8 @@ class ArrayWriter(Protocol):
     """Writes objects of a stack."""
 
     def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
-        """Start to write the object at a place in the grid. The result is its length and digest; until then the pieces
-        must not change."""
+        """Start to write the object at a grid index. The result is its length and digest. Until then, the pieces must
+        not change."""
         ...
 
 
@@ -95,13 +95,13 @@ class ArrayReader(abc.ABC):
     __slots__ = ()
 
     shares_chunks: ClassVar[bool] = False
-    """Whether chunks that several boxes of one call want are read once, if these follow each other in the call."""
+    """Whether a chunk that consecutive boxes of one call need is read only once."""
 
     @abc.abstractmethod
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        """Start to read boxes, each into an array of its shape; neighbours are read together."""
+        """Start to read boxes, each into an array of its shape. Neighbouring boxes are read together."""
         ...
 
     def held_bytes(self, boxes: Sequence[Box]) -> int:
-        """Bytes that a read of these boxes holds, in addition to the arrays, until all its results are there."""
+        """Bytes of memory, in addition to the arrays, that a read of these boxes needs until all results arrive."""
         return 0

@@ -1,4 +1,4 @@
-"""Which store is at a path."""
+"""The store of a path."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def local_path(path: Path, what: str = "path, the first argument,") -> str | Non
 
 
 def _require_no_dangling_link(path: str) -> None:
-    """Raise InputError if a path, or a folder above it, is a symbolic link to nothing: no folder can be made there."""
+    """Raise InputError if a path, or a folder above it, is a broken symbolic link: no folder can be created there."""
     while not os.path.exists(path):
         if os.path.islink(path):
             raise InputError(

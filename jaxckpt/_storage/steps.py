@@ -1,4 +1,4 @@
-"""Steps in a run's directory: how their folders are named, which are published, and which one a path means."""
+"""Steps in a run's directory: names of their folders, which are published, and which step a path refers to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxckpt._runtime.options import whole_number
 from jaxckpt._storage.store import Store
 
 RUN = "_run"
-"""The folder in a run's directory that holds notes on the run: leases, pins, its end, what "best" means."""
+"""The folder in a run's directory for notes on the run: leases, pins, its end, the meaning of "best"."""
 
 BEST = "best.json"
 ENDED = "ended.json"
@@ -40,14 +40,14 @@ def step_name(step: int) -> str:
 
 def is_step(name: str) -> bool:
     """Whether a name is that of a step's folder."""
-    # A number with more digits could be beyond the largest step: it would always stay the newest.
+    # A number with more digits could exceed the largest step and would then always be the newest.
     return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= LARGEST
 
 
 def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:
     """The steps whose folder holds a checkpoint, and those whose folder holds none, oldest first, by one listing.
 
-    Steps that are not `above` a number are not looked at.
+    Only steps above the number `above` are checked.
     """
     found = directory.folders(lambda name: is_step(name) and int(name) > above)
     numbers = sorted((int(name), published) for name, published in found.items())
@@ -57,14 +57,14 @@ def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[
 def best_of(
     metrics: Iterable[tuple[int, Mapping[str, float | None]]], metric: str, mode: Mode, count: int = 1
 ) -> list[int]:
-    """Of steps and their metrics, the `count` steps with the best values, the best first, and of equals the newest."""
+    """The `count` steps with the best values of a metric, best first. Among equal values, the newest step wins."""
     sign = -1.0 if mode == "min" else 1.0
     ranked = [(sign * value, step) for step, values in metrics if (value := values.get(metric)) is not None]
     return [step for _, step in sorted(ranked, reverse=True)[:count]]
 
 
 def pins(run: Store) -> dict[str, int]:
-    """The pinned steps of a run by the names that they were given."""
+    """The pinned steps of a run, by name."""
     found = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
     return {name: int(step) for step, _, name in found if is_step(step)}
 
@@ -73,9 +73,9 @@ def pins(run: Store) -> dict[str, int]:
 
 
 def step_meant(store: Store) -> Store | None:
-    """The step that a path means if no checkpoint is there: a run's newest, or what `run@name` names.
+    """The step that a path refers to if it is not a checkpoint itself: the newest of a run, or the step of `run@name`.
 
-    None if it is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError.
+    None if the path is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError.
     """
     try:
         published, _ = step_folders(store)
@@ -85,13 +85,13 @@ def step_meant(store: Store) -> Store | None:
             return None
         run, name = named
         published, _ = step_folders(run)
-    except StorageError:  # it cannot be listed: over HTTP, or without the right to
+    except StorageError:  # listing is not possible, for example over HTTP or without permission
         return None
     return run.child(step_name(_named(run, name, published))) if published else None
 
 
 def run_and_name(store: Store) -> tuple[Store, str] | None:
-    """The run and the name that a path such as "run@best" consists of; None if it is no such path."""
+    """The run and the name in a path such as "run@best"; None for any other path."""
     above = store.above()
     base, separator, name = above[1].rpartition("@") if above else ("", "", "")
     if above is None or not base or not separator:
@@ -100,7 +100,7 @@ def run_and_name(store: Store) -> tuple[Store, str] | None:
 
 
 def steps_of(store: Store) -> list[Store] | None:
-    """All steps of the run that a path means, oldest first; None if it is no run's directory."""
+    """All steps of the run at a path, oldest first; None if the path is not a run's directory."""
     try:
         published, _ = step_folders(store)
     except StorageError:
@@ -109,7 +109,7 @@ def steps_of(store: Store) -> list[Store] | None:
 
 
 def _named(run: Store, name: str, published: list[int]) -> int:
-    """The step of a run that goes by a name. Raises InputError, NotACheckpointError."""
+    """The step of a run with a name. Raises InputError, NotACheckpointError."""
     if name.isdecimal() and name.isascii():
         if (step := int(name)) not in published:
             shown = ", ".join(map(str, published[-5:]))

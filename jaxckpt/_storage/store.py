@@ -1,4 +1,4 @@
-"""The store of one path: its bytes, claiming and publishing there, and the directory that it is."""
+"""The store of one path: reads and writes bytes, claims and publishes checkpoints, and lists the directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxckpt._storage.objects import Objects
 
 
 class Store(Objects, Claims, Folders, Protocol):
-    """What `Folder` is on a file system and `Bucket` on an object store. Callers need not know which."""
+    """The common interface of `Folder` (file systems) and `Bucket` (object stores)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Writer:
     data: str
 
     handle: int | None = None
-    """The file that is locked as long as the writer lives."""
+    """The file that is locked while the writer is alive."""
 
     def release(self, *, keep: bool) -> None:
         """Drop the claim, and the data too unless it is published."""

@@ -17,7 +17,7 @@ from jaxckpt._runtime.errors import DataError
 from jaxckpt._storage.errors import readable, storage_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 
-# One parent context, so that memory:// paths name the same memory in every call.
+# One parent context, so that memory:// paths refer to the same memory in every call.
 ROOT_CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
 
@@ -66,7 +66,7 @@ class ArrayFolder:
 
     ocdbt: bool
 
-    # The cache keeps nodes of the database: without it each read would start at the root again.
+    # The cache keeps nodes of the database. Without it, each read would start at the root.
     context: ts.Context = field(
         default_factory=lambda: ts.Context(
             {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 32 << 20}}
@@ -81,15 +81,15 @@ class ArrayFolder:
         return {"driver": "ocdbt", "base": base, "path": below, "cache_pool": "cache_pool#ocdbt"}
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Several small values, None for what is missing. Raises DataError, StorageError."""
+        """Several small values, None for missing ones. Raises DataError, StorageError."""
         with storage_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
             folder = ts.KvStore.open(self._spec(), context=self.context).result()
             results = [pending.result() for pending in [folder.read(key) for key in keys]]
         return [None if result.state == "missing" else bytes(result.value) for result in results]
 
     def array_reader(self, name: str, driver: str, metadata: Any, *, strict: bool) -> TensorReader:
-        """Of the array of this name and Zarr metadata. Nothing is read; unless `strict`, a missing chunk reads as the
-        fill value. Raises DataError if the metadata is malformed."""
+        """A reader of the array with this name and Zarr metadata. Reads nothing yet. Unless `strict`, a missing chunk
+        reads as the fill value. Raises DataError if the metadata is malformed."""
         spec = {
             "driver": driver,
             "kvstore": self._spec(name),

@@ -1,4 +1,4 @@
-"""Threads of our own that move bytes."""
+"""jaxckpt's own threads that move bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Threads that move bytes. Unlike those of a ThreadPoolExecutor they still do while the interpreter ends, when a
-    save_async is seen to its end."""
+    """Threads that move bytes. Unlike a ThreadPoolExecutor, they also work while the interpreter shuts down, so that a
+    running save_async can finish."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -29,7 +29,7 @@ class Workers:
     def _start(self) -> None:
         with self._lock:
             if not self._started:
-                # More than there are cores only take each other's turns: 4 on 2 cores made a restore 5 to 8 % slower.
+                # More threads than cores compete with each other: 4 on 2 cores made a restore 5 to 8 % slower.
                 for number in range(min(32, max(2, os.cpu_count() or 1))):
                     start_thread(self._run, f"{self._name}-{number}")
                 self._started = True
@@ -59,7 +59,7 @@ _waiting = Workers("jaxckpt-rules")
 
 
 def renew_workers() -> None:
-    """Leave the threads as they are and start others with the next work: in a fork, or when these hang."""
+    """Abandon the threads, and start new ones for the next work: after a fork, or if the threads hang."""
     global _workers, _waiting
     _workers, _waiting = Workers("jaxckpt-files"), Workers("jaxckpt-rules")
 
@@ -68,17 +68,17 @@ os.register_at_fork(after_in_child=renew_workers)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
-    """Have the threads that move bytes do some work, which must not wait for other such work."""
+    """Run work in the threads that move bytes. It must not wait for other such work."""
     return _workers.submit(work)
 
 
 def submit_waiting(work: Callable[[], T]) -> Task[T]:
-    """Have other threads do some work that waits for the threads that move bytes, but not for other work like it."""
+    """Run work that waits for the threads that move bytes, in other threads. It must not wait for other such work."""
     return _waiting.submit(work)
 
 
 class Aside:
-    """Has another thread use storage: whoever waits for that thread gives up once no byte has moved for `seconds`.
+    """Uses storage in another thread, and stops waiting for that thread if no byte has moved for `seconds`.
 
     with Aside(seconds) as aside:
         content = aside.do("reading /ckpt", read)
@@ -97,7 +97,7 @@ class Aside:
         self._todo.put(None)
 
     def do(self, what: str, work: Callable[[], T]) -> T:
-        """What the work returns or raises. Raises StorageError, which names `what`, if the work hangs."""
+        """Return or raise what the work does. Raises StorageError, which names `what`, if the work hangs."""
         task = Task(work)
         if not self._started:
             try:
@@ -111,7 +111,7 @@ class Aside:
         with self._watch.doing(what):
             while not task.wait(min(POLL_SECONDS, self._seconds / 4)):
                 if error := self._watch.stalled():
-                    renew_workers()  # they may hang too
+                    renew_workers()  # these threads may also hang
                     raise error
         return task.result()
 
@@ -124,11 +124,11 @@ def _run_all(todo: SimpleQueue[Task[Any] | None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """Work under way, and what makes its result."""
+    """Running work, and the function that computes its result."""
 
     pending: Any
     finish: Callable[[Any], Any]
-    """Called with the work, whose own result may raise."""
+    """Called with the work, whose result may raise."""
 
     def done(self) -> bool:
         return self.pending.done()
@@ -147,7 +147,7 @@ class All:
         return all(work.done() for work in self.works)
 
     def result(self) -> None:
-        """Raises what the first of them raised, once none is under way: they write into the caller's memory."""
+        """Raises the first error after all work has ended, because the work writes into the caller's memory."""
         error = None
         for work in self.works:
             try:
@@ -173,7 +173,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """Work that nothing is left to do of, and its result."""
+    """Completed work, and its result."""
 
     value: T
 
