@@ -26,6 +26,9 @@ READY_FOR_TPU := .venv/ready-for-tpu-$(VERSION)
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
+# Many tests, docs pages and examples start a Python. Without .pyc files each of these compiles the library again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-fast check tpu gpu faults bench clean
 
 demo: $(READY_FOR_DEMO)
@@ -52,8 +55,9 @@ faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600
 
 # The longest come first. Each prints all that it has to say when it ends.
-DOCUMENTS := $(wildcard examples/*.ipynb README.md docs/*.md examples/*.py)
-CHECKS := types site $(DOCUMENTS:%=run/%) lint
+PROGRAMS := $(wildcard examples/*.ipynb examples/*.py)
+LONGEST := examples/train_reshard_serve.py examples/training_loop.py
+CHECKS := $(LONGEST:%=run/%) pages types site $(patsubst %,run/%,$(filter-out $(LONGEST),$(PROGRAMS))) lint
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 .PHONY: $(CHECKS)
 
@@ -70,8 +74,8 @@ types:
 site:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-$(filter %.md,$(CHECKS)): run/%:
-	$(BIN)/python docs/run_blocks.py $*
+pages:
+	$(BIN)/python docs/run_blocks.py README.md $(wildcard docs/*.md)
 
 $(filter %.ipynb,$(CHECKS)): run/%:
 	$(BIN)/python docs/run_notebooks.py $*

@@ -66,3 +66,31 @@ def test_a_block_that_is_never_closed_is_an_error(tmp_path: Path) -> None:
     done = run(tmp_path / "a.md", "text\n```python\na = 1\n")
     assert done.returncode == 1
     assert "a.md:2: this block is never closed" in done.stderr
+
+
+def test_each_of_several_files_finds_a_fresh_interpreter(tmp_path: Path) -> None:
+    page = """```python
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"
+import atexit, jax
+assert jax.device_count() == {devices} and not os.listdir()
+sys.seen = getattr(sys, "seen", 0) + 1
+assert sys.seen == 1
+open("left", "w").close()
+atexit.register(print, "the end")
+{last}
+```
+"""
+    paths = [tmp_path / f"{name}.md" for name in "abc"]
+    for devices, path in enumerate(paths, 2):
+        path.write_text(page.format(devices=devices, last="1 / 0" if path.stem == "b" else ""))
+    done = subprocess.run(
+        [sys.executable, RUNNER, *paths], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert [line.split("/")[-1] for line in done.stdout.splitlines()] == [
+        f"{path.name}: 1 blocks to run, 0 skipped" for path in paths
+    ]
+    assert done.stderr.count("FAILED") == done.stderr.count("the end") == 1
+    assert f'File "{paths[1]}", line 10' in done.stderr
+    assert not (tmp_path / "left").exists()
