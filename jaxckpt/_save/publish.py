@@ -7,7 +7,7 @@ import datetime
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -15,15 +15,13 @@ import msgspec
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.checks import FORMAT, VERSION
 from jaxckpt._format.records import Manifest, StackRecord
-from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.errors import PeersDisagreeError, show
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.prepare import Prepared, SaveRequest
 from jaxckpt._save.reuse import StoredObject
-from jaxckpt._storage.claims import Claims
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -53,32 +51,23 @@ class Published(msgspec.Struct, frozen=True):
     manifest_sha256: str
 
 
-def publish(
-    meeting: Meeting,
-    store: Claims,
-    claimed: Claim,
-    share: Share,
-    make: Callable[[Sequence[Share]], Manifest],
-    *,
-    sync: bool,
-    clock: Clock,
-) -> Published:
-    """Process 0 publishes the manifest from `make` after all have written their share."""
-    watch = meeting.group.watch
+def publish(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) -> Published:
+    """Process 0 publishes the manifest after all have written their share."""
+    clock, watch = save.clock, meeting.group.watch
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
     published = Published(0, 0, "")  # replaced by the result of process 0
     if texts:
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        manifest = make(shares)
-        if sync:
+        manifest = compose(claimed.save_id, save.plan, save.draft, save.request, shares)
+        if save.options.sync:
             with clock.timed("sync"), watch.doing(f"syncing {meeting.group.call.where}"):
-                store.sync_data(claimed.data, manifest.arrays)
+                save.store.sync_data(claimed.data, manifest.arrays)
         with clock.timed("publish"):
             content = manifests.encode(manifest)
             meeting.group.check()  # the last moment at which it can be cancelled
             with watch.doing(f"publishing {meeting.group.call.where}"):
-                store.publish(claimed.data, content, claimed.previous, sync=sync)
+                save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
             stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
             reused_bytes = sum(share.linked_bytes for share in shares)
             published = Published(stored_bytes, reused_bytes, hashlib.sha256(content).hexdigest())
@@ -86,47 +75,33 @@ def publish(
         return msgspec.json.decode(meeting.share(msgspec.json.encode(published).decode()), type=Published)
 
 
-def publish_own(
-    meeting: Meeting,
-    store: Claims,
-    claimed: Claim,
-    share: Share,
-    make: Callable[[Sequence[Share]], Manifest],
-    *,
-    sync: bool,
-    clock: Clock,
-) -> Published:
+def publish_own(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) -> Published:
     """Every process publishes the same manifest in its own folder, after all have written their share. Any one manifest
     then proves that the whole checkpoint was written."""
-    watch = meeting.group.watch
+    clock, watch = save.clock, meeting.group.watch
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
     content = ""
     if texts:
         meeting.group.check()  # the last moment at which it can be cancelled
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        content = base64.b64encode(zlib.compress(manifests.encode(make(shares)))).decode()
+        manifest = compose(claimed.save_id, save.plan, save.draft, save.request, shares)
+        content = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()
     with clock.timed("barrier"):
         content = zlib.decompress(base64.b64decode(meeting.share(content)))
         meeting.renew()
     manifest = manifests.decode(content, meeting.group.call.where)
     with clock.timed("publish"), watch.doing(f"publishing {meeting.group.call.where}"):
-        if sync:
-            store.sync_data(claimed.data, manifest.arrays)
-        store.publish(claimed.data, content, claimed.previous, sync=sync)
+        if save.options.sync:
+            save.store.sync_data(claimed.data, manifest.arrays)
+        save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
     with clock.timed("barrier"):
         meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
     stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
     return Published(stored_bytes, 0, hashlib.sha256(content).hexdigest())
 
 
-def compose(
-    save_id: str,
-    plan: SavePlan,
-    draft: Draft,
-    request: SaveRequest,
-    shares: Sequence[Share],
-) -> Manifest:
+def compose(save_id: str, plan: SavePlan, draft: Draft, request: SaveRequest, shares: Sequence[Share]) -> Manifest:
     """The manifest of the files of every process. Raises PeersDisagreeError if copies of an object differ."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]

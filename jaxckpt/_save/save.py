@@ -38,7 +38,7 @@ from jaxckpt._save.handover import Handover
 from jaxckpt._save.peers import Round, pass_on, plan_rounds, stream_bytes
 from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import Prepared, SaveRequest, prepare
-from jaxckpt._save.publish import Published, compose, publish, publish_own
+from jaxckpt._save.publish import Published, publish, publish_own
 from jaxckpt._save.staging import stage
 from jaxckpt._save.write import write
 
@@ -261,9 +261,7 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
                         with contextlib.suppress(PeerError):
                             meeting.gather("")
                     raise
-                make = functools.partial(compose, claimed.save_id, save.plan, save.draft, save.request)
-                publishing = publish_own if claimed.own else publish
-                published = publishing(meeting, save.store, claimed, share, make, sync=save.options.sync, clock=clock)
+                published = (publish_own if claimed.own else publish)(meeting, save, claimed, share)
         except BaseException:
             claimed.release(keep=False)
             raise
