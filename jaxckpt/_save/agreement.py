@@ -138,10 +138,10 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
         if record.value is not None:
             held.setdefault(frozenset(), []).append((record.path, record.value))
     for number, value in draft.values.items():
-        # Arrays of the host are process 0's; but those in the state of an object are part of what it does next.
-        in_state = number in draft.in_state and isinstance(value, np.ndarray)
+        # Arrays that each process has of its own are process 0's; but in the state of an object all must be equal.
+        in_state = number in draft.in_state and not getattr(value, "committed", False)
         if in_state or draft.records[number].kind in ("str", "bytes"):
-            text = f"checksum {zlib.crc32(value.tobytes())}"  # too long to be shown
+            text = f"checksum {zlib.crc32(np.asarray(value).tobytes())}"  # too long to be shown
             held.setdefault(frozenset(), []).append((draft.records[number].path, text))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)
