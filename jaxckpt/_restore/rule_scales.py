@@ -26,6 +26,9 @@ def dequantised(
             dimensions that the scales lack, at the end, are 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
     """
+    odd = [one.dtype for one in (array, scales) if one is not None and one.dtype.startswith(("bool", "complex"))]
+    if odd:
+        return f"{show(path)} and its scales must be real numbers, found {odd[0]}"
     is_float = array.dtype in ("bfloat16", "float16", "float32", "float64")
     if scales is None:
         if not is_float:

@@ -137,11 +137,11 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
         if record.value is not None:
             held.setdefault(frozenset(), []).append((record.path, record.value))
     for number, value in draft.values.items():
-        # NumPy arrays are taken from process 0. Those in the state of an object are compared, because the object's
-        # future behaviour depends on them.
-        in_state = number in draft.in_state and isinstance(value, np.ndarray)
+        # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
+        # because the object's future behaviour depends on them.
+        in_state = number in draft.in_state and not getattr(value, "committed", False)
         if in_state or draft.records[number].kind in ("str", "bytes"):
-            text = f"checksum {zlib.crc32(value.tobytes())}"  # too long to be shown
+            text = f"checksum {zlib.crc32(np.asarray(value).tobytes())}"  # too long to be shown
             held.setdefault(frozenset(), []).append((draft.records[number].path, text))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)

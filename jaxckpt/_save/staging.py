@@ -232,7 +232,7 @@ def _way(value: Value, hold: Hold, dtype: np.dtype[Any]) -> Way:
         return "copy" if hold or value.dtype != dtype else "leave"
     if value.dtype != dtype:
         if lies_in_host_memory(value):
-            return "copy" if _is_widened(value, dtype) else "cast"
+            return "copy" if _numpy_casts(value, dtype) else "cast"
         # Arrays that the user has placed in host memory must not be passed to XLA.
         return "cast" if memory_kind(value.sharding) is None else "copy"
     if lies_in_host_memory(value):
@@ -241,9 +241,13 @@ def _way(value: Value, hold: Hold, dtype: np.dtype[Any]) -> Way:
     return "send" if memory_kind(value.sharding) is None else "copy"
 
 
-def _is_widened(value: Value, dtype: np.dtype[Any]) -> bool:
-    """Whether NumPy must do a cast to lose nothing: on CPU devices, XLA flushes denormals to zero in float64."""
-    return value.dtype != dtype and lossless(value.dtype, dtype)
+def _numpy_casts(value: Value, dtype: np.dtype[Any]) -> bool:
+    """Whether NumPy makes a cast on CPU devices. XLA casts only to floats of fewer digits, of at most 32 bits: to and
+    from 64 bits it makes denormal floats zero, it warns of complex numbers, and it aborts for int2."""
+    if value.dtype == dtype:
+        return False
+    is_narrow = all(jnp.issubdtype(one, jnp.floating) and one.itemsize <= 4 for one in (value.dtype, dtype))
+    return not is_narrow or lossless(value.dtype, dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -337,7 +341,7 @@ def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
     pieces = len(values) * len(_held(first))
     if lies_in_host_memory(first):
         fitting = pieces >= STACK_PIECES and _stacks_whole(first)
-        fitting = fitting and not (dtype is not None and any(_is_widened(value, dtype) for value in values))
+        fitting = fitting and not (dtype is not None and any(_numpy_casts(value, dtype) for value in values))
     else:
         # XLA's compiler for TPUs aborts the process if it has to stack arrays in host memory.
         fitting = pieces >= SEND_PIECES and memory_kind(first.sharding) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from joined import args, process_id
 
@@ -41,6 +42,7 @@ assert loader.order.tolist() == [0, 1, 2, 3]
 for data, leaf in [
     (Loader(process_id, np.arange(4)), "'data/position'"),
     (Loader(5, np.arange(4) + process_id), "'data/order'"),
+    (Loader(5, jnp.arange(4) + process_id), "'data/order'"),
     (Loader(5, np.arange(4 + process_id)), "different leaves"),
 ]:
     said = caught(jaxckpt.save, f"{args}/refused", {"data": data})

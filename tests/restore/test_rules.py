@@ -368,6 +368,7 @@ def test_an_enormous_number_in_a_path_costs_no_memory(tmp_path: Path) -> None:
     [
         ("float8_e4m3fn", (1, 1), r"has shape \[8, 8\], and scales of shape \[1, 1\] for blocks of \[4, 4\]"),
         ("float8_e5m2", None, "is float8_e5m2, and has no scales"),
+        ("complex64", (2, 2), "must be real numbers, found complex64"),
     ],
 )
 def test_scales_that_are_not_those_of_the_blocks_are_an_error(

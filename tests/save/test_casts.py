@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import PROGRAMS, RunPython
 
 import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
@@ -128,6 +129,11 @@ def test_denormal_numbers_are_not_lost_in_wider_dtypes(tmp_path: Path, count: in
     jaxckpt.save(tmp_path / "a", tree, dtype=wider)
     for leaf in jaxckpt.load_numpy(tmp_path / "a").values():
         assert leaf.tobytes() == numbers.astype(wider).tobytes()
+
+
+@pytest.mark.child
+def test_arrays_on_devices_are_cast_as_numpy_casts_them(run_python: RunPython) -> None:
+    run_python(PROGRAMS / "casts_of_arrays.py", env={"JAX_ENABLE_X64": "1"})
 
 
 def test_a_function_sees_the_number_of_dimensions(tmp_path: Path) -> None:
