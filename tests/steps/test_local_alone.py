@@ -108,6 +108,16 @@ def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
     assert "no step is left" in caplog.text
 
 
+def test_through_rules_too_the_storage_replaces_what_is_damaged(tmp_path: Path) -> None:
+    own = saved(tmp_path, 10, 15)
+    (file,) = own.glob("00000015/data-*/*40x50/c/0/0/0")
+    file.write_bytes(file.read_bytes()[:-50] + bytes(50))
+    rules = jaxckpt.Rules([jaxckpt.Rule(source="w", target="v", layout="a b -> b a")], drop=["step"])
+    with opened(tmp_path) as checkpoints:
+        tree = checkpoints.restore(rename=rules)
+    np.testing.assert_array_equal(tree["v"], state(10)["w"].T)
+
+
 def turned_into_a_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
