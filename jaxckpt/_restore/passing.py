@@ -21,6 +21,7 @@ from jaxckpt._restore.plan import ReadStep, read_bytes
 from jaxckpt._restore.pooled import DamagedError, Pooled
 from jaxckpt._restore.reading import aligned_empty
 from jaxckpt._restore.sharing import Piece
+from jaxckpt._restore.source import Source
 from jaxckpt._restore.surviving import Hop, Request, hops
 from jaxckpt._runtime.errors import JaxckptError
 from jaxckpt._runtime.options import Options
@@ -134,9 +135,13 @@ class Arrivals:
         return agreed
 
 
-def needed_by(source: Pooled, steps: Sequence[ReadStep]) -> list[list[Request]]:
-    """The data that a process lacks for each of its reads."""
-    return [source.lacking(source.manifest.stacks[step.stack], read.boxes) for step in steps for read in step.reads]
+def needed_by(source: Source, steps: Sequence[ReadStep]) -> list[list[Request]]:
+    """What a process lacks for each of its reads: nothing if it reads through rules, and so sees all."""
+    return [
+        source.lacking(source.manifest.stacks[step.stack], read.boxes) if isinstance(source, Pooled) else []
+        for step in steps
+        for read in step.reads
+    ]
 
 
 def _everyones(interconnect: Interconnect, text: bytes, sizes: Sequence[int]) -> list[bytes]:

@@ -104,8 +104,10 @@ def fetch(
     meeting: Meeting | None = None,
     *,
     tied: bool = False,
+    pooled: Pooled | None = None,
 ) -> dict[int, Any]:
-    """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value.
+    """The value of every goal by leaf number. If `tied`, leaves in one row with one goal become one value. `pooled` is
+    what the source is, or what it reads from, if that lies in folders of several processes.
 
     In a meeting of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".
@@ -127,8 +129,8 @@ def fetch(
             require_metadata(source, leaves.stacks[process::processes], options)
             if shared and meeting is not None:
                 gather(source, stacks, shared, options, leaves, advance, meeting)
-            if isinstance(source, Pooled) and meeting is not None:
-                with Arrivals(source, needed_by(source, steps), options, meeting) as arrivals:
+            if pooled is not None and meeting is not None:
+                with Arrivals(pooled, needed_by(source, steps), options, meeting) as arrivals:
                     read(source, stacks, steps, options, leaves, advance, arrivals.before)
             else:
                 read(source, stacks, steps, options, leaves, advance)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._format.stacks import indexed_objects_of
 from jaxckpt._restore.surviving import Files, Held, Request, requests
 from jaxckpt._runtime.errors import DataError, StorageError
+from jaxckpt._storage.errors import readable
 from jaxckpt._storage.objects import ArrayReader, Objects, Pending
 from jaxckpt._storage.workers import All, Done, Then
 
@@ -110,11 +112,17 @@ class Pooled:
         return begun
 
     def noted(self, number: int, pending: Pending) -> None:
-        """Wait for a read of a file. Notes and raises its error."""
-        try:
+        """Wait for a read of a file."""
+        with self.noting(number):
             pending.result()
-        except (DataError, StorageError) as error:
-            self.damaged[self.path(number)] = str(error)
+
+    @contextlib.contextmanager
+    def noting(self, number: int) -> Generator[None]:
+        """What is wrong with a file that is read inside is noted, and raised."""
+        try:
+            yield
+        except (DataError, StorageError, ValueError, NotImplementedError) as error:  # the last two are tensorstore's
+            self.damaged[self.path(number)] = readable(str(error))
             raise
 
 
@@ -143,11 +151,8 @@ class _PooledReader(ArrayReader):
                     data = source.arrived.pop(request).view(target.dtype).reshape(extent(request[1]))
                     into[within(request[1], part)] = data
         for number, some in by_object.items():
-            try:
+            with source.noting(number):
                 begun = self._reader(source.own[number]).read([(part, into) for part, into, _ in some])
-            except (DataError, StorageError) as error:
-                source.damaged[source.path(number)] = str(error)
-                raise
             for (_, _, at), pending in zip(some, begun, strict=True):
                 works[at].append(Then(pending, functools.partial(source.noted, number)))
         return [All(some) if some else Done(None) for some in works]

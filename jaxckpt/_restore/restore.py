@@ -136,7 +136,8 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
                 source = renamed_source(source, request.rules)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.lacking) if request.initial else []
-            values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
+            pooled = path if isinstance(path, Pooled) else None
+            values = fetch(source, resolved.goals, options, meeting, tied=request.tied, pooled=pooled)
             result = resolved.build(values, initial)
             states = [(one, one.state(values)) for one in resolved.objects if one.takes_state]
             require_agreement(meeting, _global_goals(resolved.goals) if group.count > 1 else "")

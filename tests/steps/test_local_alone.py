@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,9 +22,9 @@ def state(step: int) -> dict[str, Any]:
 
 def opened(tmp_path: Path, **more: Any) -> jaxckpt.Checkpointer:
     """A run that saves every 5th step locally, and every 10th in the storage, too."""
-    options = jaxckpt.Options(sync=False)
+    options = jaxckpt.Options(sync=False, **more)
     tier = {"local": tmp_path / "local", "local_every": 5, "copies": 0}
-    return jaxckpt.Checkpointer(tmp_path / "run", every=10, on_preemption="ignore", options=options, **tier, **more)
+    return jaxckpt.Checkpointer(tmp_path / "run", every=10, on_preemption="ignore", options=options, **tier)
 
 
 def saved(tmp_path: Path, *steps: int) -> Path:
@@ -93,16 +93,29 @@ def test_a_save_that_failed_is_reported_once_and_does_not_cost_the_next_one(tmp_
         assert (checkpoints.steps(), checkpoints.latest_step()) == ([20], 20)
 
 
+@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
 def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compression: Literal["zstd", "blosc"] | None
 ) -> None:
-    for file in saved(tmp_path, 5).glob("*/data-*/*/c/**/*"):
+    with opened(tmp_path, compression=compression) as checkpoints:
+        checkpoints.save(5, state(5))
+    for file in tmp_path.glob("local/*/*/data-*/*/c/**/*"):
         if file.is_file():
             content = bytearray(file.read_bytes())
             content[10] ^= 1
             file.write_bytes(content)
     assert resumed(tmp_path) is None
     assert "no step is left" in caplog.text
+
+
+def test_through_rules_too_the_storage_replaces_what_is_damaged(tmp_path: Path) -> None:
+    own = saved(tmp_path, 10, 15)
+    (file,) = own.glob("00000015/data-*/*40x50/c/0/0/0")
+    file.write_bytes(file.read_bytes()[:-50] + bytes(50))
+    rules = jaxckpt.Rules([jaxckpt.Rule(source="w", target="v", layout="a b -> b a")], drop=["step"])
+    with opened(tmp_path) as checkpoints:
+        tree = checkpoints.restore(rename=rules)
+    np.testing.assert_array_equal(tree["v"], state(10)["w"].T)
 
 
 def turned_into_a_folder(file: Path) -> None:
