@@ -151,8 +151,8 @@ def _check(source: Foreign) -> None:
 def _format_of(destination: str, format: str | None) -> str:
     """The format to write: the one that is asked for, else the one that the destination's suffix means."""
     if format is not None:
-        if format not in WRITTEN:
-            raise InputError(f"format={format!r}{closest(format, WRITTEN)}; expected one of {', '.join(WRITTEN)}")
+        if not isinstance(format, str) or format not in WRITTEN:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"format={format!r}{closest(str(format), WRITTEN)}; expected one of {', '.join(WRITTEN)}")
         return format
     suffix = os.path.splitext(destination)[1]
     if suffix not in BY_SUFFIX and re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # "run-1.5" has a number, not a suffix

@@ -106,8 +106,8 @@ def fetch(
     tied: bool = False,
     pooled: Pooled | None = None,
 ) -> dict[int, Any]:
-    """The value of every goal by leaf number. If `tied`, leaves in one row with one goal become one value. `pooled` is
-    what the source is, or what it reads from, if that lies in folders of several processes.
+    """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value. `pooled` is
+    the source itself, or what it reads from, if that lies in folders of several processes.
 
     In a meeting of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".

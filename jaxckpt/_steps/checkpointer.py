@@ -416,6 +416,9 @@ class Checkpointer:
         Returns:
             (step, tree): the number and the tree of the restored step, or None and the result of `init`.
         """
+        if not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
+            with self._calling("Checkpointer.restore"):
+                raise InputError(f"init must be a function that makes the initial tree, found a {type(init).__name__}")
         self._trains = True
         new_names, rules = split_rename(rename)
         chosen = self._chosen(None, apart=rules is None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -103,14 +103,14 @@ class Publisher:
         step = whole_number(step, "step", least=0)
         before, self._before = self._before, None
         _require_floats(weights)
-        now = _as_bfloat16(weights)
+        now = _by_place(_as_bfloat16, weights)
         number = self._next
         linked = before is not None and number - self._anchor < self._anchor_every and _alike(now, before)
         anchor, chain = (self._anchor, self._chain) if linked else (float(number), random.SystemRandom().random())
         self._next += 1  # even if this fails, because the step may have been published
         saved = self._steps.save(
             number,
-            _difference(now, before) if linked else now,
+            _by_place(_difference, now, before) if linked else now,
             metrics={_ANCHOR: anchor, _CHAIN: chain},
             metadata={"step": step, "previous": number - 1 if linked else None},
         )
@@ -206,10 +206,33 @@ def _newest_chain(
 # On the devices -------------------------------------------------------------------------------------------
 
 
+def _by_place(function: Callable[..., Sequence[jax.Array]], *trees: Tree) -> Tree:
+    """What a jitted function of lists makes of the leaves of trees. It is called for each mesh or set of devices, because
+    JAX compiles no program for several of them."""
+    columns = [jax.tree.leaves(tree) for tree in trees]
+    groups: dict[Hashable, list[int]] = {}
+    for number, leaf in enumerate(columns[0]):
+        groups.setdefault(_place(leaf), []).append(number)
+    made: list[Any] = [None] * len(columns[0])
+    for numbers in groups.values():
+        results = function(*([column[number] for number in numbers] for column in columns))
+        for number, result in zip(numbers, results, strict=True):
+            made[number] = result
+    return jax.tree.unflatten(jax.tree.structure(trees[0]), made)
+
+
+def _place(leaf: Any) -> Hashable:
+    """The mesh or the devices of a leaf; None for a NumPy array."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding.mesh
+    return None if sharding is None else frozenset(sharding.device_set)
+
+
 @jax.jit
-def _as_bfloat16(weights: Tree) -> Tree:
+def _as_bfloat16(weights: Sequence[jax.Array]) -> list[jax.Array]:
     # Copied, because bfloat16 leaves would otherwise be the caller's arrays, which it may donate.
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.bfloat16, copy=True), weights)
+    return [jnp.array(leaf, jnp.bfloat16, copy=True) for leaf in weights]
 
 
 def _planes(leaf: jax.Array) -> jax.Array:
@@ -218,21 +241,21 @@ def _planes(leaf: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _difference(now: Tree, before: Tree) -> Tree:
-    return jax.tree.map(lambda new, old: _planes(new) ^ _planes(old), now, before)
+def _difference(now: Sequence[jax.Array], before: Sequence[jax.Array]) -> list[jax.Array]:
+    return [_planes(new) ^ _planes(old) for new, old in zip(now, before, strict=True)]
 
 
 @jax.jit
-def _xor(weights: Tree, link: Tree) -> Tree:
+def _xor(weights: Sequence[jax.Array], link: Sequence[jax.Array]) -> list[jax.Array]:
     def changed(leaf: jax.Array, planes: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(jnp.moveaxis(_planes(leaf) ^ planes, 0, -1), jnp.bfloat16)
 
-    return jax.tree.map(changed, weights, link)
+    return [changed(leaf, planes) for leaf, planes in zip(weights, link, strict=True)]
 
 
 def _applied(weights: Tree, link: Tree) -> Tree:
     """The weights after a link, in the same layout."""
-    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), _xor(weights, link), weights)
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), _by_place(_xor, weights, link), weights)
 
 
 def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -244,9 +267,11 @@ def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _alike(now: Tree, before: Tree) -> bool:
+    """Whether the leaves have the same shapes and lie alike: a link is computed without moving any."""
+
     def kinds(tree: Tree) -> Any:
         leaves, structure = jax.tree.flatten(tree)
-        return structure, [leaf.shape for leaf in leaves]
+        return structure, [(leaf.shape, leaf.sharding) for leaf in leaves]
 
     return kinds(now) == kinds(before)
 

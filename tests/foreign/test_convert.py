@@ -181,6 +181,7 @@ def test_what_is_there_is_kept_unless_told(everything: tuple[Path, Any], tmp_pat
         ({"mesh_shape": {"x": 7}, "specs": P("x")}, jaxckpt.SpecError, "(?s)do not fit 22 leaves.*is not divisible"),
         ({"mesh_shape": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.SpecError, "did you mean"),
         ({"format": "hdf5"}, jaxckpt.InputError, "expected one of jaxckpt, npz"),
+        ({"format": 3}, jaxckpt.InputError, "format=3; expected one of jaxckpt, npz"),
         ({"select": "nothing"}, jaxckpt.TreeError, "matches none"),
         ({"format": "zarr", "mesh_shape": {"x": 2}}, jaxckpt.InputError, "has no layout"),
         ({"format": "npz"}, jaxckpt.TreeError, "'name' is a str"),

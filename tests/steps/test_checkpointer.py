@@ -698,6 +698,14 @@ def test_the_largest_steps_and_folders_beyond_them(tmp_path: Path) -> None:
 # Rules that could never hold ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("init", [{"w": 1}, None, np.zeros(2)], ids=["dict", "None", "array"])
+def test_what_makes_the_initial_tree_must_be_a_function(tmp_path: Path, init: Any) -> None:
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        with pytest.raises(jaxckpt.InputError, match="init must be a function that makes the initial tree, found a "):
+            checkpoints.restore_or_init(init)
+        assert checkpoints.restore_or_init(lambda: {"w": 1}) == (None, {"w": 1})
+
+
 def test_a_metric_that_is_not_the_one_compared_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
     filled(tmp_path, range(4)).close()
     with jaxckpt.Checkpointer(tmp_path, keep_best=("val_loss", "min"), options=FAST) as checkpoints:

@@ -235,6 +235,23 @@ def test_every_publication_must_have_floats(tmp_path: Path) -> None:
             publisher.publish(1, {"w": jnp.array([1001, 2, 3])})  # 1000 in bfloat16
 
 
+def test_leaves_on_different_devices_and_leaves_that_move(tmp_path: Path) -> None:
+    first, second = (jax.sharding.SingleDeviceSharding(jax.devices()[number]) for number in (1, 5))
+    mesh = jax.make_mesh((4,), ("x",))  # with explicit axes, where JAX has them
+    other = jax.sharding.Mesh(np.array(jax.devices()[4:]), ("x",))
+    stages = [[first, second], [first, second], [second, first], [NamedSharding(mesh, P("x")), second]]
+    stages += [[NamedSharding(other, P("x")), NamedSharding(mesh, P("x"))]] * 2
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
+        for step, shardings in enumerate(stages):
+            publisher.publish(step, [jax.device_put(jnp.full(8, step + 1.0), one) for one in shardings])
+            publisher._steps.wait()
+            found, leaves = next(follower)
+            assert [found, *(float(np.asarray(leaf)[-1]) for leaf in leaves)] == [step, step + 1, step + 1]
+    previous = [jaxckpt.open(f"{tmp_path}@{number}").metadata["previous"] for number in jaxckpt.steps(tmp_path)]
+    assert previous == [None, None, 4], "leaves that have moved begin a new chain"
+
+
 def test_weights_are_for_devices(tmp_path: Path) -> None:
     with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
