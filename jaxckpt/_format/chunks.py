@@ -54,30 +54,33 @@ def in_place(block: Box, box: Box, target: Array) -> Bytes | None:
     return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
 
 
-def scatter(stack: Stack, chunks: Chunks, data: Bytes, part: Box, target: Array) -> None:
-    """Copy the overlap of chunks and `part` of the stack into `target`, which is that part. `data` has the chunks one
-    after the other, each with its checksum. All chunks inside `part` are copied by one call."""
-    common = intersection(part, chunks.box)
-    if common is None:
-        return
-    sides, bits = stack.chunk, as_bits(target)
+def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Box, Array]]) -> None:
+    """Copy the overlap of chunks and each box of the stack into the array that is this box. `data` has the chunks one
+    after the other, each with its checksum. All chunks inside a box are copied by one call."""
+    sides = stack.chunk
     grid = [(stop - start) // side for (start, stop), side in zip(chunks.box, sides, strict=True)]
-    order = range(len(sides))
-    steps = list(
-        zip(_steps(grid, chunks.slowest, stack.chunk_stored_bytes), _steps(sides, order, bits.itemsize), strict=True)
-    )
-    spans = (_spans(a - o, b - o, side) for (a, b), (o, _), side in zip(common, chunks.box, sides, strict=True))
-    shift = [origin - first for (origin, _), (first, _) in zip(chunks.box, part, strict=True)]
-    for chosen in itertools.product(*spans):
-        place = bits[tuple(slice(a + s, b + s) for (a, b), s in zip(chosen, shift, strict=True))]
-        offset, lengths = 0, list[tuple[int, int]]()
-        for (start, stop), side, (next_chunk, next_element) in zip(chosen, sides, steps, strict=True):
-            offset += start // side * next_chunk + start % side * next_element
-            count = max(1, (stop - start) // side)
-            lengths += (count, next_chunk), ((stop - start) // count, next_element)
-        shape = [length for length, _ in lengths if length > 1]
-        strides = [step for length, step in lengths if length > 1]
-        np.copyto(place.reshape(shape), np.ndarray(shape, bits.dtype, data, offset, strides))
+    next_chunks = _steps(grid, chunks.slowest, stack.chunk_stored_bytes)
+    next_elements = _steps(sides, range(len(sides)), stack.itemsize)
+    for part, target in wanted:
+        common = intersection(part, chunks.box)
+        if common is None:
+            continue
+        bits = as_bits(target)
+        spans = [_spans(a - o, b - o, side) for (a, b), (o, _), side in zip(common, chunks.box, sides, strict=True)]
+        shift = [origin - first for (origin, _), (first, _) in zip(chunks.box, part, strict=True)]
+        for chosen in itertools.product(*spans):
+            place = bits[tuple([slice(a + s, b + s) for (a, b), s in zip(chosen, shift, strict=True)])]
+            offset, shape, strides = 0, list[int](), list[int]()
+            for (start, stop), side, next_chunk, next_element in zip(
+                chosen, sides, next_chunks, next_elements, strict=True
+            ):
+                offset += start // side * next_chunk + start % side * next_element
+                count = max(1, (stop - start) // side)
+                for length, step in ((count, next_chunk), ((stop - start) // count, next_element)):
+                    if length > 1:
+                        shape.append(length)
+                        strides.append(step)
+            np.copyto(place.reshape(shape), np.ndarray(shape, bits.dtype, data, offset, strides))
 
 
 def _steps(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]:

@@ -43,8 +43,13 @@ def volume(box: Box) -> int:
 
 def intersection(a: Box, b: Box) -> Box | None:
     """The common region, or None if it would be empty."""
-    common = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
-    return None if any(start >= stop for start, stop in common) else common
+    common: list[tuple[int, int]] = []  # a loop: this is called more often than anything else
+    for (a0, a1), (b0, b1) in zip(a, b, strict=True):
+        start, stop = a0 if a0 > b0 else b0, a1 if a1 < b1 else b1
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
 
 
 def hull(boxes: Iterable[Box]) -> Box:

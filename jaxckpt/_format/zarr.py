@@ -195,6 +195,10 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
     numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
     steps, cuts = list[int](), list[list[int]]()
     for dim, length in enumerate(numbers.shape):
+        if length == 1:
+            steps.append(1 << 62)
+            cuts.append([0, 1])
+            continue
         found = np.diff(starts[numbers[(0,) * dim + (slice(None),) + (0,) * (numbers.ndim - dim - 1)]])
         steps.append(int(found[found > 0].min(initial=1 << 62)))
         cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])  # a file is made piece by piece

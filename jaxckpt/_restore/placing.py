@@ -106,8 +106,9 @@ def fetch(
     tied: bool = False,
     pooled: Pooled | None = None,
 ) -> dict[int, Any]:
-    """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value. `pooled` is
-    the source itself, or what it reads from, if that lies in folders of several processes.
+    """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value.
+
+    `pooled` is the source, or what the source reads from, if that lies in folders of several processes.
 
     In a meeting of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".

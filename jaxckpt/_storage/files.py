@@ -18,7 +18,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -44,6 +44,9 @@ BUFFERS = 1024  # largest number per system call: IOV_MAX of Linux and macOS
 
 
 T = TypeVar("T")
+
+Sums = np.ndarray[Any, np.dtype[np.uint32]]
+"""Checksums of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,39 +218,60 @@ class _Opened:
     def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
         numbers = [number for some, _ in places for number in some]
         chunks = [chunk for some, place in places for chunk in _rows(place, len(some))]
-        most = -(-BATCH_BYTES // self.stack.chunk_stored_bytes)
-        for first in range(0, len(chunks), most):
-            now, data = numbers[first : first + most], chunks[first : first + most]
-            sums = np.empty(len(data), "<u4")
-            for start, begun, end in self.found.runs(self.path, now):
-                read_into(self.path, self.handle, start, _interleaved(data[begun:end], sums[begun:end]))
-            self._check(now, data, sums)
+        stored = np.empty(len(chunks), "<u4")
+        buffers = _interleaved(chunks, stored)
+        sums = list[int]()
+        for runs in self.found.runs(self.path, numbers, range(0, len(chunks), self._at_most(BATCH_BYTES))):
+            for start, begun, end in runs:
+                read_into(self.path, self.handle, start, buffers[2 * begun : 2 * end])
+            sums += _checksums(chunks[runs[0][1] : runs[-1][2]])
+        self._check(numbers, sums, stored, self.stack.dtype == "bool" and any(map(_has_odd_bools, chunks)))
 
     def _read_aside(self, wanted: Sequence[tuple[Chunks, Sequence[_Wanted]]]) -> None:
         size = self.stack.chunk_stored_bytes
-        counts = [len(chunks.numbers) for chunks, _ in wanted]
-        scratch = np.empty((max(0, *counts, min(zarr.BLOCK_BYTES // size, sum(counts))), size), np.uint8)
-        for some in _together(wanted, len(scratch)):
-            numbers = [number for chunks, _ in some for number in chunks.numbers]
-            data = scratch[: len(numbers)]
-            for start, begun, end in self.found.runs(self.path, numbers):
-                read_into(self.path, self.handle, start, [data[begun:end].reshape(-1)])
-            self._check(numbers, list(data[:, :-4]), data[:, -4:].copy().view("<u4").ravel())
-            first = 0
+        numbers = [number for chunks, _ in wanted for number in chunks.numbers]
+        most = max(
+            0, *(len(chunks.numbers) for chunks, _ in wanted), min(self._at_most(zarr.BLOCK_BYTES), len(numbers))
+        )
+        scratch = np.empty((most, size), np.uint8)
+        memory = memoryview(scratch.reshape(-1))
+        data = [memory[end - size : end - 4] for end in range(size, len(memory) + 1, size)]
+        together = list(_together(wanted, most))
+        counts = (sum(len(chunks.numbers) for chunks, _ in some) for some in together)
+        borders = {0, *itertools.accumulate(counts)}
+        sums, stored, odd = list[int](), list[bytes](), False
+        for some, runs in zip(together, self.found.runs(self.path, numbers, borders), strict=True):
+            first, count = runs[0][1], runs[-1][2] - runs[0][1]
+            for start, begun, end in runs:
+                read_into(self.path, self.handle, start, [memory[(begun - first) * size : (end - first) * size]])
+            sums += _checksums(data[:count])
+            stored.append(scratch[:count, -4:].tobytes())
+            odd = odd or (self.stack.dtype == "bool" and _has_odd_bools(scratch[:count, :-4]))
+            place = 0
             for chunks, targets in some:
-                for part, target in targets:
-                    scatter(self.stack, chunks, data[first:].reshape(-1), part, target)
-                first += len(chunks.numbers)
+                scatter(self.stack, chunks, scratch[place:].reshape(-1), targets)
+                place += len(chunks.numbers)
+        self._check(numbers, sums, np.frombuffer(b"".join(stored), "<u4"), odd)
 
-    def _check(self, numbers: Sequence[int], chunks: Sequence[Any], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
-        """Raise DataError unless the chunks are unchanged since they were saved."""
-        damaged = np.flatnonzero(np.array(_checksums(chunks), "<u4") != sums)
+    def _at_most(self, n_bytes: int) -> int:
+        """The number of chunks that have about this many bytes."""
+        return -(-n_bytes // self.stack.chunk_stored_bytes)
+
+    def _check(self, numbers: Sequence[int], sums: Sequence[int], stored: Sums, odd: bool) -> None:
+        """Raise DataError unless the chunks are unchanged since they were saved. `odd`: a bool is neither 0 nor 1."""
+        if not numbers:
+            return
+        damaged = np.flatnonzero(np.array(sums, "<u4") != stored)
         if len(damaged):
             box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
             raise DataError(f"{self.path} has a damaged chunk ({box} of the stack): its crc32c does not match")
-        if self.stack.dtype == "bool" and any(np.max(chunk) > 1 for chunk in chunks):
+        if odd:
             raise DataError(f"{self.path} has values that are neither true nor false")
-        self.found.note(self.path, numbers, sums)
+        self.found.note(self.path, numbers, stored)
+
+
+def _has_odd_bools(data: Array) -> bool:
+    return bool(np.max(data) > 1)
 
 
 class _Index:
@@ -266,17 +290,25 @@ class _Index:
         self._unread = self._present.copy()
         self._lock = threading.Lock()
 
-    def runs(self, path: str, numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(offset, first, last) of each run of chunks that follow each other in the file."""
+    def runs(self, path: str, numbers: Sequence[int], borders: Collection[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """(offset, first, last) of each run of chunks that follow each other in the file: one list of runs for the
+        chunks from each border to the next."""
+        if not numbers:
+            return
         wanted = np.asarray(numbers)
         if not self._present[wanted].all():
             raise DataError(f"{path} lacks a chunk")
         starts = self.starts[wanted]
-        cuts = [0, *(np.flatnonzero(np.diff(starts) != self._size) + 1).tolist(), len(wanted)]
-        for begun, end in itertools.pairwise(cuts):
-            yield int(starts[begun]), begun, end
+        cuts = sorted({*borders, *(np.flatnonzero(np.diff(starts) != self._size) + 1).tolist(), len(numbers)})
+        runs = list[tuple[int, int, int]]()
+        for start, (begun, end) in zip(starts[cuts[:-1]].tolist(), itertools.pairwise(cuts), strict=True):
+            if begun in borders and runs:
+                yield runs
+                runs = []
+            runs.append((start, begun, end))
+        yield runs
 
-    def note(self, path: str, chunks: Sequence[int], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+    def note(self, path: str, chunks: Sequence[int], sums: Sums) -> None:
         """Note chunks that were read. After the last one, the object's digest proves that they belong to this save."""
         numbers = np.asarray(chunks)
         with self._lock:
@@ -360,7 +392,7 @@ def _rows(data: Bytes, count: int) -> list[Any]:
     return [data] if count == 1 else list(data.reshape(count, -1))
 
 
-def _interleaved(chunks: Sequence[Any], sums: np.ndarray[Any, np.dtype[np.uint32]]) -> list[Any]:
+def _interleaved(chunks: Sequence[Any], sums: Sums) -> list[Any]:
     """Buffers in file order: each chunk and its checksum."""
     buffers: list[Any] = [None] * (2 * len(chunks))
     buffers[0::2] = chunks
@@ -423,12 +455,14 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
     """Fill buffers with the content of a file from `start` on. Raises DataError if the file is too short."""
     for first in range(0, len(buffers), BUFFERS):
         rest: list[Any] = list(buffers[first : first + BUFFERS])
-        while rest:
+        left = sum(map(len, rest))
+        while left:
             count = os.preadv(handle, rest, start)
             if not count:
                 raise DataError(f"{path} was truncated while it was being read")
-            start += count
-            rest = _after(rest, count)
+            start, left = start + count, left - count
+            if left:
+                rest = _after(rest, count)
 
 
 def _after(buffers: list[Any], count: int) -> list[Any]:
