@@ -1,6 +1,6 @@
-"""Checkpoints of one file a rank, without a format: the caller says which file holds which box of which array.
+"""Checkpoints of one file per rank, without a format: the caller specifies which file holds which box of which array.
 
-files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
+files ─▶ the arrays of each rank ─▶ their boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Files = Mapping[int, str | os.PathLike[str]]
 """The file of each rank."""
 
 Offsets = Mapping[int, Mapping[str, Sequence[int]]]
-"""Where what each rank holds of each array starts."""
+"""The start of each rank's shard of each array."""
 
 MAX_RANKS = 1 << 17
 
@@ -94,7 +94,7 @@ def paths_of(files: Files) -> dict[int, str]:
 
 
 def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict[int, str]:
-    """The one file in each folder of a rank, whose name `rank_name` matches, its number in group 1."""
+    """The single file in each rank's folder. `rank_name` matches folder names, with the rank in group 1."""
     folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     if not os.path.isdir(folder):
         raise NotACheckpointError(f"the folder {folder} does not exist")
@@ -120,12 +120,12 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
 
 
 def common_url(paths: Mapping[int, str]) -> str:
-    """What the files of all ranks are called together."""
+    """The name of the files of all ranks, for messages."""
     return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
 
 
 OfRanks = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
-"""What each rank has, by name."""
+"""The values of each rank, by name."""
 
 
 def assemble(
@@ -135,14 +135,14 @@ def assemble(
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, ForeignArray | str | bytes]:
-    """The global arrays by name, from what each rank holds."""
+    """The global arrays by name, from the arrays of each rank."""
     arrays, whole = by_name(held)
     axes = mesh_axes({"rank": max(held) + 1} if mesh_shape is None else mesh_shape)
     if math.prod(axes.values()) > MAX_RANKS:
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
     boxes = _boxes(arrays, offsets or {}, shapes or {})
     leaves = [(name, _Shard(next(iter(shards.values())))) for name, shards in arrays.items() if name not in boxes]
-    if isinstance(specs, Mapping):  # of names, which are no paths: in them a "/" is a "/"
+    if isinstance(specs, Mapping):  # keyed by names, which are not paths: a "/" in them is literal
         specs = nested({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
     chosen = resolve_specs(specs, leaves)
     for name, shards in arrays.items():
@@ -154,7 +154,7 @@ def assemble(
 
 
 def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
-    """What each rank has of each array; and other values, which must be the same in all. Raises DataError."""
+    """The shards of each array by rank, and other values, which must be equal in all ranks. Raises DataError."""
     arrays: dict[str, dict[int, ForeignArray]] = {}
     values: dict[str, ForeignArray | str | bytes] = {}
     for rank, items in held.items():
@@ -170,13 +170,13 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What a `specs` function is given."""
+    """The leaf argument of a `specs` function."""
 
     array: ForeignArray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what one rank holds."""
+        """Shape of one rank's shard."""
         return self.array.shape
 
     @property
