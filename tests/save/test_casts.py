@@ -188,7 +188,7 @@ def test_lossy_casts_are_done_if_they_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_restore_is_cast_whatever_its_target_says(tmp_path: Path, tied: bool) -> None:
+def test_a_restore_is_cast_even_if_its_target_differs(tmp_path: Path, tied: bool) -> None:
     tree = state()
     jaxckpt.save(tmp_path / "a", tree)
     mesh = jax.make_mesh((2,), ("x",))

@@ -70,7 +70,7 @@ def test_a_lease_that_is_not_renewed_expires(run: str, monkeypatch: pytest.Monke
 def test_a_reader_and_a_deletion_that_begin_at_once_see_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever comes first: the step is held and stays, or it is deleted and the reader is told so."""
+    """In either order, the step is held and stays, or it is deleted and the reader gets an error."""
     outcomes: set[tuple[bool, bool]] = set()
     for round_number in range(60):
         path = tmp_path / str(round_number)

@@ -426,7 +426,7 @@ def _alone(job: Job, process: int, rules: Rules) -> Iterator[tuple[str, Job]]:
 
 
 def _served(job: Job, process: int) -> Iterator[int]:
-    """The folders that a process tidies: its own, and its share of those that nobody writes to."""
+    """The folders that a process cleans up: its own, and its share of those without a writer."""
     yield job.writers[process]
     rest = [host for host in job.visible if host not in job.writers]
     yield from rest[process :: len(job.writers)]

@@ -83,7 +83,7 @@ def environment(devices: int, env: Mapping[str, str] | None = None) -> dict[str,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": PYTHONPATH,
-        "PYTHONFAULTHANDLER": "1",  # a child that hangs is told to abort, and says where each thread was
+        "PYTHONFAULTHANDLER": "1",  # a child that hangs gets SIGABRT, and prints the stack of each thread
         **(env or {}),
     }
 

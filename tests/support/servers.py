@@ -210,7 +210,7 @@ class _Rule:
 
 @dataclass(eq=False)
 class Proxy:
-    """An endpoint in front of another, that keeps what it was asked and does to it what it is told.
+    """A proxy in front of an endpoint. It records requests and applies the configured faults to them.
 
     Example:
         >>> with Proxy(endpoint) as proxy:

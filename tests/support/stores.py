@@ -117,7 +117,7 @@ def moto() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def storage_testbench() -> Iterator[Server]:
-    """Google's storage testbench, which keeps all in memory. LookupError if it is not beside the project."""
+    """Google's storage testbench, which keeps everything in memory. LookupError if it is not next to the project."""
     if not TESTBENCH.exists():
         raise LookupError(f"no storage testbench is at {TESTBENCH}, so gs:// is not tried")
     CACHE.mkdir(exist_ok=True)
