@@ -1,4 +1,4 @@
-"""The promise: what is restored is what was saved, bit for bit, on whatever mesh."""
+"""The main guarantee: a restore returns exactly the saved bits, on any mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand on a command line: indices, meshes, specs, sizes, names; what is said of others; completion."""
+"""Parsing of arguments: indices, meshes, specs, sizes, names; errors for invalid ones; completion."""
 
 from __future__ import annotations
 

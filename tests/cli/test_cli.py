@@ -1,4 +1,4 @@
-"""The command line: its tables at each width, what it writes and deletes, exit codes, processes, and its page."""
+"""The command line: tables at each width, written and deleted files, exit codes, processes, and its docs page."""
 
 from __future__ import annotations
 

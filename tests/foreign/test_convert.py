@@ -1,4 +1,4 @@
-"""convert: other layouts, other formats, in bounded memory; and what it refuses."""
+"""convert: other layouts, other formats, in bounded memory; and refused input."""
 
 from __future__ import annotations
 

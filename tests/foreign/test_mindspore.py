@@ -1,4 +1,4 @@
-"""MindSpore's files: its own tutorial, every form of layout against numpy, damage, and what is not read."""
+"""MindSpore's files: its tutorial, every form of layout compared with NumPy, damage, and unsupported content."""
 
 from __future__ import annotations
 

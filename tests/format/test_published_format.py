@@ -1,4 +1,4 @@
-"""docs/format.md is true: its reader reads every kind of leaf, and what is written by its words alone is read here."""
+"""docs/format.md is correct: its reader reads every kind of leaf, and jaxckpt reads files written from its text."""
 
 from __future__ import annotations
 

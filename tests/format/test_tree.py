@@ -1,4 +1,4 @@
-"""Trees as paths and as JSON: every container, key and value comes back as it was, and nothing hostile gets through."""
+"""Trees as paths and as JSON: every container, key and value is restored exactly, and hostile input is refused."""
 
 from __future__ import annotations
 

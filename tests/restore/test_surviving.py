@@ -1,4 +1,4 @@
-"""Local folders: the newest step that they hold together is restored, onto any mesh, whatever is lost or damaged."""
+"""Local folders: the newest step that they hold together is restored, onto any mesh, despite losses and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dtype=` of save and restore: what is asked for is cast, what loses more than that is an error."""
+"""`dtype=` of save and restore: requested casts are made, and casts that lose more are errors."""
 
 from __future__ import annotations
 

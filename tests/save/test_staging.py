@@ -1,4 +1,4 @@
-"""Many small leaves are stacked by jitted calls: their bits are kept, whatever the caller has set in JAX."""
+"""Many small leaves are stacked by jitted calls, which keep their bits for every configuration of JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: no step is deleted under its reader, and a dead reader keeps none for longer than its term."""
+"""Leases: no step is deleted while it is read, and a dead reader holds a step no longer than its term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of object stores, step by step: who may publish, who may delete, and what is left."""
+"""The protocol of object stores, step by step: which process may publish or delete, and the remains."""
 
 from __future__ import annotations
 
