@@ -71,10 +71,10 @@ __all__ = [
 
 
 def _is_command_line() -> bool:
-    """Whether this process is `jaxckpt …` or `python -m jaxckpt …`, whose commands import what they use themselves.
+    """Whether this process is `jaxckpt …` or `python -m jaxckpt …`, whose commands import what they need.
 
-    All other programs import everything here, JAX included: what they register with atexit afterwards then runs before
-    JAX shuts down, and before jaxckpt reports a save that failed.
+    All other programs import everything here, including JAX. Functions that they register with atexit later then run
+    before JAX shuts down and before jaxckpt reports a failed save.
     """
     script = os.path.splitext(os.path.basename(next(iter(sys.argv), "")))[0]
     return script == "jaxckpt" or sys.orig_argv[1:3] == ["-m", "jaxckpt"]

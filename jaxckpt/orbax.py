@@ -8,8 +8,8 @@ From there on `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTr
 Restoring is a translation, leaf by leaf: what Orbax's arguments ask of a saved leaf becomes a leaf of a target of
 `jaxckpt.restore`.
 
-    manager.save ─▶ Orbax makes <step>.orbax-checkpoint-tmp/<item>… ─▶ async_save: jaxckpt copies the arrays, the
-    training goes on ─▶ jaxckpt writes the item and publishes it in there ─▶ Orbax waits for all processes, then renames
+    manager.save ─▶ Orbax creates <step>.orbax-checkpoint-tmp/<item>… ─▶ async_save: jaxckpt copies the arrays, and
+    training resumes ─▶ jaxckpt writes and publishes the item there ─▶ Orbax waits for all processes, then renames
 
 Importing this module imports Orbax, which takes a second or two.
 """
@@ -63,17 +63,17 @@ _PYTREE_HANDLERS = (ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler)
 def handler_registry(
     options: Options | None = None, *, item_handlers: Mapping[str, Any] | ocp.CheckpointHandler | None = None
 ) -> Any:
-    """What to pass as `handler_registry=` of an `ocp.CheckpointManager` to have its pytrees written by jaxckpt.
+    """The argument `handler_registry=` for an `ocp.CheckpointManager` whose pytrees jaxckpt should write.
 
     Args:
         options: See `jaxckpt.Options`.
-        item_handlers: The handler of each item, or of the only item, as a program passes them to its
-            `ocp.CheckpointManager`. A `Handler` takes the place of Orbax's handlers of pytrees; the others stay.
+        item_handlers: The handler of each item, or of the only item, in the form that `ocp.CheckpointManager` accepts.
+            A `Handler` replaces Orbax's handlers of pytrees; other handlers are kept.
 
     Returns:
         An `ocp.handlers.DefaultCheckpointHandlerRegistry` in which every item that is saved or restored with `Save`,
-        `Restore`, `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` or `PyTreeRestore` has a `Handler`. Others,
-        such as `ocp.args.JsonSave`, have Orbax's own; more can be added.
+        `Restore`, `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` or `PyTreeRestore` has a `Handler`. Other
+        items, such as those of `ocp.args.JsonSave`, have Orbax's handlers. You can add more handlers.
 
     Examples:
         >>> import numpy as np, orbax.checkpoint as ocp, jaxckpt.orbax
@@ -100,12 +100,12 @@ def handler_registry(
 
 
 class Handler(ocp.AsyncCheckpointHandler):
-    """Saves and restores an item of an Orbax checkpoint; every process calls it.
+    """Saves and restores an item of an Orbax checkpoint. Every process calls it.
 
-    For an `ocp.CheckpointManager` or an `ocp.CompositeCheckpointHandler`: by `handler_registry`, or as
-    `item_handlers={"state": Handler()}`, where items are saved with `Save` and restored with `Restore`. Or for an
-    `ocp.Checkpointer` or `ocp.AsyncCheckpointer` alone. It has no state: one serves several items. Those of one step
-    are written one after the other, and all but the last of them before `CheckpointManager.save` returns.
+    Use it in an `ocp.CheckpointManager` or an `ocp.CompositeCheckpointHandler`: through `handler_registry`, or as
+    `item_handlers={"state": Handler()}`, with the arguments `Save` and `Restore`. It also works in an
+    `ocp.Checkpointer` or `ocp.AsyncCheckpointer`. A Handler has no state, so one can serve several items. The items of
+    a step are written one after the other, and all except the last before `CheckpointManager.save` returns.
 
     Args:
         options: See `jaxckpt.Options`; `when_busy` is always "wait".
@@ -115,7 +115,7 @@ class Handler(ocp.AsyncCheckpointHandler):
         self._options = dataclasses.replace(given(options), when_busy="wait")
 
     async def async_save(self, directory: Path, args: Any) -> list[Any]:
-        """Begin to save `args.item`; returns once the caller may donate, delete or overwrite its arrays."""
+        """Start to save `args.item`. Returns when the caller may donate, delete or overwrite its arrays."""
         # Orbax creates the folder in a thread. Wait for it without an await: Orbax starts the items of a step in the
         # order of their names, and every process must make its collective calls in that order.
         CommitFutureAwaitingContractedSignals(_nothing()).result()
@@ -129,7 +129,7 @@ class Handler(ocp.AsyncCheckpointHandler):
         return {"metadata": args.custom_metadata, "options": self._options}
 
     def restore(self, directory: Path, args: Any = None) -> Tree:
-        """The item, onto the devices that `args` tells; see `jaxckpt.restore`. Orbax's own are taken too."""
+        """Restore the item onto the devices given by `args`; see `jaxckpt.restore`. Also accepts Orbax's arguments."""
         args = Restore() if args is None else args
         if isinstance(args, Restore) and not args.is_orbax:
             return restore(
@@ -140,7 +140,7 @@ class Handler(ocp.AsyncCheckpointHandler):
         source, _ = source_at(directory, self._options)
         target, left = _translated(args, source.manifest)
         if left >= source.manifest.numbers.keys() | {leaf.path for leaf in _flat(target, source.manifest)}:
-            return target  # nothing is to be read
+            return target  # there is nothing to read
         return restore(directory, target, select=lambda path: path not in left, options=self._options)
 
     def metadata(self, directory: Path) -> Any:
@@ -154,11 +154,11 @@ class Handler(ocp.AsyncCheckpointHandler):
 
 
 def register_v1(options: Options | None = None) -> None:
-    """Have jaxckpt write every pytree that the program saves with Orbax v1 from here on, and load those.
+    """Make jaxckpt write and load every pytree that the program saves with Orbax v1 after this call.
 
     `ocp.training.Checkpointer`, `ocp.save` and `ocp.load` of `orbax.checkpoint.experimental.v1`, and libraries that use
-    them, work as before. Checkpoints that Orbax itself wrote are loaded as well. In a job of several processes, a step
-    must have no more than one pytree.
+    them, work as before. They also load checkpoints that Orbax itself wrote. In a job of several processes, a step must
+    have at most one pytree.
 
     Args:
         options: See `jaxckpt.Options`; `when_busy` is always "wait".
@@ -168,7 +168,7 @@ def register_v1(options: Options | None = None) -> None:
 
     chosen = dataclasses.replace(given(options), when_busy="wait")
     handler = type("V1Handler", (V1Handler,), {"options": chosen, "__module__": __name__})
-    entries: Any = global_registry().get_all_entries()  # the last one that can handle a pytree is asked for it
+    entries: Any = global_registry().get_all_entries()  # Orbax uses the last entry that can handle a pytree
     others = [entry for entry in entries if entry[1] != "state" and not issubclass(entry[0], V1Handler)]
     entries[:] = [*others, (handler, None), (handler, "state")]
 
@@ -179,13 +179,13 @@ class V1Handler:
     options = Options()
 
     async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
-        """Begin to save; returns once the caller may donate, delete or overwrite the arrays."""
+        """Start to save. Returns when the caller may donate, delete or overwrite the arrays."""
         path = await directory.await_creation()
         pending = save_async(path, _v1_cast(checkpointable), options=self.options)
         return _published(pending, path)
 
     async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
-        """The pytree, as an abstract one asks for it."""
+        """Load the pytree in the form that an abstract pytree requests."""
         return self._restored(directory, abstract_checkpointable)
 
     async def _restored(self, directory: Path, abstract: Tree) -> Tree:
@@ -210,7 +210,7 @@ class V1Handler:
         return unflatten(manifest.tree, leaves)
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether it is a pytree that jaxckpt saves: Orbax asks before it saves."""
+        """Whether jaxckpt can save this pytree. Orbax calls this before it saves."""
         leaves = jax.tree.leaves(checkpointable)
         return bool(leaves) and all(is_array_like(type(leaf)) or type(leaf) in PYTHON for leaf in leaves)
 
@@ -235,7 +235,7 @@ def _v1_cast(tree: Tree) -> Tree:
 
 async def _published(pending: PendingSave, path: Path) -> None:
     await asyncio.to_thread(pending.wait)
-    if jax.process_index() == 0:  # Orbax loads as a pytree only what has such a file
+    if jax.process_index() == 0:  # Orbax loads an item as a pytree only if it has this file
         await asyncio.to_thread(epath.Path(path, "_METADATA").write_text, "{}")
 
 
@@ -279,16 +279,16 @@ def _v1_described(manifest: Manifest, record: LeafRecord) -> Any:
 @ocp.args.register_with_handler(Handler, for_save=True)
 @dataclass
 class Save(_args.PyTreeSave):
-    """What to save as an item of an Orbax checkpoint: `item`, a pytree as for `jaxckpt.save`, `save_args` as for Orbax
-    (a tree of ocp.SaveArgs, of which `dtype` counts), and `custom_metadata`, any JSON value, which comes back as
+    """The arguments for saving an item of an Orbax checkpoint: `item`, a pytree as for `jaxckpt.save`; `save_args`, a
+    tree of ocp.SaveArgs, of which only `dtype` is used; and `custom_metadata`, any JSON value, available later as
     `jaxckpt.open(path).metadata`."""
 
 
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclass
 class Restore(_args.PyTreeRestore):
-    """How to restore an item of an Orbax checkpoint: the arguments of `jaxckpt.restore`, `item` being its target. Or
-    those of `ocp.args.PyTreeRestore`, if any but `item` is given."""
+    """The arguments for restoring an item of an Orbax checkpoint: those of `jaxckpt.restore`, with `item` as the
+    target; or those of `ocp.args.PyTreeRestore`, if any of them except `item` is given."""
 
     mesh: Any = None
     specs: Any = None
@@ -296,7 +296,7 @@ class Restore(_args.PyTreeRestore):
 
     @property
     def is_orbax(self) -> bool:
-        """Whether it is meant as an `ocp.args.PyTreeRestore`."""
+        """Whether this has arguments of `ocp.args.PyTreeRestore`."""
         return self.restore_args is not None or self.transforms is not None or self.partial_restore
 
 
@@ -306,7 +306,7 @@ async def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """A save under way, as Orbax waits for it."""
+    """A running save, in the form that Orbax waits for."""
 
     pending: PendingSave
 
@@ -321,7 +321,7 @@ class _Commit:
 
 
 def _cast(args: Any) -> Tree:
-    """What is saved: the item, with the dtypes that its SaveArgs ask for."""
+    """The item to save, with the dtypes of its SaveArgs."""
     if args.save_args is None:
         return args.item
     # An empty node may have SaveArgs of its own.
@@ -342,11 +342,11 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
-    """Orbax's arguments as a target of `jaxckpt.restore`, and the paths that are left as they are in it."""
+    """Orbax's arguments as a target of `jaxckpt.restore`, and the paths that keep the item's values."""
     transforms = getattr(args, "transforms", None)
     if transforms or getattr(args, "legacy_transform_fn", None) is not None:
         raise InputError("PyTreeRestore(transforms=…) is Orbax's own; see rename= and select= of jaxckpt.restore")
-    # transforms={} is an older way to say partial_restore=True.
+    # transforms={} is the older form of partial_restore=True.
     partial = transforms is not None or getattr(args, "partial_restore", False)
     item = unflatten(manifest.tree, range(len(manifest.leaves))) if args.item is None else args.item
     leaves = _flat(item, manifest)
@@ -390,7 +390,7 @@ def _or_placeholder(node: Any) -> Any:
 
 
 def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, Any]:
-    """The RestoreArgs of each leaf. Raises InputError if leaves have none, or if some are for no leaf at all."""
+    """The RestoreArgs of each leaf. Raises InputError if a leaf has none, or if some belong to no leaf."""
     given = getattr(args, "restore_args", None)
     if given is None:
         return {}
@@ -422,7 +422,7 @@ def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
 
 
 def _standard(wanted: Any, saved: SavedLeaf) -> Any:
-    """A leaf of the item of a StandardRestore as a leaf of a target. Concrete ones mean the same there."""
+    """A leaf of the item of a StandardRestore as a leaf of a target. Concrete leaves have the same meaning in both."""
     if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
         return _target(ocp.RestoreArgs(), saved)
     if not isinstance(wanted, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
@@ -433,16 +433,16 @@ def _standard(wanted: Any, saved: SavedLeaf) -> Any:
 
 
 def _target(asked: Any, saved: SavedLeaf, item: Any = None) -> Any:
-    """What a leaf's RestoreArgs ask for, as a leaf of a target."""
+    """A leaf's RestoreArgs as a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
         return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_sharding(asked))
     kind: Any = KINDS[saved.kind].type if asked.restore_type is None else asked.restore_type
     shape, dtype = getattr(asked, "global_shape", None), asked.dtype
-    if getattr(asked, "strict", False):  # what ArrayRestoreArgs leave open, the item says
+    if getattr(asked, "strict", False):  # the item supplies what ArrayRestoreArgs leave open
         shape = getattr(item, "shape", None) if shape is None else shape
         dtype = getattr(item, "dtype", None) if dtype is None else dtype
     if dtype is None:
-        # A Python number becomes an array of JAX's own width; that its value fits is checked when it is restored.
+        # A Python number becomes an array of JAX's default width. The restore checks that its value fits.
         is_number = kind is jax.Array and saved.kind in NUMBERS
         dtype = jax.dtypes.canonicalize_dtype(saved.dtype) if is_number else saved.dtype
     shape, dtype = saved.shape if shape is None else shape, np.dtype(dtype)
@@ -454,26 +454,26 @@ def _target(asked: Any, saved: SavedLeaf, item: Any = None) -> Any:
 
 
 def _sharding(asked: Any) -> Sharding | None:
-    """The sharding that RestoreArgs ask for; None asks for the saved one."""
+    """The sharding in RestoreArgs; None for the saved sharding."""
     found = getattr(asked, "sharding", None)
     if found is None:
         mesh = getattr(asked, "mesh", None)
         return None if mesh is None else NamedSharding(mesh, asked.mesh_axes or PartitionSpec())
     if isinstance(found, _metadata.ShardingMetadata):
         found = found.to_jax_sharding()
-    return found if isinstance(found, Sharding) else found.sharding  # of a jax.experimental.layout.Format
+    return found if isinstance(found, Sharding) else found.sharding  # from a jax.experimental.layout.Format
 
 
 # Orbax's descriptions ---------------------------------------------------------------------------------------
 
 
 def _plain(node: Any) -> Any:
-    """An empty container as Orbax describes it."""
+    """Orbax's description of an empty container."""
     return None if hasattr(node, "_fields") else node
 
 
 def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
-    """A leaf as Orbax describes it: a PRNG key by its raw data."""
+    """Orbax's description of a leaf. A PRNG key is described by its raw data."""
     name = record.path.replace("/", ".")
     if record.kind in ("str", "bytes"):
         return _metadata.StringMetadata(name, directory)
@@ -485,7 +485,7 @@ def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
 
 
 def _saved_sharding(manifest: Manifest, record: LeafRecord) -> Any:
-    """Orbax's description of the sharding of a saved jax.Array; None if its devices are not here."""
+    """Orbax's description of the sharding of a saved jax.Array; None if its devices do not exist here."""
     if record.kind == "numpy":
         return None
     try:

@@ -1,4 +1,4 @@
-"""The simulation of large jobs (benchmarks/cluster.py): what it counts is what real jobs do."""
+"""The simulation of large jobs (benchmarks/cluster.py): its counts equal those of real jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much host memory a restore takes beside the arrays that it returns, and what is done to keep to it."""
+"""Host memory of a restore in addition to the returned arrays, and how the limit is kept."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", ["as saved", "3x2", "rows", "one device", "cast", "numpy"])
-def test_a_restore_takes_the_bytes_it_may_beside_the_arrays(
+def test_a_restore_stays_within_its_limit_in_addition_to_the_arrays(
     case: str, saved: Path, run_python: processes.RunPython
 ) -> None:
     assert taken(run_python, saved, case, accelerators=False) <= HOST_BYTES + SLACK
@@ -92,7 +92,7 @@ def test_however_little_memory_there_is_no_chunk_is_read_twice(
         assert np.array_equal(tree[name], np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
 
 
-def test_the_dry_run_tells_how_much_a_restore_will_take(saved: Path) -> None:
+def test_the_plan_predicts_the_memory_of_a_restore(saved: Path) -> None:
     checkpoint = jaxckpt.open(saved, options=jaxckpt.Options(host_bytes=HOST_BYTES))
     assert checkpoint.plan().peak_host_bytes == HOST_BYTES
     assert checkpoint.plan(mesh={"x": 3, "y": 2}).peak_host_bytes == HOST_BYTES
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
         jaxckpt.load_numpy(path)
 
 
-def test_data_that_is_missing_from_a_checkpoint_that_is_there_is_corrupt(tmp_path: Path) -> None:
+def test_missing_data_of_an_existing_checkpoint_is_corruption(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"w": np.arange(100)})
     (data,) = (tmp_path / "c").glob("data-*")
     shutil.rmtree(data)

@@ -169,7 +169,7 @@ def test_arrays_may_be_donated_while_it_is_written(tmp_path: Path, monkeypatch: 
         assert_same(found.restore(0), {"w": jnp.arange(32.0).reshape(8, 4), "host": np.arange(3)})
 
 
-def test_a_save_that_fails_is_told_and_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_is_reported_and_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any, **options: Any) -> None:
         raise StorageError(28, "no space left")
 

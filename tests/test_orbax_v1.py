@@ -1,4 +1,4 @@
-"""Orbax v1 with jaxckpt's arrays: its Checkpointer, its functions, and what it wrote before."""
+"""Orbax v1 with jaxckpt's arrays: its Checkpointer, its functions, and its earlier checkpoints."""
 
 from __future__ import annotations
 

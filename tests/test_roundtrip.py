@@ -1,4 +1,4 @@
-"""The promise: what is restored is what was saved, bit for bit, on whatever mesh."""
+"""The main guarantee: a restore returns exactly the saved bits, on any mesh."""
 
 from __future__ import annotations
 
@@ -479,7 +479,7 @@ def train_state() -> TrainState:
 @pytest.mark.parametrize(
     "make", [lambda state: jax.eval_shape(lambda: state), lambda state: state], ids=["abstract", "arrays"]
 )
-def test_a_flax_training_state_goes_on_as_if_it_had_not_stopped(make: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_a_flax_training_state_resumes_as_if_it_had_not_stopped(make: Callable[[Any], Any], tmp_path: Path) -> None:
     @jax.jit
     def step(state: TrainState) -> TrainState:
         loss = lambda params: jnp.mean((state.apply_fn({"params": params}, jnp.ones((2, 4))) - 1) ** 2)  # noqa: E731

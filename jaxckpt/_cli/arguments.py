@@ -1,4 +1,4 @@
-"""The arguments and options that commands share, the parsers of their texts, and completion. Imports nothing heavy."""
+"""The arguments and options that commands share, their parsers, and completion. Imports only light modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import click
 from click.shell_completion import CompletionItem
 
 Rule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
-"""(glob of the leaves that it is for, or None for all; the entries of their PartitionSpec)."""
+"""(glob of its leaves, or None for all; the entries of their PartitionSpec)."""
 
 LAYOUTS = ("plain", "scan", "maxtext")
-"""What `--rules` leads to."""
+"""Values of `--rules`."""
 
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
-"""What `convert` writes."""
+"""Formats that `convert` writes."""
 
 
 # Texts ----------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def rule(text: str) -> Rule:
 
 
 def _is_entry(entry: object) -> bool:
-    """Whether a PartitionSpec takes it for a dimension."""
+    """Whether a PartitionSpec accepts it for a dimension."""
     axes = entry if isinstance(entry, tuple) else (entry,)
     return entry is None or all(isinstance(axis, str) for axis in axes)
 
@@ -82,7 +82,7 @@ def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[Rule]) -> None:
 
 
 def complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Paths of leaves of the checkpoint named before, one component at a time, as shells complete folders."""
+    """Paths of leaves of the checkpoint argument, one component at a time, as shells complete folders."""
     # After an option that still lacks its value, click leaves the arguments in `ctx.args`.
     before = [*filter(None, map(ctx.params.get, ("path", "source", "a"))), *ctx.args]
     ends: set[str] = set()
@@ -94,7 +94,7 @@ def complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
 
 def _leaf_paths(path: str) -> list[str]:
-    """The leaves of a local checkpoint; a key press must not wait for a network, nor for the import of JAX."""
+    """The leaves of a local checkpoint. A key press must not wait for a network or the import of JAX."""
     local = urllib.parse.unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
     if "://" in local:
         return []
@@ -123,7 +123,7 @@ def _note_path(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 def closest_path(path: str) -> str:
-    """A hint for a local path that does not exist: the same step in full, or a name much like it."""
+    """A hint for a local path that does not exist: the full name of the step, or a similar name."""
     folder, name = os.path.split(path.rstrip("/"))
     if "://" in path or os.path.exists(path):
         return ""
@@ -148,7 +148,7 @@ def _note_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None
 
 
 location = functools.partial(click.argument, type=click.Path(path_type=str), callback=_note_path)
-"""An argument by its name: where a checkpoint is, or goes."""
+"""A named argument: the location of a checkpoint to read or write."""
 
 select_option = click.option(
     "--select",

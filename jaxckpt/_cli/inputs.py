@@ -1,4 +1,4 @@
-"""What a command line says about a checkpoint, resolved against it: leaves, indices, specs."""
+"""Resolves arguments of a command against a checkpoint: leaves, indices, specs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_progress() -> Options:
 
 
 def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
-    """The rules that `--rules` and `--back-to` ask for. Raises click.UsageError, InputError, DataError."""
+    """The rules for `--rules` and `--back-to`. Raises click.UsageError, InputError, DataError."""
     if rules is None:
         if back_to is not None:
             raise click.UsageError("--back-to needs --rules, which names the tree that it leads back from")
@@ -43,7 +43,7 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
 
 
 def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
-    """The leaves that any of some globs selects, or all. Raises InputError if a glob selects none."""
+    """The leaves that any of the globs selects, or all leaves. Raises InputError if a glob selects none."""
     leaves = checkpoint.leaves
     chosen = selector(select or None).choose(leaves)
     return dict(itertools.compress(leaves.items(), chosen))
@@ -77,12 +77,12 @@ def _index_entry(text: str) -> Any:
 def spec_tree(
     checkpoint: Checkpoint, rules: Sequence[Rule], select: Sequence[str] = (), rename: Mapping[str, str] | None = None
 ) -> Tree:
-    """The specs that rules give to leaves, as nested dicts of their new paths; None without rules."""
+    """The specs for leaves, as nested dicts by their new paths; None without `--specs`."""
     if not rules:
         return None
     leaves, chosen = checkpoint.leaves, selected(checkpoint, select)
     new = zip(renamed(rename or None, leaves), leaves.items(), strict=True)
-    # The other kinds are never on a device, so they have no spec.
+    # Other kinds are never on a device, so they have no spec.
     paths = [path for path, (old, leaf) in new if old in chosen and leaf.kind in ("jax", "key")]
     specs: dict[str, Any] = {}
     for glob, entries in rules:

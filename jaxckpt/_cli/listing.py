@@ -24,20 +24,20 @@ from jaxckpt._storage.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A checkpoint in a listing; its fields, in this order, are its JSON."""
+    """A checkpoint in a listing. Its fields, in this order, form its JSON."""
 
     name: str
 
     path: str
 
     status: str = "ok"
-    """"ok", "unfinished", "damaged" or "unreadable". Unless it is "ok", `problem` says why, and only the path is
-    known."""
+    """"ok", "unfinished", "damaged" or "unreadable". Unless it is "ok", `problem` gives the reason, and only the path
+    is known."""
 
     format: str | None = None
 
     step: int | None = None
-    """The training step, as a Checkpointer recorded it or as the name has it."""
+    """The training step, from the record of a Checkpointer or from the name."""
 
     leaves: int | None = None
 
@@ -80,12 +80,12 @@ def _row(entry: Entry) -> list[str]:
 
 
 def list_checkpoints(path: str) -> list[Entry]:
-    """The checkpoint at a path, or those in it. Raises NotACheckpointError if there is none."""
+    """The checkpoint at a path, or the checkpoints in it. Raises NotACheckpointError without any."""
     store = store_at(path, Options())
     checkpoint: Checkpoint | None = None
     nothing: NotACheckpointError | None = None
     try:
-        if steps_of(store) is None:  # else it is a run's directory, which opens as its newest step
+        if steps_of(store) is None:  # otherwise it is a run's directory, which opens as its newest step
             checkpoint = open_checkpoint(path)
     except NotACheckpointError as error:
         nothing = error
@@ -93,7 +93,7 @@ def list_checkpoints(path: str) -> list[Entry]:
         return _entries([path])  # with its problem
     if checkpoint is not None and _stands_alone(path, checkpoint, store):
         return _entries([path])
-    # On an object store `folders` costs a request for each checkpoint, `names` one for each thousand objects.
+    # On an object store, `folders` costs one request per checkpoint, and `names` one per thousand objects.
     names = list(store.folders()) or store.names()
     entries = _entries(store.child(name).url for name in sorted(names, key=natural))
     if not entries and nothing is not None:
@@ -102,7 +102,7 @@ def list_checkpoints(path: str) -> list[Entry]:
 
 
 def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:
-    """Whether a path that opens as a checkpoint is that checkpoint, and not a folder of checkpoints.
+    """Whether a path that opens as a checkpoint is itself the checkpoint, and not a folder of checkpoints.
 
     A folder of steps may open as its newest step, and a folder that holds one exported file as that file.
     """
@@ -144,7 +144,7 @@ def _entry(path: str) -> Entry | None:
 
 
 def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:
-    """Its metrics; for another library's checkpoint, the numbers under "metrics" in its metadata."""
+    """Its metrics. For another library's checkpoint, the numbers under "metrics" in its metadata."""
     metrics: Any = checkpoint.metadata
     if checkpoint.format == "jaxckpt" or not isinstance(metrics, dict):
         return dict(checkpoint.metrics)

@@ -37,7 +37,7 @@ from jaxckpt._cli.terminal import printable
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
 
 NO, BAD_INPUT, DAMAGED, NOT_THERE, STORAGE, BUG = 1, 2, 3, 4, 5, 70
-INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
+INTERRUPTED, BROKEN_PIPE = 130, 141  # the codes that shells report for SIGINT and SIGPIPE
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -58,7 +58,7 @@ class _Program(click.Group):
     """Turns every error into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with contextlib.suppress(AttributeError, ValueError):  # a stream that was put in their place may be any
+        with contextlib.suppress(AttributeError, ValueError):  # a replaced stream may lack the method
             sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         try:
             result = super().invoke(ctx)
@@ -66,11 +66,11 @@ class _Program(click.Group):
         except (click.ClickException, click.exceptions.Exit):
             raise
         except BrokenPipeError:
-            # Whatever is still to be flushed at exit goes nowhere.
+            # Discard everything that would be flushed at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise click.exceptions.Exit(BROKEN_PIPE) from None
         except (KeyboardInterrupt, click.Abort) as stop:
-            # At a prompt click turns one into the other.
+            # At a prompt, click turns KeyboardInterrupt into Abort.
             interrupted = isinstance(stop, KeyboardInterrupt) or isinstance(stop.__context__, KeyboardInterrupt)
             click.echo("" if interrupted else "jaxckpt: not confirmed, nothing was deleted", err=True)
             raise click.exceptions.Exit(INTERRUPTED if interrupted else NO) from None
@@ -114,9 +114,9 @@ def main() -> None:
 
 
 def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[[], None]], click.Command]:
-    """A command with these arguments and options; the function of its name in a module of `_cli` does the work.
+    """A command with these arguments and options. The function of the same name in a module of `_cli` does the work.
 
-    The module is imported when the command runs, and JAX with it. If the function returns False, the exit code is NO.
+    That module, and with it JAX, is imported when the command runs. If the function returns False, the exit code is NO.
     """
 
     def command(described: Callable[[], None]) -> click.Command:
@@ -133,7 +133,7 @@ def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[
     return command
 
 
-# Looking --------------------------------------------------------------------------------------------------
+# Inspecting -----------------------------------------------------------------------------------------------
 
 
 @_command("listing", location("path"))

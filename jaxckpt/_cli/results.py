@@ -1,4 +1,4 @@
-"""`verify`, `diff` and `plan`: what each found, as a table or as JSON."""
+"""`verify`, `diff` and `plan`: the results, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.progress import show_bytes
 
 _SHOWN_ROWS = 40
-"""Of processes or leaves in a plan: the others are counted."""
+"""The most processes or leaves in a plan. The others are only counted."""
 
 
 # Verifying ------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def _print_plan(plan: RestorePlan) -> None:
 
 
 def _numberless(path: str) -> str:
-    """A path with `*` for each number: the glob of all paths that differ only in these, as those of layers do."""
+    """A path with `*` for each number: the glob of all paths that differ only in numbers, such as those of layers."""
     return "/".join("*" if key.isdecimal() else key for key in path.split("/"))
 
 

@@ -1,4 +1,4 @@
-"""What commands print and write: tables that fit the terminal, texts that cannot control it, JSON, whole files."""
+"""The output of commands: tables that fit the terminal, text without control characters, JSON, atomic files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Column:
     title: str
 
     least: int | None = None
-    """The width down to which its texts may be shortened; None if they may not."""
+    """The least width to which its texts may be shortened; None if they may not be shortened."""
 
     middle: bool = False
-    """Whether texts are shortened in the middle, as paths are: their ends matter most."""
+    """Whether texts are shortened in the middle, such as paths, whose ends matter most."""
 
     right: bool = False
-    """Whether its texts are aligned at the right."""
+    """Whether its texts are right-aligned."""
 
 
 def number(title: str) -> Column:
@@ -43,9 +43,9 @@ def number(title: str) -> Column:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """A table that fits the terminal: the widest of the columns that may be shortened is shortened first.
+    """A table that fits the terminal. Of the columns that may be shortened, the widest is shortened first.
 
-    Rich's tables shorten texts only at their end, pad the last column, and wrap what a pipe should get whole.
+    Rich's tables shorten texts only at the end, pad the last column, and wrap lines even in a pipe.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     titles = [printable(column.title) for column in columns]
@@ -56,7 +56,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         if not able:
             break
         widths[max(able, key=lambda n: widths[n])] -= 1
-    color = False if os.environ.get("NO_COLOR") else None  # None: if it is a terminal
+    color = False if os.environ.get("NO_COLOR") else None  # None: only on a terminal
     for number, row in enumerate([titles, *cells]):
         texts: list[str] = []
         for cell, column, width in zip(row, columns, widths, strict=True):
@@ -68,7 +68,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal, or COLUMNS; None if lines may have any length, as in a pipe."""
+    """Columns of the terminal, or COLUMNS; None if lines may have any length, for example in a pipe."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)
@@ -76,7 +76,7 @@ def terminal_width() -> int | None:
 
 
 def _cells(text: str) -> int:
-    """Columns that a text takes on a terminal."""
+    """Width of a text on a terminal."""
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
@@ -91,7 +91,7 @@ def elided(text: str, width: int | None) -> str:
 
 
 def elided_middle(text: str, width: int | None) -> str:
-    """Its ends, more of the second; its indentation stays."""
+    """The two ends of a text, with more of the second, and its indentation."""
     if width is None or _cells(text) <= width:
         return text
     body = text.lstrip()
@@ -108,7 +108,7 @@ def elided_middle(text: str, width: int | None) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text for a terminal: a checkpoint can come from a stranger, and its names could hold control characters."""
+    """A text without control characters, because a checkpoint from a stranger may have them in names."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
@@ -120,7 +120,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def show_age(created: str | None) -> str:
-    """How long ago: "5 min"; "-" if unknown."""
+    """The age: "5 min"; "-" if unknown."""
     try:
         then = datetime.datetime.fromisoformat(created or "")
         seconds = (datetime.datetime.now(datetime.UTC) - then).total_seconds()
@@ -152,8 +152,8 @@ def print_json(value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it: complex numbers as [real, imaginary], bytes as base64, numbers that are not finite as
-    texts that Python's float() takes."""
+    """A value for JSON: complex numbers as [real, imaginary], bytes as base64, non-finite numbers as texts that
+    Python's float() accepts."""
     match value:
         case Mapping():
             return {name: _plain(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
@@ -165,14 +165,14 @@ def _plain(value: Any) -> Any:
             return value if math.isfinite(value) else str(value)
         case bytes():
             return base64.b64encode(value).decode()
-        case _ if hasattr(value, "dtype"):  # an array or scalar of NumPy's
+        case _ if hasattr(value, "dtype"):  # a NumPy array or scalar
             return _plain(value.astype(plain_dtype(value.dtype)).tolist())
         case _:
             return value
 
 
 def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype itself, or if NumPy alone does not know it one that holds all its values."""
+    """The dtype itself, or, if NumPy does not have it, a dtype that holds all its values."""
     if dtype.isbuiltin == 1:
         return dtype
     import numpy as np
@@ -182,7 +182,7 @@ def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @contextlib.contextmanager
 def replacing_file(path: str) -> Generator[IO[bytes]]:
-    """A file to write, which replaces another only once it is complete."""
+    """A file to write. It replaces an existing file only when it is complete."""
     path = os.path.realpath(path)
     special = os.path.exists(path) and not os.path.isfile(path)  # /dev/stdout, for example
     draft = path if special else f"{path}.{os.getpid()}.tmp"

@@ -38,14 +38,14 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
 _SHOWN_BYTES = 16 << 20
-"""Of an array that `cat` shows."""
+"""The most elements of an array that `cat` shows."""
 
 _SHOWN_VALUE = 40
-"""Characters of a value of Python's in a tree."""
+"""The most characters of a Python value in a tree."""
 
 
 def _is_value(leaf: LazyLeaf) -> bool:
-    """Whether it is a value of Python's."""
+    """Whether it is a Python value."""
     return leaf.kind in ("str", "bytes", "int", "float", "bool", "complex")
 
 
@@ -99,7 +99,7 @@ def _leaf_record(path: str, leaf: LazyLeaf) -> dict[str, Any]:
 def _print_tree(
     path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, every: bool
 ) -> None:
-    """Lines about a checkpoint, and the tree of some of its leaves; with `every`, containers that are alike in full."""
+    """Lines about a checkpoint, and the tree of some of its leaves. `every` shows identical containers one by one."""
     width = terminal_width()
     click.echo(elided_middle(printable(path), width))
     for line in describe(checkpoint, leaves):
@@ -118,7 +118,7 @@ def _print_tree(
 
 
 def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[str]:
-    """Lines about a checkpoint of which these leaves are selected; the first identifies it."""
+    """Lines about a checkpoint with these selected leaves. The first line identifies it."""
     count, size = counted(len(checkpoint), "leaf"), show_bytes(checkpoint.nbytes)
     if len(leaves) < len(checkpoint):
         chosen = show_bytes(sum(leaf.nbytes for leaf in leaves.values()))
@@ -137,19 +137,19 @@ def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator
 
 
 def _meshes(leaves: Mapping[str, LazyLeaf]) -> Sequence[tuple[tuple[str, int], ...]]:
-    """The axes of each mesh that they were saved on."""
+    """The axes of each mesh of these leaves."""
     return list(dict.fromkeys(tuple(leaf.mesh.items()) for leaf in leaves.values() if leaf.mesh))
 
 
 _Node = dict[str, Any]
-"""Children by component of their path: leaves, or nodes."""
+"""Children by path component: leaves, or nodes."""
 
 
 def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: bool, one: bool) -> Iterator[list[str]]:
     """The rows of a container's children, down to `depth` levels of containers.
 
-    Consecutive children that are alike share a row, and so does a chain of containers with a single child. `one` is
-    false for the children of several containers, whose values may differ.
+    Consecutive identical children share a row, and so does a chain of containers with a single child. `one` is false
+    for the children of several containers, whose values may differ.
     """
     for names in [[name] for name in node] if every else _runs(node, one_mesh):
         child, left, alone = node[names[0]], depth, one and len(names) == 1
@@ -180,7 +180,7 @@ def _below(node: Any) -> Iterator[LazyLeaf]:
 
 
 def _runs(node: _Node, one_mesh: bool) -> list[list[str]]:
-    """The names of children: three or more in a row that are alike are together."""
+    """The names of children in groups: three or more consecutive identical children form one group."""
 
     def form(child: Any) -> Any:
         if not isinstance(child, dict):
@@ -191,7 +191,7 @@ def _runs(node: _Node, one_mesh: bool) -> list[list[str]]:
     previous: Any = None
     for name in node:
         alike = form(node[name])
-        # The names of leaves matter, unless they are numbers.
+        # Leaves with different names differ, unless the names are numbers.
         if runs and alike == previous and alike != (None,) and (isinstance(node[name], dict) or name.isdecimal()):
             runs[-1].append(name)
         else:
@@ -236,9 +236,9 @@ def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
 
 
 def _read_value(leaf: LazyLeaf, index: Any, name: str) -> Any:
-    """A value of Python's, or what an index selects of an array; `name` is what the user called it.
+    """A Python value, or the part of an array that an index selects. `name` is the user's name for it.
 
-    Raises InputError if the index does not fit, or selects more than people read.
+    Raises InputError if the index does not fit, or selects too many elements to print.
     """
     if _is_value(leaf):
         if index is not None:
@@ -259,7 +259,8 @@ def _n_bytes(leaf: LazyLeaf, index: Any) -> int:
 
 
 def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
-    """What an index selects, or all, as a .npy file. All is written row by row, as it may be larger than memory."""
+    """The part that an index selects, or the whole leaf, as a .npy file. The whole leaf is written row by row, because
+    it may be larger than memory."""
     if leaf.kind in ("str", "bytes"):
         raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is not an array")
     slabs: Iterable[Array]

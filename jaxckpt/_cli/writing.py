@@ -79,7 +79,7 @@ def report(
 
 
 def _require_outside(output: str, path: str) -> None:
-    """Raise InputError if a file would be written over the checkpoint at a path, or into its folder."""
+    """Raise InputError if a file would overwrite the checkpoint at a path, or would be written into its folder."""
     folder = local_path(path)
     if folder is None:
         return
@@ -118,7 +118,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     if (steps := steps_of(store_at(path, options))) is not None:
         raise InputError(f"{path} is the directory of a run: name the step to delete, as in {steps[-1].url}")
     checkpoint = open_checkpoint(path)
-    if checkpoint.format != "jaxckpt":  # it may have files that are not ours to know
+    if checkpoint.format != "jaxckpt":  # it may have files that jaxckpt does not know
         raise InputError(
             f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes only jaxckpt's own"
         )
@@ -139,7 +139,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         raise NotACheckpointError(f"{path} was deleted in the meantime")
     store.unpublish(sync=options.sync)
     store.clear()
-    # A directory may keep a list of steps; this one may have been published again meanwhile.
+    # A directory may have marks of steps, and this step may have been published again in the meantime.
     if (above := store.above()) and store.read(MANIFEST) is None:
         above[0].unmark(above[1])
     left = store.names()

@@ -1,1 +1,1 @@
-"""Other libraries' checkpoints: one module a format, their registry, and conversion."""
+"""Checkpoints of other libraries: one module per format, their registry, and conversion."""

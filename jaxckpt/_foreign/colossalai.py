@@ -1,7 +1,7 @@
 """Checkpoints of ColossalAI, read without it and without torch.
 
-pytorch_model-meta-dist-<n>.json, one for each rank of tensor and pipeline parallelism: the box of each parameter it
-  holds, and in which file ─▶ a tensor of a .bin or .safetensors file
+pytorch_model-meta-dist-<n>.json, one per rank of tensor and pipeline parallelism: the box of each of its parameters,
+  and the file ─▶ a tensor of a .bin or .safetensors file
 pytorch_model.bin.index.json, pytorch_optim.bin.index.json: the file of each whole tensor, of each parameter's state
 """
 
@@ -28,7 +28,7 @@ from jaxckpt._runtime.errors import DataError, InputError, show
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
 _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.index(\.[^.]+)?\.json")
-"""A prefix that the user gave to the files stands before ".json"."""
+"""A prefix that the user chose for the files comes before ".json"."""
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
@@ -36,13 +36,13 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether it is an index of ours; many libraries write one of whole tensors in safetensors files."""
+    """Whether ColossalAI wrote this index. Many libraries write an index of whole tensors in safetensors files."""
     match = _INDEX.fullmatch(name)
     return match is not None and (match["kind"] == "bin" or match["what"] == "pytorch_optim")
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that are its own."""
+    """The names in its folder that belong to the format."""
     own: set[str] = set()
     for name in names:
         if _META.fullmatch(name):
@@ -116,7 +116,7 @@ def _distributed(path: str, metas: Sequence[str]) -> Tree:
 
 
 def _tensors(path: str) -> Mapping[str, Tree]:
-    """What a file of either kind holds, by name."""
+    """The tensors of a file of either kind, by name."""
     if path.endswith(".safetensors"):
         return read_header(path)
     tensors = read_saved(path)
@@ -126,7 +126,7 @@ def _tensors(path: str) -> Mapping[str, Tree]:
 
 
 def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[str, Tree]]) -> ForeignArray:
-    """A parameter from what the ranks hold of it; what several hold, as most norms, are replicas."""
+    """A parameter from the shards of the ranks. Equal shards, as for most norms, are replicas."""
     shape = shards[0].global_shape
     held: list[tuple[str, Box, ForeignArray]] = []
     for shard in shards:
@@ -138,7 +138,7 @@ def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[
                 f"{show(name)} has the global_shape {list(shard.global_shape)} in {shard.file}, {list(shape)} in"
                 f" {shards[0].file}"
             )
-        # The last rank's may be longer: a vocabulary is padded so that it divides.
+        # The last shard may be longer, because a vocabulary is padded to a divisible size.
         fits = len(array.shape) == len(shape) and all(
             side == length or (side > length and start + length == whole)
             for side, length, start, whole in zip(array.shape, shard.lengths, shard.offsets, shape, strict=True)
@@ -153,7 +153,7 @@ def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[
 
 
 def _unlisted(files: Mapping[str, Mapping[str, Tree]], listed: Collection[str]) -> dict[str, Tree]:
-    """What the metadata does not mention: buffers, which every rank holds whole, and extra states."""
+    """Tensors that are not in the metadata: buffers, which every rank holds completely, and extra states."""
     copies: dict[str, dict[str, Tree]] = {}
     for file, tensors in files.items():
         for name, value in tensors.items():
@@ -175,7 +175,7 @@ def _replicated(name: str, values: Mapping[str, Tree]) -> Tree:
 
 
 def _optimizer(path: str, where: str) -> Tree:
-    """As `Optimizer.state_dict()` has it."""
+    """The optimizer in the form of `Optimizer.state_dict()`."""
     groups = (read_json(where, Index).metadata or {}).get("param_groups")
     if not isinstance(groups, str):
         raise DataError(f"{where} does not name a param_groups file")

@@ -1,7 +1,7 @@
-"""From one format to another, and from one layout to another, in bounded memory.
+"""Converts between formats and layouts, in bounded memory.
 
-source ─▶ its manifest, narrowed to what is wanted ─▶ ours: a Draft whose values are read when an object is written
-                                                    ─▶ others: leaf by leaf, slab by slab
+source ─▶ its manifest, with the selected leaves ─▶ to jaxckpt: a Draft whose values are read when an object is written
+                                                 ─▶ to others: leaf by leaf, slab by slab
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def integrate(
 
 
 def _check(source: Foreign) -> None:
-    """Compare all that will be read with the checksums that its format has: what is written gets new ones."""
+    """Verify all data to be read with the checksums of its format, because the written data gets new checksums."""
     for leaf in source.manifest.leaves:
         if leaf.stack is not None:
             stack, row = source.manifest.place(leaf)
@@ -149,7 +149,7 @@ def _check(source: Foreign) -> None:
 
 
 def _format_of(destination: str, format: str | None) -> str:
-    """The format to write: the one that is asked for, else the one that the destination's suffix means."""
+    """The format to write: the requested one, or the one of the destination's suffix."""
     if format is not None:
         if not isinstance(format, str) or format not in WRITTEN:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"format={format!r}{closest(str(format), WRITTEN)}; expected one of {', '.join(WRITTEN)}")
@@ -163,13 +163,13 @@ def _format_of(destination: str, format: str | None) -> str:
     return BY_SUFFIX.get(suffix, "jaxckpt")
 
 
-# To our own format ----------------------------------------------------------------------------------------
+# To jaxckpt's format --------------------------------------------------------------------------------------
 
 
 def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options) -> Draft:
-    """The checkpoint as a tree to be saved, cut for the mesh that is asked for, or for the one that it has.
+    """The checkpoint as a tree to be saved, laid out for the requested mesh, or for its saved mesh.
 
-    Process 0 holds all. Raises SpecError.
+    Process 0 holds everything. Raises SpecError.
     """
     manifest = source.manifest
     draft = Draft(manifest.tree)

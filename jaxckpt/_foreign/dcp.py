@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
 
-.metadata: a pickle: for each name its chunks, or that it is a Python object ─▶ where each lies in __<rank>_<n>.distcp
-shard-*.safetensors, as its HuggingFaceStorageWriter writes them: each file has in its header where its chunks belong
-common.pt, metadata.json: in a folder of Megatron Core, what is not sharded, merged at the root of the tree
+.metadata: a pickle with the chunks of each tensor, and names of Python objects ─▶ positions in __<rank>_<n>.distcp
+shard-*.safetensors, written by its HuggingFaceStorageWriter: the header of each file has the positions of its chunks
+common.pt, metadata.json: in a folder of Megatron Core, unsharded values, which are merged at the root of the tree
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OWNED = re.compile(r"\.metadata|__\d+_\d+\.distcp|shard-\d+-.*\.safetensors|com
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that are its own."""
+    """The names in its folder that belong to the format."""
     return set(filter(_OWNED.fullmatch, names))
 
 
@@ -87,7 +87,7 @@ def _by_name(value: Any) -> dict[str, Any] | None:
 _Path: Any = Annotated[
     tuple[str | Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1, max_length=MAX_DEPTH)
 ]
-"""The keys that lead to a leaf: an int leads into a list."""
+"""The keys of the path to a leaf. An int is an index of a list."""
 
 _Sides = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_RANK)]
 _Record = TypeVar("_Record", bound=msgspec.Struct)
@@ -96,7 +96,7 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 class MetadataIndex(msgspec.Struct):
     fqn: str
     offset: _Sides | None = None
-    """Of a chunk in its tensor."""
+    """Offset of a chunk in its tensor."""
 
 
 class _StorageInfo(msgspec.Struct):
@@ -104,7 +104,7 @@ class _StorageInfo(msgspec.Struct):
     offset: Size
     length: Size
     transform_descriptors: Sequence[str] | None = None
-    """The encodings of its bytes; none if they are as they are."""
+    """The encodings of its bytes; empty if they are not encoded."""
 
 
 class ChunkStorageMetadata(msgspec.Struct):
@@ -178,7 +178,7 @@ def _encoded(info: _StorageInfo) -> ForeignArray:
 
 
 def _dtype(properties: Object) -> str:
-    """The dtype of a tensor; its own name, with dots, where it is none of ours."""
+    """The dtype of a tensor, or its full name with dots if jaxckpt does not support it."""
     state = cast("tuple[Any, ...] | None", properties.state) if isinstance(properties.state, tuple) else None
     value = state[0] if state else properties.fields.get("dtype")
     return dtype_of(value) or (value.name if isinstance(value, Global) else "unknown")
@@ -192,12 +192,12 @@ def _python_object(where: str, name: str, stored: StoredItems) -> Tree:
         return _encoded(info)
     try:
         return read_saved(info.relative_path, info.offset, info.length)
-    except DataError as error:  # of one object: the tensors around it can be read
+    except DataError as error:  # concerns one object; other tensors can still be read
         return unreadable(f"cannot be read: {error}")
 
 
 def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> dict[str, Tree]:
-    """The tree of dicts and lists: an int leads into a list."""
+    """The tree of dicts and lists. An int key is an index of a list."""
     root: dict[Any, Any] = {}
     inner: dict[tuple[str | int, ...], dict[Any, Any]] = {(): root}
     for path, leaf in leaves.items():
@@ -233,7 +233,7 @@ _COMMON_STATE = "common_state/shard_0_1"
 
 
 def _with_common_state(path: str, names: Collection[str], tree: dict[str, Tree]) -> Tree:
-    """The tree of a folder of Megatron Core, with what is not sharded; of others as it is.
+    """The tree of a folder of Megatron Core, with its unsharded values; unchanged for other folders.
 
     megatron/core/dist_checkpointing/serialization.py: load_common_state_dict, load
     """
@@ -257,7 +257,7 @@ def _is_megatron(path: str) -> bool:
 
 
 def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
-    """Two trees in one, as megatron/core/dist_checkpointing/dict_utils.py merges them."""
+    """Merge two trees like megatron/core/dist_checkpointing/dict_utils.py."""
     if isinstance(first, dict) and isinstance(second, dict):
         one, two = cast("dict[Any, Tree]", first), cast("dict[Any, Tree]", second)
         common = {
@@ -302,7 +302,7 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
 
 
 def _together(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
-    """A tensor from its chunks. Its shape is what they reach to: the format does not record it."""
+    """A tensor from its chunks. Its shape is the extent of the chunks, because the format does not record it."""
     require_alike(name, [(where, array) for _, array, where in chunks], shapes=False)
     first = chunks[0][1]
     shape = tuple(max(box[dim][1] for box, _, _ in chunks) for dim in range(len(first.shape)))

@@ -1,4 +1,4 @@
-"""The local path that a conversion writes to: what may be replaced there, and how what is written takes its place."""
+"""The local destination of a conversion: which existing files it may replace, and how it replaces them atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxckpt._storage.place import local_path, store_at
 
 
 def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
-    """Raise CheckpointExistsError unless what is at `path` may be replaced."""
+    """Raise CheckpointExistsError unless the existing file or folder at `path` may be replaced."""
     if not overwrite:
         raise CheckpointExistsError(f"{path} already exists; pass overwrite=True to replace it")
     if os.path.islink(path):
@@ -36,7 +36,7 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
             raise CheckpointExistsError(f"the source {origin} is in {path}, which would be deleted")
     if not os.path.isdir(path):
         return
-    # A mistyped path must not cost a user the home folder.
+    # A mistyped path must not delete the user's home folder.
     if odd := _strangers(path, listed(path)):
         raise CheckpointExistsError(
             f"{path} holds files that are not part of one checkpoint"
@@ -46,10 +46,10 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
 
 
 def _strangers(path: str, names: Collection[str]) -> list[str]:
-    """The names in a local folder that are not of one checkpoint or of what `convert` writes; all, if there is none.
+    """The names in a local folder that do not belong to one checkpoint or to output of `convert`.
 
-    What cannot be opened is no checkpoint. A folder of several steps is not one either: replacing one of them must
-    not delete them all.
+    These are all names if the folder is not a checkpoint, which includes folders that cannot be opened. A folder of
+    several steps is also not a checkpoint, because replacing it would delete all steps.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -77,7 +77,7 @@ def _owned(path: str, names: Collection[str]) -> Collection[str]:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Generator[str]:
-    """A path to write to, that takes the place of `path` once all is written and on disk, and vanishes otherwise."""
+    """A temporary path to write to. It replaces `path` when everything is on disk, and is deleted on failure."""
     parent, name = os.path.split(path)
     folder, lock = "", -1
     with system_errors(f"cannot write {path}"):
@@ -92,14 +92,14 @@ def replacing(path: str) -> Generator[str]:
             sync_path(parent)
         finally:
             if folder:
-                # What could not be put back waits for the next conversion.
+                # The next conversion restores what could not be moved back now.
                 if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
                     shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 
 
 def _locked_folder(path: str) -> tuple[str, int]:
-    """A hidden folder next to `path` for what is not whole yet, and a lock that is held while this process lives."""
+    """A hidden folder next to `path` for incomplete output, and a lock that is held while this process lives."""
     while True:
         folder = f"{_drafts(path)}{uuid.uuid4().hex}"
         os.mkdir(folder)
@@ -109,11 +109,11 @@ def _locked_folder(path: str) -> tuple[str, int]:
             ours = os.path.isdir(folder)
         except BlockingIOError:
             ours = False
-        except OSError:  # a file system without locks, where no process clears up either
+        except OSError:  # a file system without locks, on which no process deletes remains
             ours = True
         if ours:
             return folder, lock
-        os.close(lock)  # another process deleted it as left behind, before it was locked
+        os.close(lock)  # another process deleted the folder as remains before it was locked
 
 
 def _drafts(path: str) -> str:
@@ -123,7 +123,7 @@ def _drafts(path: str) -> str:
 
 
 def _clear(path: str) -> None:
-    """Delete what conversions to `path` left that were killed; what one of them had just moved away is put back."""
+    """Delete the remains of killed conversions to `path`, and move back what they had just moved away."""
     parent, start = os.path.split(_drafts(path))
     for name in os.listdir(parent):
         if not name.startswith(start):
@@ -142,7 +142,8 @@ def _clear(path: str) -> None:
 
 
 def _put_in_place(draft: str, path: str) -> None:
-    """Rename `draft` to `path`, and move away what was there. A symbolic link is replaced, not what it leads to."""
+    """Rename `draft` to `path`, after moving away the existing file or folder. Replaces a symbolic link, not its
+    target."""
     if not os.path.lexists(path) or not (os.path.isdir(draft) or (os.path.isdir(path) and not os.path.islink(path))):
         os.replace(draft, path)
         return
@@ -156,11 +157,11 @@ def _put_in_place(draft: str, path: str) -> None:
 
 
 _OLD = ".old"
-"""In the folder of a draft, what was at the destination."""
+"""Name, in the folder of a draft, of the previous content of the destination."""
 
 
 def _sync(path: str) -> None:
-    """Make a file, or a folder with all it holds, durable."""
+    """Make a file, or a folder with all its content, durable."""
     if os.path.isdir(path):
         for name in os.listdir(path):
             _sync(os.path.join(path, name))

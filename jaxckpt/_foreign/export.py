@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint as the arrays that a file of another format is to hold, read slab by slab."""
+"""The leaves of a checkpoint as arrays for a file of another format, read slab by slab."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Data = Stored | Array
 
 
 def halved(options: Options) -> Options:
-    """Options for reading while writing: two slabs are in memory, one of them on its way."""
+    """Options for reading while writing: two slabs are in memory, one of which is being read."""
     return replace(options, host_bytes=max(1, options.host_bytes // 2))
 
 
@@ -35,10 +35,10 @@ def arrays_of(
     *,
     keep_values: bool = False,
 ) -> dict[str, Data]:
-    """The leaves as arrays by path. Python's numbers are 0-d arrays, or left out with `keep_values`.
+    """The leaves as arrays by path. Python numbers become 0-d arrays, or are omitted with `keep_values`.
 
-    Raises TreeError for leaves that cannot be arrays, or for which `problem_of(path, dtype)` says why the format cannot
-    hold them.
+    Raises TreeError for leaves that cannot be arrays, or for which `problem_of(path, dtype)` returns a reason why the
+    format cannot hold them.
     """
     arrays: dict[str, Data] = {}
     problems: list[str] = []

@@ -19,7 +19,7 @@ from jaxckpt._storage.errors import system_errors
 T = TypeVar("T")
 
 MAX_INDEX_BYTES = 1 << 28
-"""Of an index file in JSON."""
+"""The largest index file in JSON."""
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def head(path: str, count: int) -> bytes:
 
 
 def read_small(path: str, limit: int) -> bytes:
-    """All of a file. Raises DataError if it has more than `limit` bytes."""
+    """The content of a file. Raises DataError if it has more than `limit` bytes."""
     with opened(path) as handle:
         size = os.fstat(handle).st_size
         if size > limit:
@@ -63,7 +63,7 @@ def listed(folder: str) -> list[str]:
 
 
 def names_in(folder: str) -> list[str]:
-    """The names in a folder; none if it is a file or gone: what is needed of it is missed later."""
+    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -117,9 +117,9 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]) -> dict[Any, T]:
-    """What the files that an index names hold, each read by `read`.
+    """The contents of the files that an index names, each read by `read`.
 
-    Raises DataError unless the index names all that they hold, and all files that are numbered like them.
+    Raises DataError unless the index names all their tensors, and all files with similar numbers.
     """
     files: dict[str, set[str]] = {}
     for name, file in read_json(index, Index).weight_map.items():
@@ -143,7 +143,7 @@ _NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
 
 
 def _require_named(folder: str, named: Collection[str], index: str) -> None:
-    """Raise DataError if a numbered file belongs to the files that an index names, and the index does not name it."""
+    """Raise DataError if a numbered file belongs to the files of an index but is not named by it."""
     series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
     for name in sorted(set(os.listdir(folder)) - {*named}):
         if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
@@ -151,7 +151,7 @@ def _require_named(folder: str, named: Collection[str], index: str) -> None:
 
 
 def require_length(path: str, end: int) -> None:
-    """Raise DataError if a file ends before what it should hold."""
+    """Raise DataError if a file is too short for its content."""
     with opened(path) as handle:
         length = os.fstat(handle).st_size
     if length < end:

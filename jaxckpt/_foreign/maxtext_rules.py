@@ -1,8 +1,8 @@
-"""Rules from a Hugging Face folder's tensors to MaxText's tree, made of those to the plain tree.
+"""Rules from a Hugging Face folder's tensors to MaxText's tree, derived from the rules to the plain tree.
 
-MaxText stacks layers along axis 1 (`param_scan_axis`), divides queries by the square root of the head's size where its
-model does not, and has the two halves of a head that Llama 3.1 rotates interleaved. Its checkpoints have the leaves
-below "params/params". The names are those of its checkpoint_conversion/utils/param_mapping.py.
+MaxText stacks layers along axis 1 (`param_scan_axis`), divides queries by the square root of the head's size if its
+model does not, and interleaves the two halves of a head that Llama 3.1 rotates. Its checkpoints have the leaves below
+"params/params". The names are those of its checkpoint_conversion/utils/param_mapping.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GEMMA_NAMES = {
 
 _SCALED_QUERIES = ("llama", "mistral", "gemma2")
 _PATTERN = {"gemma3_text": 6}
-"""How many kinds of layers follow each other, each of which is stacked by itself."""
+"""Number of alternating kinds of layers, each of which is stacked separately."""
 
 Group = tuple[str, str, range | int | None]
 """Where layers go, what is added to the first name below, and their numbers: several that are stacked, one, or None
@@ -53,7 +53,7 @@ for all of them by `{i}`."""
 
 
 def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
-    """The rules to MaxText's tree, of those to the plain tree without `scan`. Raises InputError."""
+    """The rules to MaxText's tree, from the rules to the plain tree without `scan`. Raises InputError."""
     family = str(config["model_type"])
     if family == "gpt2":
         raise InputError('layout="maxtext" is for models that MaxText has, and gpt2 is none')
@@ -74,7 +74,7 @@ def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
 
 
 def _embedding_scale(config: Mapping[str, Any]) -> float:
-    """What Gemma multiplies embeddings by when it runs, and MaxText when it converts."""
+    """The factor for embeddings, which Gemma applies at run time and MaxText during conversion."""
     root = float(config["hidden_size"]) ** 0.5
     by_family = {"gemma2": root, "gemma3_text": float(ml_dtypes.bfloat16(root))}
     return by_family.get(str(config["model_type"]), 1.0)

@@ -1,7 +1,7 @@
-"""MindSpore's checkpoints: .ckpt files and folders of ranks, put together by its strategy files.
+"""MindSpore's checkpoints: .ckpt files and folders of ranks, combined according to its strategy files.
 
-A .ckpt file is a protobuf message, read here by its wire format: only tags, shapes and types, never the tensors, which
-stay in the file until they are asked for.
+A .ckpt file is a protobuf message. This module parses its wire format and reads only tags, shapes and types. Tensors
+are read when they are needed.
 
     Checkpoint  = {1: Value}*                                       mindspore/ccsrc/utils/checkpoint.proto
     Value       = {1: tag, 2: TensorProto}                          a tensor above 512 MiB lies in several with one tag
@@ -50,11 +50,11 @@ _DTYPES = {
 _RANK_FOLDER = re.compile(r"rank_?([0-9]{1,7})")
 
 _TRAILER = b"crc_num"
-"""Before the checksum that `save_checkpoint(crc_check=True)` puts behind the message, in 10 bytes."""
+"""The mark before the 10-byte checksum that `save_checkpoint(crc_check=True)` appends to the message."""
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
-    """A .ckpt file; not PyTorch's, which many name so too: it is a zip file or a pickle."""
+    """Whether this is a .ckpt file of MindSpore. PyTorch files with that suffix are zip files or pickles."""
     return not names and path.endswith(".ckpt") and head(path, 1) == b"\n"  # field 1, of a length
 
 
@@ -120,31 +120,31 @@ _Dims = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How an array lies on the devices of a pipeline stage."""
+    """The layout of an array on the devices of a pipeline stage."""
 
     dev_matrix: _Dims
-    """Sides of the grid that devices are numbered on, row by row."""
+    """Sides of the grid of devices, which are numbered row by row."""
 
     tensor_map: tuple[Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)], ...]
-    """For each dimension of the array the one of the grid that splits it, counted from the right; -1: none."""
+    """For each dimension of the array, the dimension of the grid that splits it, counted from the right; -1: none."""
 
     param_split_shape: _Dims = ()
-    """Where rows are split unevenly by hand, how many each shard has."""
+    """The number of rows of each shard, if the user split them unevenly."""
 
     indices_offset: _Dims = ()
-    """With `param_split_shape`, of the ids in each; not used here."""
+    """With `param_split_shape`, the offset of the ids in each shard; not used here."""
 
     field: int = 0
-    """Above 0: rows are split within each of so many fields."""
+    """If positive, rows are split within each of this many fields."""
 
     opt_weight_shard_step: int = 0
     """Distance in ranks of the shards that the optimizer splits rows into once more; 0: it does not."""
 
     opt_weight_shard_size: int = 0
-    """How many those are; -1: as many as there can be."""
+    """The number of those shards; -1: the largest possible number."""
 
     tensor_shape: _Dims | None = None
-    """The global shape: in JSON files alone."""
+    """The global shape; only in JSON files."""
 
 
 Strategy = dict[int, dict[str, Layout]]
@@ -156,7 +156,7 @@ class _Operator(msgspec.Struct, frozen=True):
 
 
 class _StrategyFile(msgspec.Struct, frozen=True):
-    """What is read of a strategy file, of either form."""
+    """The parts of a strategy file, of either form, that are read."""
 
     parallel_layout_item: dict[str, Layout]
     parallel_strategy_item: dict[str, _Operator] = {}
@@ -168,7 +168,7 @@ def read_strategy(path: str) -> Strategy:
         stages: Strategy = {}
         for name in listed(path):
             if name.endswith((".ckpt", ".json")):
-                # Each rank may have written that of its stage: they are the same.
+                # Each rank may have written the file of its stage. These files are equal.
                 for stage, layouts in read_strategy(os.path.join(path, name)).items():
                     if stages.setdefault(stage, layouts) != layouts:
                         raise DataError(f"{path} has two strategies of stage {stage}, the second in {name}")
@@ -195,7 +195,7 @@ def read_strategy(path: str) -> Strategy:
 
 
 def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
-    """The global arrays by name, from what each rank holds."""
+    """The global arrays by name, from the arrays of each rank."""
     arrays, whole = by_name(held)
     n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
     if lost := [rank for rank in held if rank // n_devices not in strategy]:
@@ -236,7 +236,7 @@ def _devices_of_a_stage(strategy: Strategy) -> int:
 
 
 def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
-    """The global array from what the ranks of a stage hold of it."""
+    """The global array from the shards of a stage's ranks."""
     rank = len(next(iter(shards.values())).shape)
     if max(layout.tensor_map, default=-1) < 0 and not layout.opt_weight_shard_step:
         layout = msgspec.structs.replace(layout, tensor_map=(-1,) * rank)  # a scalar may have one entry
@@ -306,7 +306,7 @@ def _by_hand(
 
 
 class _Tensor(msgspec.Struct, frozen=True):
-    """A tensor, or a run of its elements."""
+    """A tensor, or a range of its elements."""
 
     type: str
     content: tuple[int, int]
@@ -333,9 +333,9 @@ _VALUE: Table = {
 
 
 def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
-    """What a .ckpt file holds, by name as a key of a dict. Only what lies between the tensors is read.
+    """The tensors of a .ckpt file by name. Only the data between the tensors is read.
 
-    Raises DataError if it is damaged or encrypted, or holds what is no tensor.
+    Raises DataError if the file is damaged or encrypted, or contains something other than tensors.
     """
     tensors: dict[str, ForeignArray | str] = {}
     with opened(path) as handle:
@@ -363,14 +363,14 @@ def _values(wire: Message) -> Iterator[_Value]:
 
 
 def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> ForeignArray | str:
-    """The tensor, or text, that lies in one or more runs."""
+    """The tensor or text in one or more ranges."""
     first, where = runs[0], f"{path}: {show(tag)}"
     if odd := [run for run in runs if (run.dims, run.type) != (first.dims, first.type)]:
         raise DataError(f"{where} is {first.type}{list(first.dims)} and then {odd[0].type}{list(odd[0].dims)}")
     n_bytes = sum(run.n_bytes for run in runs)
     offset = first.content[0]
     if first.type == "str":
-        # As NumPy has it: UTF-32, filled up with zeros.
+        # NumPy's form: UTF-32, padded with zeros.
         if n_bytes > MAX_TEXT_BYTES or len(runs) > 1:
             raise DataError(f"{where} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
         try:
@@ -381,7 +381,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         return ForeignArray(first.type[:40], first.dims, FileData(path, offset, "uint8", (n_bytes,)))
     dtype = _DTYPES[first.type]
     size = DTYPES[dtype].itemsize
-    shape = () if first.dims == (0,) and n_bytes else first.dims  # older versions write a scalar so
+    shape = () if first.dims == (0,) and n_bytes else first.dims  # the form of a scalar in older versions
     expected = math.prod(shape) * size
     if math.prod(side or 1 for side in shape) * size >= 1 << 63 or n_bytes != expected:
         raise DataError(f"{where} has {n_bytes} bytes, expected {expected} of {first.type}{list(shape)}")

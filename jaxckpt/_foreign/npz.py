@@ -1,4 +1,4 @@
-"""NumPy's .npz files, read and written: stored members are read in place, deflated ones as a stream.
+"""Reads and writes NumPy's .npz files. Stored members are read in place, and deflated members as a stream.
 
 No pickle is read: an array of Python objects is refused.
 """
@@ -31,20 +31,20 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
 MAX_HEADER_BYTES = 10_000
-"""Of the .npy header of a member: as NumPy has it."""
+"""The largest .npy header of a member: NumPy's limit."""
 
 MAX_TEXT_BYTES = 1 << 20
-"""Of a str or bytes."""
+"""The largest str or bytes."""
 
 SNAPSHOTS = 256
-"""Most places of a deflated member from which reading can start; each takes about 50 KB."""
+"""The most positions of a deflated member at which reading can start. Each takes about 50 KB."""
 
 SNAPSHOT_BYTES = 16 << 20
-"""Fewest bytes from one of them to the next."""
+"""The least distance of these positions, in bytes."""
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
-    """A file of that suffix, or, as `convert` writes to any name, one that starts with an array."""
+    """Whether a file has the suffix or begins with an array, because `convert` writes to files of any name."""
     return not names and os.path.isfile(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
 
 
@@ -54,9 +54,9 @@ def open_npz(path: str) -> Foreign:
 
 
 def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
-    """What an .npz file holds, by name. Only headers are read.
+    """The arrays of an .npz file, by name. Only headers are read.
 
-    Raises DataError if the file is damaged, or holds what is no array of numbers.
+    Raises DataError if the file is damaged, or contains something other than arrays of numbers.
     """
     arrays: dict[str, ForeignArray | str | bytes] = {}
     with opened_archive(path) as archive:
@@ -70,13 +70,13 @@ def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The state of inflating a member."""
+    """The decompression state of a member."""
 
     position: int
-    """Bytes that came out."""
+    """Bytes of output so far."""
 
     source: int
-    """Bytes that went in."""
+    """Bytes of input so far."""
 
     crc: int
     inflater: Any
@@ -88,7 +88,7 @@ class _Stream:
 
     member: Member
     snapshots: dict[int, _Snapshot] = field(default_factory=dict[int, _Snapshot], compare=False, repr=False)
-    """Where reading can start: the first place met in each stretch of the member."""
+    """Positions at which reading can start: the first in each stretch of the member."""
 
     def read(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
         """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
@@ -123,7 +123,7 @@ def _head(handle: int, member: Member, count: int) -> bytes:
     count = min(count, member.n_bytes)
     if not member.deflated:
         return os.pread(handle, count, member.offset)
-    try:  # deflate makes nothing twice as long
+    try:  # deflate never doubles the size
         return zlib.decompressobj(-15).decompress(
             os.pread(handle, min(2 * count, member.n_stored), member.offset), count
         )
@@ -135,7 +135,7 @@ def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | 
     file = io.BytesIO(_head(handle, member, MAX_HEADER_BYTES + 12))
     try:
         shape, fortran, dtype = _described(file)
-    except Exception as error:  # NumPy's parser, too
+    except Exception as error:  # also from NumPy's parser
         raise DataError(f"{path}: {show(name)} is not a NumPy array: {str(error)[:200]}") from error
     start = file.tell()
     if dtype.hasobject:
@@ -170,7 +170,7 @@ def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of its format is not supported")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    with warnings.catch_warnings(action="ignore"):  # that Python 2 wrote it
+    with warnings.catch_warnings(action="ignore"):  # about headers that Python 2 wrote
         return read(file, MAX_HEADER_BYTES)
 
 
@@ -184,7 +184,7 @@ def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: n
 
 @dataclass(frozen=True, slots=True)
 class Plain(FileData):
-    """An array in a member that is stored as it is."""
+    """An array in an uncompressed member."""
 
     member: Member | None = None
 
@@ -211,7 +211,7 @@ class Deflated(ArrayData):
 
     stream: _Stream
     start: int
-    """Of its first element, in the member."""
+    """Offset of its first element in the member."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -231,7 +231,7 @@ class Deflated(ArrayData):
             for position, data in self.stream.read(handle, self.start + first * target.itemsize):
                 at = at if held else position
                 held += data
-                # What comes before the array, and what is left of an element if a stream starts within it.
+                # Data before the array, and the rest of an element if a stream starts inside it.
                 skip = self.start - at if at < self.start else (self.start - at) % target.itemsize
                 held, at = held[skip:], min(at + skip, at + len(held))
                 if not held:
@@ -245,7 +245,7 @@ class Deflated(ArrayData):
 
 
 def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target: Array) -> None:
-    """Copy what a run of elements has of a box."""
+    """Copy the part of a box in a range of elements."""
     for run in flat_boxes(shape, element, element + len(values)):
         common = intersection(run, box)
         if common is not None:

@@ -1,8 +1,8 @@
-"""OneFlow's checkpoints, what `flow.save` writes, read without it: of one rank, or of all put together.
+"""OneFlow's checkpoints (output of `flow.save`), read without OneFlow: of one rank, or of all ranks combined.
 
 pickled_data in the folder: a pickle of the object ─▶ its tensors: other folders, each with "meta" (shape and dtype,
   as protobuf text) and "out" (the bytes)
-a file, as OneFlow 1.0 writes by default: a pickle of the object with its tensors as NumPy arrays
+a file, the default of OneFlow 1.0: a pickle of the object with its tensors as NumPy arrays
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxckpt._runtime.errors import DataError, NotACheckpointError
 _PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
 _MAGIC = b"__oneflow__"
 _OF_A_PICKLE = re.compile(r"(global_)?tensor_\d+")
-"""Folders of tensors that only the pickle has names for."""
+"""Folders of tensors whose names are only in the pickle."""
 
 _DTYPES = {  # oneflow/core/common/data_type.proto
     "kFloat": (2, "float32"),
@@ -68,13 +68,13 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that are its own."""
+    """The names in its folder that belong to the format."""
     folders = {name for name in names if {*names_in(os.path.join(path, name))} == {_META, _DATA}}
     return folders | {_PICKLE, _DONE, _GRAPH}
 
 
 def open_oneflow(path: str) -> Foreign:
-    """What one rank saved: all of it, where its tensors were global."""
+    """The tree that one rank saved, which is complete if its tensors were global."""
     return compose(path, _saved(path), "oneflow")
 
 
@@ -129,7 +129,7 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
 
 
 def _saved(path: str) -> Tree:
-    """What one rank saved."""
+    """The tree that one rank saved."""
     if not os.path.exists(path):
         raise NotACheckpointError(f"{path} does not exist")
     if not os.path.isdir(path):
@@ -168,9 +168,9 @@ _TENSORS = ("oneflow.Tensor", "oneflow.nn.Parameter")
 
 
 def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> None:
-    """Raise DataError unless each folder of a tensor is the one of a single tensor in the pickle.
+    """Raise DataError unless each folder belongs to exactly one tensor in the pickle.
 
-    What shares a tensor refers to one object in the pickle.
+    Shared tensors are references to one object in the pickle.
     """
     counts = collections.Counter(name for one in tensors if isinstance(name := one.fields.get("path"), str))
     if twice := [name for name, count in counts.items() if count > 1]:
@@ -183,7 +183,7 @@ def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> Non
 
 
 def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
-    """A tensor from what `Tensor.__getstate__` says of it."""
+    """A tensor from the result of `Tensor.__getstate__`."""
     if made.name not in _TENSORS:
         return None
     match made.fields:
@@ -199,7 +199,7 @@ def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
 
 
 def _as(array: ForeignArray, dtype: str, path: str) -> ForeignArray:
-    """A tensor from its NumPy array. NumPy has no bfloat16, so those were saved as float32: their upper halves."""
+    """A tensor from its NumPy array. bfloat16 tensors were saved as float32, because NumPy has no bfloat16."""
     if array.dtype == dtype:
         return replace(array, kind="jax")
     if (array.dtype, dtype) == ("float32", "bfloat16") and isinstance(array.data, FileData | Memory):
@@ -208,7 +208,7 @@ def _as(array: ForeignArray, dtype: str, path: str) -> ForeignArray:
 
 
 def _upper_half(stored: FileData | Memory) -> ArrayData:
-    """bfloat16 values that lie as float32."""
+    """bfloat16 values that are stored as float32."""
     if isinstance(stored, Memory):
         array = np.ascontiguousarray(stored.array)
         halves = array.view("<u2").reshape(*stored.array.shape, 2)[..., 1]
@@ -218,7 +218,7 @@ def _upper_half(stored: FileData | Memory) -> ArrayData:
 
 
 def _tensor_in(folder: str) -> ForeignArray:
-    """A tensor in a folder of its own."""
+    """A tensor in its own folder."""
     meta, data = os.path.join(folder, _META), os.path.join(folder, _DATA)
     text = read_small(meta, MAX_META_BYTES)
     with opened(data) as handle:

@@ -1,10 +1,9 @@
-"""The virtual machine of pickles, without what makes a pickle dangerous: no name in it is ever looked up.
+"""A safe virtual machine for pickles: it imports nothing and calls only functions from its own table.
 
-A pickle is a program. This machine runs the part of its language that builds data: numbers, text, lists, dicts. Where
-it calls something, the name is looked up in a table of our own functions; anything else becomes an `Object`, which
-remembers how it was called and does nothing.
+A pickle is a program. This machine runs the part of its language that builds data: numbers, text, lists, dicts. If the
+pickle calls a name that is not in the table, the result is an `Object`, which records the call and does nothing.
 
-Bytes of some size are not read, only found: a pickle of arrays takes no more memory than one of their names.
+Large bytes objects are located but not read, so a pickle of arrays takes no more memory than a pickle of their names.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 MAX_BYTES = 1 << 30
-"""Of a pickle, less the bytes that are only found: what it makes is some dozen times as large."""
+"""The largest pickle, without bytes that are only located. Its objects take about a dozen times as much memory."""
 
 FOUND_BYTES = 1 << 16
-"""Bytes objects from this size on are not read, but found."""
+"""Bytes objects of at least this size are located but not read."""
 
 _WINDOW_BYTES = 1 << 12, 1 << 18
-"""What is read at once: little at first, as large bytes are soon skipped, then ever more."""
+"""Bytes per read: few at first, because large bytes are soon skipped, then more."""
 
 Call = Callable[..., Any]
 
@@ -33,27 +32,27 @@ class Global:
     """A name that the pickle would have imported."""
 
     name: str
-    """With its module, in full."""
+    """The full name, with its module."""
 
 
 @dataclass(slots=True, eq=False)
 class Object:
-    """What the pickle would have made by calling something that is in no table."""
+    """The result of a call to a name that is not in the table."""
 
     name: str
-    """Of what it would have called."""
+    """Name of the called function or class."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes of an instance whose class says nothing else about them."""
+        """The attributes of an instance whose class does not customize its state."""
         return cast("dict[str, Any]", self.state) if isinstance(self.state, dict) else {}
 
 
 class Unbuilt(abc.ABC):
-    """What a call has made, until the pickle gives it its state."""
+    """The result of a call, until the pickle sets its state."""
 
     @abc.abstractmethod
     def build(self, state: Any) -> None: ...
@@ -61,7 +60,7 @@ class Unbuilt(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class FoundBytes:
-    """A bytes object as it lies in the file."""
+    """The position of a bytes object in the file."""
 
     path: str
     offset: int
@@ -119,7 +118,7 @@ class Machine:
     # Input
 
     def _fill(self, count: int) -> None:
-        """Have so many bytes from here on in the window."""
+        """Make at least this many bytes available in the window."""
         left = len(self._window) - self._next
         wanted = max(count - left, min(self._ahead, self._end - self.at - left))
         if self.at + count > self._end:
@@ -304,8 +303,8 @@ _KEYS = (str, float, bool, bytes, type(None), Object, Global)
 
 
 def _odd(key: Any) -> Object:
-    """In place of a key whose hash takes time: of nested tuples each level can double it, and of integers beyond 64
-    bits, and tuples of integers, millions can have one."""
+    """Replaces a key whose hash can be slow. Each level of nested tuples can double the time, and millions of large
+    integers or tuples of integers can share one hash."""
     return Object(f"builtins.{type(key).__name__}")
 
 
@@ -314,7 +313,7 @@ def _integer(line: bytes) -> int | bool:
 
 
 def _quoted(line: bytes) -> str:
-    """A string of Python 2 as protocol 0 writes it."""
+    """A Python 2 string in protocol 0."""
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
         raise ValueError("a string has no quotes")
     return line[1:-1].decode("unicode_escape")

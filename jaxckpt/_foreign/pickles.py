@@ -1,7 +1,7 @@
-"""What a pickle holds, without running it: Python data, NumPy arrays, and trees in which the rest cannot be read.
+"""Reads the content of a pickle without running it: Python data, NumPy arrays, and trees with some unreadable leaves.
 
-What a pickle would call is looked up in a table of a dozen functions of ours. A leaf that holds the result of anything
-else cannot be read, and the leaves around it can.
+A table of a dozen functions replaces the functions that a pickle calls. A leaf with the result of any other call cannot
+be read, but the other leaves can.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def unpickle(
     calls: Mapping[str, Call] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """What a pickle in a file holds: Python's own data, `Object`s, `Global`s, NumPy arrays as ForeignArrays.
+    """The content of a pickle in a file: Python data, `Object`s, `Global`s, and NumPy arrays as ForeignArrays.
 
-    `calls` has what else may be called; it is given the arguments that the pickle has, and raises ValueError or
-    TypeError if they are wrong. `persistent` takes the ids of what the pickle refers to. Not for a tree before
-    `as_tree`: what it returns may contain itself. Raises DataError, StorageError.
+    `calls` has additional functions. They receive the arguments from the pickle, and raise ValueError or TypeError if
+    these are invalid. `persistent` receives the ids of external objects. The result may contain itself: pass it to
+    `as_tree` before using it as a tree. Raises DataError, StorageError.
     """
     with opened(path) as handle:
         length = os.fstat(handle).st_size
@@ -57,7 +57,7 @@ def unpickle(
             raise DataError(f"{path}: the pickle at byte {start} is damaged at byte {machine.at}: {what}") from error
 
 
-# What may be called ---------------------------------------------------------------------------------------
+# Allowed calls --------------------------------------------------------------------------------------------
 
 
 def _ordered_dict(items: Sequence[Any] = ()) -> dict[Any, Any]:
@@ -68,7 +68,7 @@ def _ordered_dict(items: Sequence[Any] = ()) -> dict[Any, Any]:
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    """bytes as protocols 0 to 2 write them."""
+    """bytes in protocols 0 to 2."""
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes are encoded as {encoding[:20]!r}")
     return text.encode("latin1")
@@ -93,7 +93,7 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 class _NumpyDtype(Unbuilt):
-    """numpy.dtype, until it is known to be one of ours."""
+    """numpy.dtype, not checked yet."""
 
     def __init__(self, code: Any, align: Any = None, copy: Any = None) -> None:
         self.name: str | None = None
@@ -117,7 +117,7 @@ class _NumpyDtype(Unbuilt):
 
 
 class _NumpyArray(Unbuilt):
-    """numpy.ndarray, until it has its data."""
+    """numpy.ndarray, without its data yet."""
 
     def __init__(self, kind: Any, shape: Any, code: Any) -> None:
         self.array: ForeignArray | Object = Object("numpy.ndarray")
@@ -175,23 +175,23 @@ CALLS: Mapping[str, Call] = {
         )
     },
 }
-"""What any pickle may call."""
+"""Functions for every pickle."""
 
 
 # Trees ----------------------------------------------------------------------------------------------------
 
 
 def unreadable(reason: str) -> ForeignArray:
-    """A leaf that cannot be read: restoring it raises; leaving it out does not."""
+    """A leaf that cannot be read. Restoring it raises an error; excluding it does not."""
     return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
 
 
 def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda made: None) -> Tree:
-    """What was unpickled as a tree that `compose` takes; leaves that are no data become unreadable ones.
+    """An unpickled value as a tree for `compose`. Leaves that are not data become unreadable leaves.
 
-    `rebuild` knows some Objects: it returns leaves for them, and None for the others. A dict whose keys JAX cannot
-    sort, such as an optimizer's {"step": 2, 0: {…}}, becomes an OrderedDict in the order in which it was saved. Raises
-    DataError if the value is too large or too deep for a tree, as what contains itself is.
+    `rebuild` returns leaves for the Objects that it knows, and None for others. A dict whose keys JAX cannot sort, such
+    as an optimizer's {"step": 2, 0: {…}}, becomes an OrderedDict in its saved order. Raises DataError if the value is
+    too large or too deep for a tree, for example if it contains itself.
     """
     left = MAX_VALUES
 
@@ -238,13 +238,13 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
 
 
 def array_in(value: Any) -> ForeignArray | None:
-    """A NumPy array that was unpickled; None for what is none, or of a dtype that is none of ours."""
+    """An unpickled NumPy array; None for other values and for unsupported dtypes."""
     array = value.array if isinstance(value, _NumpyArray) else value
     return array if isinstance(array, ForeignArray) else None
 
 
 def required(value: Any, name: str, where: str) -> Object:
-    """An Object of a class, by the last part of its name. Raises DataError if it is something else."""
+    """An Object of a class, by the last part of its name. Raises DataError for anything else."""
     if isinstance(value, Object) and value.name.rpartition(".")[2] == name:
         return value
     named = value.name if isinstance(value, (Object, Global)) else type(value).__name__

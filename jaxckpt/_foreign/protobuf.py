@@ -1,6 +1,6 @@
-"""Protobuf messages by their wire format, in a file: fields and where they lie, so that large ones are never copied.
+"""Parses the wire format of protobuf messages in a file into fields and their positions, without copying large fields.
 
-Every length is held against the message around it before anything is read.
+Every length is compared with the enclosing message before anything is read.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
 MAX_TEXT_BYTES = 1 << 16
 
 MAX_NUMBERS = 1 << 17
-"""Of a list."""
+"""The longest list."""
 
 _WINDOW_BYTES = 4096
-"""What is read at once of the small fields between large ones."""
+"""Bytes per read of the small fields between large ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a message, and where its value lies in the file."""
+    """A field of a message, and the position of its value in the file."""
 
     number: int
     kind: int
     start: int
     stop: int
     value: int = 0
-    """Of a varint, signed."""
+    """Value of a varint, signed."""
 
 
 class Message:
-    """A message in a file that is open."""
+    """A message in an open file."""
 
     def __init__(self, path: str, handle: int, size: int) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Message:
         return held[at - start]
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """(number, where it ends), of 64 bits."""
+        """A varint of up to 64 bits, as (number, end position)."""
         value = 0
         for shift in range(0, 70, 7):
             if at >= end:
@@ -69,7 +69,7 @@ class Message:
         return DataError(f"{self.path} is damaged, encrypted or in another format: at byte {at} {why}")
 
     def fields(self, at: int, end: int) -> Iterator[Field]:
-        """The fields of the message between two places."""
+        """The fields of the message between two positions."""
         while at < end:
             key, start = self._varint(at, end)
             number, kind = key >> 3, key & 7
@@ -90,7 +90,7 @@ class Message:
             at = stop
 
     def read(self, outer: Field, what: str, table: Table, *, only: bool = False) -> dict[str, Any]:
-        """The fields of an inner message by name, as a table says. With `only`, no others may be in it."""
+        """The fields of an inner message by name, according to a table. With `only`, other fields are an error."""
         values: dict[str, Any] = {}
         for field in self.fields(*self.span(outer)):
             if field.number not in table:
@@ -124,7 +124,7 @@ class Message:
         return field.value
 
     def span(self, field: Field) -> tuple[int, int]:
-        """Where the bytes of a field lie in the file."""
+        """The position of a field's bytes in the file."""
         if field.kind != _LENGTH:
             raise self.damaged(field.start, f"field {field.number} has no length")
         return field.start, field.stop
@@ -141,4 +141,4 @@ class Message:
 
 
 Table = Mapping[int, tuple[str, Callable[[Message, Field], Any] | None]]
-"""For each field of a message, by number: its name, and what reads it; None for integers that repeat."""
+"""For each field number of a message: its name and its reader; None for repeated integers."""

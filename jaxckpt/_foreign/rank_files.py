@@ -1,6 +1,6 @@
-"""Checkpoints of one file a rank, without a format: the caller says which file holds which box of which array.
+"""Checkpoints of one file per rank, without a format: the caller specifies which file holds which box of which array.
 
-files ─▶ what each rank holds ─▶ its boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
+files ─▶ the arrays of each rank ─▶ their boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Files = Mapping[int, str | os.PathLike[str]]
 """The file of each rank."""
 
 Offsets = Mapping[int, Mapping[str, Sequence[int]]]
-"""Where what each rank holds of each array starts."""
+"""The start of each rank's shard of each array."""
 
 MAX_RANKS = 1 << 17
 
@@ -95,7 +95,7 @@ def paths_of(files: Files) -> dict[int, str]:
 
 
 def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict[int, str]:
-    """The one file in each folder of a rank, whose name `rank_name` matches, its number in group 1."""
+    """The single file in each rank's folder. `rank_name` matches folder names, with the rank in group 1."""
     folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     if not os.path.isdir(folder):
         raise NotACheckpointError(f"the folder {folder} does not exist")
@@ -121,12 +121,12 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
 
 
 def common_url(paths: Mapping[int, str]) -> str:
-    """What the files of all ranks are called together."""
+    """The name of the files of all ranks, for messages."""
     return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
 
 
 OfRanks = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
-"""What each rank has, by name."""
+"""The values of each rank, by name."""
 
 
 def assemble(
@@ -136,7 +136,7 @@ def assemble(
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, ForeignArray | str | bytes]:
-    """The global arrays by name, from what each rank holds."""
+    """The global arrays by name, from the arrays of each rank."""
     arrays, whole = by_name(held)
     axes = mesh_axes({"rank": max(held) + 1} if mesh_shape is None else mesh_shape)
     if math.prod(axes.values()) > MAX_RANKS:
@@ -156,7 +156,7 @@ def assemble(
 
 
 def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
-    """What each rank has of each array; and other values, which must be the same in all. Raises DataError."""
+    """The shards of each array by rank, and other values, which must be equal in all ranks. Raises DataError."""
     arrays: dict[str, dict[int, ForeignArray]] = {}
     values: dict[str, ForeignArray | str | bytes] = {}
     for rank, items in held.items():

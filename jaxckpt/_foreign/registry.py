@@ -25,15 +25,15 @@ FORMATS: tuple[Format, ...] = (
     Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
     Format("oneflow", oneflow.recognises, oneflow.open_oneflow, oneflow.owned),
 )
-"""In the order in which they are asked whether a path is theirs."""
+"""Formats in the order of detection."""
 
 WRITERS = {form.name: form.write for form in FORMATS if form.write is not None}
-"""Of the formats of others that `convert` writes."""
+"""Names of the foreign formats that `convert` writes."""
 
 WRITTEN = ("jaxckpt", *sorted(WRITERS))
-"""The names that `convert(format=)` takes."""
+"""Values of `convert(format=)`."""
 
 BY_SUFFIX = {suffix: form.name for form in FORMATS for suffix in form.suffixes}
-"""The format that `convert` writes to a path of that suffix by default."""
+"""The default format of `convert` for each suffix."""
 
 formats[:] = [form for form in FORMATS if form.open is not None]

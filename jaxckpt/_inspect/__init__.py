@@ -1,1 +1,1 @@
-"""For people: opening a checkpoint, the plan of a restore, verifying, comparing, reports."""
+"""Inspection: opening a checkpoint, planning a restore, verifying, comparing, reports."""

@@ -1,4 +1,4 @@
-"""How far two checkpoints differ, whatever meshes and layouts they were saved from."""
+"""Compares two checkpoints, independently of the meshes and layouts from which they were saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting
 
 _TOGETHER = 1 << 18
-"""Elements that are compared at once."""
+"""Elements that are compared in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class LeafDelta:
         if not self.differing:
             return f"{show(self.path)}: {what}" + (", equal values" if self.size else "")
         share = f"{self.differing:,} of {self.size:,} elements differ"
-        if not self.max_abs:  # texts, or bits that mean one number, such as 0.0 and -0.0
+        if not self.max_abs:  # texts, or different bits of equal numbers, such as 0.0 and -0.0
             return f"{show(self.path)}: {what}, {share}"
         return f"{show(self.path)}: {what}, {share}, by {self.max_abs:.6g} at most, relatively {self.max_rel:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What `diff` found."""
+    """The result of `diff`."""
 
     path_a: str
     """The path of a."""
@@ -155,7 +155,7 @@ def diff(
         (False, 1, 0.5)
     """
     options = given(options)
-    # Two buffers of each box, and what else reading takes.
+    # Two buffers for each box, and the other memory for reading.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
     either = a.leaves | b.leaves
@@ -182,7 +182,7 @@ class _Side:
 
     source: Source
     leaves: dict[str, SavedLeaf]
-    """By path."""
+    """Leaves by path."""
 
     options: Options
 
@@ -193,7 +193,7 @@ class _Side:
         return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
 
     def structure(self, chosen: set[str]) -> Structure:
-        """The containers, as far as they hold the chosen leaves."""
+        """The containers of the chosen leaves."""
         numbers = self.source.manifest.numbers
         kept = [number for path, number in numbers.items() if path in chosen]
         tree = self.source.manifest.tree
@@ -217,7 +217,7 @@ class _Side:
 def _boxes(
     a: _Side, b: _Side, pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options
 ) -> Iterator[tuple[str, Array, Array]]:
-    """The leaves of both sides, small ones several at a time and large ones in boxes."""
+    """The leaves of both sides: small leaves in groups, large leaves in boxes."""
     together: list[str] = []
     held = 0
     for path, (leaf, other) in pairs.items():
@@ -242,14 +242,14 @@ def _boxes(
 
 
 def _as_array(value: Any) -> Array:
-    # NumPy's own texts end where their trailing zeros begin.
+    # NumPy's text dtypes drop trailing zeros.
     return np.asarray(value, object if isinstance(value, str | bytes) else None)
 
 
 def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
-    """A leaf's differences with those of one more box."""
+    """A leaf's differences, including those of one more box."""
     a, b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.size, _TOGETHER):  # in float64 and with all that lies between, each takes 100 bytes
+    for start in range(0, a.size, _TOGETHER):  # with float64 and all temporaries, each takes 100 bytes
         leaf = _with_few(leaf, a[start : start + _TOGETHER], b[start : start + _TOGETHER])
     return leaf
 
@@ -262,7 +262,7 @@ def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
         differ = ~_equal(a, b)
     count = int(np.count_nonzero(differ))
     if count and "O" in (a.dtype.kind, b.dtype.kind) and all(isinstance(n, int | np.integer) for n in (a[0], b[0])):
-        x, y = int(a[0]), int(b[0])  # at least one is of Python's own, beyond 64 bits
+        x, y = int(a[0]), int(b[0])  # at least one is a Python int of more than 64 bits
         distance, scale = np.array([_float(abs(x - y))]), np.array([_float(max(abs(x), abs(y)))])
     elif not count or not (_is_number(a) and _is_number(b)):
         return replace(leaf, size=size, differing=leaf.differing + count)
@@ -281,7 +281,7 @@ def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
 
 
 def _bits(array: Array) -> Array:
-    """Elements as unsigned integers: one, or two in a last dimension, for each."""
+    """Elements as unsigned integers: one per element, or two in an additional last dimension."""
     itemsize = min(array.dtype.itemsize, 8)
     return np.ascontiguousarray(array).view(f"u{itemsize}")
 
@@ -295,7 +295,7 @@ def _wide(array: Array) -> Array:
 
 
 def _equal(a: Array, b: Array) -> Array:
-    exact = all(array.dtype.kind in "biu" for array in (a, b))  # in float64 those of 64 bits may round to one value
+    exact = all(array.dtype.kind in "biu" for array in (a, b))  # 64-bit integers may be equal as float64
     if exact or not (_is_number(a) and _is_number(b)):
         return np.asarray(a == b)
     a, b = _wide(a), _wide(b)
@@ -304,7 +304,7 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _distance(a: Array, b: Array) -> tuple[Array, Array]:
     """(|a − b|, max(|a|, |b|)) of each element, in float64."""
-    if a.dtype == b.dtype and a.dtype.kind in "iu":  # exact, where two of 64 bits may round to one float64
+    if a.dtype == b.dtype and a.dtype.kind in "iu":  # exact, because two 64-bit integers may round to one float64
         gap = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
         return gap.astype(np.float64), np.maximum(np.abs(_wide(a)), np.abs(_wide(b)))
     a, b = _wide(a), _wide(b)

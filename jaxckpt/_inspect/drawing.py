@@ -1,6 +1,6 @@
 """Drawings of layouts and sizes as inline SVG without scripts or styles, for notebooks and for reports.
 
-Names of leaves, axes and processes can be any text: `element` escapes all that is not `Markup`.
+Names of leaves, axes and processes can be any text. `element` escapes everything that is not `Markup`.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ _NOTEBOOK = """
 
 
 class Markup(str):
-    """Text that is HTML or SVG already."""
+    """Text that is already HTML or SVG."""
 
     __slots__ = ()
 
 
 def element(tag: str, *children: str, **attributes: str | float) -> Markup:
-    """An element of HTML or SVG; children and attributes are escaped but for `Markup`.
+    """An element of HTML or SVG. Children and attributes are escaped, except `Markup`.
 
     Attributes are written with `_` for `-`; `class_` is class.
     """
@@ -105,7 +105,7 @@ def _svg(width: str, height: float, label: str, *children: Markup) -> Markup:
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: int | None, title: str, **more: str) -> Markup:
-    """A coloured rectangle that says what it is when pointed at; grey without a colour."""
+    """A rectangle with a tooltip; grey without a colour."""
     return element(
         "rect",
         element("title", title),
@@ -130,19 +130,19 @@ def _text(x: float | str, y: float, text: str, **more: str | float) -> Markup:
 
 
 def term(name: str) -> Markup:
-    """The name of a figure; what it means appears when the pointer is over it."""
+    """The name of a figure, with an explanation as a tooltip."""
     return element("dt", name, **({"title": MEANINGS[name]} if name in MEANINGS else {}))
 
 
 def definitions(figures: Mapping[str, str], *, ours: bool = True) -> Markup:
-    """Figures with their names, which are explained if they are ours."""
+    """Figures with their names, and explanations for known names."""
     named = term if ours else functools.partial(element, "dt")
     pairs = [element("div", named(name), element("dd", figure)) for name, figure in figures.items()]
     return element("dl", *pairs, class_="figures")
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> Markup:
-    """The first columns hold words, the others figures."""
+    """A table whose first columns hold words and the others figures."""
     classes = [{"class_": "words"} if column < words else {} for column in range(len(heads))]
     lines = [
         element("tr", *(element("th", head, scope="col", **more) for head, more in zip(heads, classes, strict=True)))
@@ -154,7 +154,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1
 
 
 def notebook(*drawings: Markup) -> Markup:
-    """Drawings as a notebook shows them."""
+    """Drawings for a notebook."""
     return element("div", element("style", Markup(_NOTEBOOK)), *drawings, class_="jaxckpt")
 
 
@@ -173,8 +173,8 @@ _MOST_CELLS = 8  # along a side; if there are more, the first five and the last 
 def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, width: int = LAYOUT_WIDTH) -> Markup:
     """The boxes that a layout cuts a leaf of `rank` dimensions into, each with the devices that hold it.
 
-    If three or more dimensions are split, all but the last run down the side. `where` describes a leaf on no mesh. Each
-    box has its index along each dimension in `data-box`, for pages that know the leaf's shape.
+    If three or more dimensions are split, all except the last run down the side. `where` describes a leaf without a
+    mesh. The attribute `data-box` of a box has its index along each dimension, for pages that know the leaf's shape.
     """
     axes = mesh.axes if mesh is not None else {}
     pieces = pieces_along(axes, spec, rank)
@@ -196,7 +196,7 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
             box = dict(zip([*down, *across], index, strict=True))
             held = holders(box)
             number = row * columns + column
-            # Neighbours differ, whatever the number of columns.
+            # Neighbours have different colours for any number of columns.
             colour = None if mesh is None else number if rows * columns <= len(COLOURS) else 3 * row + column
             drawn.append(
                 _box(left + x, top + y, wide, tall, colour, held, where, [box.get(dim, 0) for dim in range(rank)])
@@ -327,7 +327,7 @@ class Bar:
     label: str
     figure: str
     sections: tuple[tuple[int | None, float, str], ...]
-    """(colour, fraction of the whole width, what it is) from left to right."""
+    """(colour, fraction of the whole width, label) from left to right."""
 
 
 def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup:

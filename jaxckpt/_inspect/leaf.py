@@ -1,4 +1,4 @@
-"""A leaf of an opened checkpoint, of which an index reads what it touches."""
+"""A leaf of an open checkpoint. Indexing it reads only the chunks that the index touches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LazyLeaf:
 
     @property
     def kind(self) -> str:
-        """What was saved: "jax", "numpy", "numpy_scalar", "key", "str", "bytes", "int", "float", "bool", "complex"."""
+        """The saved kind: "jax", "numpy", "numpy_scalar", "key", "str", "bytes", "int", "float", "bool", "complex"."""
         return self._leaf.kind
 
     @property
@@ -54,7 +54,7 @@ class LazyLeaf:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
@@ -86,7 +86,7 @@ class LazyLeaf:
         return on_host(self[...], self.kind, self.path)
 
     def __getitem__(self, index: Any) -> Any:
-        """NumPy indexing. Integers, slices, Ellipsis and None read their own chunks; index arrays read their hull."""
+        """NumPy indexing. Integers, slices, Ellipsis and None read only their chunks; index arrays read their hull."""
         if not self._leaf.is_array:
             return np.asarray(self._leaf.value)[index]
         box, rest = _hull(index, self.shape)
@@ -122,7 +122,7 @@ class LazyLeaf:
         return f"<leaf {self.path!r}: {self._contents}, {self.layout}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what it is, and its boxes on the mesh that it was saved on."""
+        """For notebooks: a description, and the boxes on the saved mesh."""
         what = clipped(self._contents, 200)
         facts = {"leaf": self.path, "is": what, "saved as": self.layout, "bytes": show_bytes(self.nbytes)}
         mesh, spec = self._leaf.mesh, self._leaf.spec
@@ -143,10 +143,10 @@ def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     for part in parts:
         if part is Ellipsis:
             box.extend((0, length) for length in shape[len(box) : len(box) + len(shape) - used])
-            rest.append(Ellipsis)  # also for no dimension: index arrays on its two sides are not adjacent
+            rest.append(Ellipsis)  # even for zero dimensions, because it separates index arrays on its two sides
         elif part is None:
             rest.append(None)
-        elif isinstance(part, np.ndarray) and part.dtype == bool:  # a mask of as many dimensions as it has
+        elif isinstance(part, np.ndarray) and part.dtype == bool:  # a mask consumes as many dimensions as it has
             for _ in range(part.ndim):
                 box.append((0, shape[len(box)]))
             rest.append(part)
@@ -177,7 +177,7 @@ def _dims(part: Any) -> int:
 
 
 def _axis_hull(part: Any, length: int) -> tuple[tuple[int, int], Any]:
-    """(start, stop) of what an index of one dimension touches, and the index within that."""
+    """The range (start, stop) that an index of one dimension touches, and the index within that range."""
     if isinstance(part, slice):
         numbers = range(*part.indices(length))
         if not numbers:

@@ -1,4 +1,4 @@
-"""Opening a checkpoint to look into it: its leaves, its tree, what was saved with it, and plans of restores."""
+"""Opens a checkpoint for inspection: its leaves, its tree, its metadata, and plans of restores."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         return default if number is None else self._leaf(number)
 
     def _ipython_key_completions_(self) -> list[str]:
-        """For notebooks: what Tab offers after `checkpoint["`."""
+        """For notebooks: the completions after `checkpoint["`."""
         return list(self)
 
     def __iter__(self) -> Iterator[str]:
@@ -206,7 +206,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         return f"<Checkpoint {self.path!r}: {counted(len(self), 'leaf')}, {show_bytes(self.nbytes)}, {made}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what it is, and the bytes of each subtree."""
+        """For notebooks: a description, and the bytes of each subtree."""
         facts = {"checkpoint": self.path, "format": self.format, "leaves": f"{len(self):,}"}
         facts |= {"bytes": show_bytes(self.nbytes)} | ({"saved": self.created} if self.created else {})
         sizes = {leaf.path: self._manifest.leaf_bytes(leaf) for leaf in self._manifest.leaves}

@@ -1,10 +1,10 @@
-"""A checkpoint as one HTML page: its bytes, layouts and values, how its save went and what a restore would read.
+"""A checkpoint as one HTML page: its bytes, layouts and values, the timing of its save, and the cost of a restore.
 
-manifest ─▶ leaves, and for leaves alike one form ─▶ JSON in the page ─▶ treemap, table, details: report.html
-         ─▶ drawings and tables that need no script ─▶ HTML
+manifest ─▶ leaves, with one form for similar leaves ─▶ JSON in the page ─▶ treemap, table, details: report.html
+         ─▶ drawings and tables without a script ─▶ HTML
 
-Names and metadata of a checkpoint are text: `drawing.element` escapes them, or they go into the JSON, from which the
-page's script makes only text nodes. Should markup slip through all the same, the page's policy runs no script of it.
+Names and metadata of a checkpoint are text. `drawing.element` escapes them, or they are part of the JSON, from which
+the page's script creates only text nodes. In addition, the page's content security policy forbids all other scripts.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 
 MOST_DRAWINGS = 400
-"""Layouts that are drawn; models have a dozen. The others are described in words."""
+"""The most layouts that are drawn; models have about a dozen. The others are described in words."""
 
 MOST_BARS = 64
-"""Processes that have a bar of their own."""
+"""The most processes with a separate bar."""
 
 _MOST_METRICS = 12  # at the top of the page
 _CLIPPED = 20_000  # characters of the user's metadata that are shown
-_BINS = 64  # of a histogram; while values are counted there are more, so that coarser ones can be made of them
+_BINS = 64  # of a histogram; counting uses more bins, which are merged at the end
 _FINE_BINS = 1024
 _SCALE = 1 / 16  # keeps the range of the bins from overflowing
-_BLOCK = 1 << 19  # values that are counted at once
+_BLOCK = 1 << 19  # values per call
 
 
 def report(
@@ -135,7 +135,7 @@ def _page(*, title: str, header: Markup, sections: Markup, drawings: Markup, dat
         "header": header,
         "sections": sections,
         "drawings": drawings,
-        # A script element ends where its text says so, whatever its type.
+        # The text of a script element must not contain its end tag, whatever the element's type.
         "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], page)
@@ -149,7 +149,7 @@ def _digest(text: str) -> str:
 
 
 class _Drawings:
-    """Each layout drawn once: leaves of any shape share the drawing of a spec on a mesh."""
+    """Draws each layout once. Leaves of any shape share the drawing of a spec on a mesh."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -157,7 +157,7 @@ class _Drawings:
         self.templates: list[Markup] = []
 
     def layout(self, where: Where, shape: Sequence[int]) -> dict[str, Any]:
-        """A layout as the page's script takes it."""
+        """A layout in the form that the page's script expects."""
         axes = {} if where.mesh is None else where.mesh.axes
         return {
             "spec": where.spec,
@@ -196,7 +196,7 @@ def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> 
 
 
 def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _Drawings) -> dict[str, Any]:
-    """What leaves that are alike share, as the page's script takes it."""
+    """The common properties of similar leaves, in the form that the page's script expects."""
     if leaf.stack is None:
         return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
     stack = manifest.stacks[leaf.stack]
@@ -219,7 +219,7 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
 def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
     """The distribution of the values of each leaf of floating-point numbers, by the leaf's number."""
     histograms: dict[int, dict[str, Any]] = {}
-    # Half for what is read, half for its copies of other widths.
+    # Half for the data that is read, half for copies in other dtypes.
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
     leaves = [
         (number, leaf)
@@ -238,7 +238,7 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
 
 
 class _Values:
-    """Counts of values, taken in one pass: the range of the bins grows with the values."""
+    """Counts values in one pass. The range of the bins grows with the values."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_FINE_BINS, np.int64)
@@ -274,7 +274,7 @@ class _Values:
         self._finite = count
 
     def _widen(self, least: float, most: float) -> None:
-        """Widen the bins until they reach from `least` to `most`: each time, pairs of them become one."""
+        """Widen the bins until they cover `least` to `most`, by repeatedly merging pairs."""
         if not self._finite:
             spare = max(abs(least) * 1e-3, 1e-300) if least == most else 0.0
             self._low, self._high = least - spare, most + spare
@@ -314,7 +314,7 @@ class _Values:
         }
 
 
-# What needs no script -------------------------------------------------------------------------------------
+# Without a script -----------------------------------------------------------------------------------------
 
 
 def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:

@@ -1,4 +1,4 @@
-"""The plan of a restore as a person reads it: what each process would read, and which leaves move."""
+"""The plan of a restore for the user: what each process would read, and which leaves change their layout."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
 _MOST_BARS = 24
-"""Processes that have a bar of their own in a notebook."""
+"""The most processes with a separate bar in a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """What one process would read."""
+    """The reads of one process."""
 
     process: int
     cost: ReadCost
@@ -112,7 +112,7 @@ class RestorePlan:
         return f"<RestorePlan: {onto}, {show_bytes(self.read_bytes)} read ({self.over_read:.3f} × needed)>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the figures, a bar for each process, and which leaves move."""
+        """For notebooks: the figures, a bar for each process, and the leaves that change their layout."""
         return notebook(draw_plan(self, _MOST_BARS))
 
     def __str__(self) -> str:
@@ -145,13 +145,13 @@ class RestorePlan:
 
 
 def _range(sizes: Sequence[int]) -> str:
-    """The least and the greatest of some sizes, once if they are equal."""
+    """The least and the greatest of some sizes, or a single value if they are equal."""
     ends = (show_bytes(min(sizes, default=0)), show_bytes(max(sizes, default=0)))
     return " to ".join(dict.fromkeys(ends))
 
 
 def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
-    """What a restore would read as HTML without styles: its figures, a bar for each process, which leaves move."""
+    """The plan as HTML without styles: its figures, a bar for each process, and the leaves that change their layout."""
     sizes = [size for part in plan.processes for size in part.device_bytes.values()]
     figures = {
         "needed": show_bytes(plan.needed_bytes),
@@ -195,7 +195,7 @@ def _in_words(where: Where) -> str:
 
 
 def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
-    """Count what every process reads to reach the goals, by leaf number."""
+    """Compute what every process reads for the goals, which are by leaf number."""
     stacks = manifest.arrays
     apart = rounds(manifest, goals)
     turns = {number: turn for turn, some in enumerate(apart) for number in some}
@@ -221,7 +221,7 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
             sizes[device] = sizes.get(device, 0) + n_bytes
     readers = {process for some in wanted for *_, boxes_of in some for process in boxes_of or ()}
     here = any(isinstance(goal.sharding, Sharding) for some in wanted for _, goal, _ in some)
-    if here:  # also those that have no part in any leaf
+    if here:  # includes processes without a part of any leaf
         readers.update(range(jax.process_count()))
     processes = sorted(readers) or [0]
     together = len(processes) if here and needs_whole_job() else None
@@ -251,7 +251,7 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
 def _placed(
     sharding: Sharding | PlannedSharding, shape: tuple[int, ...], itemsize: int
 ) -> tuple[dict[int, tuple[Box, ...]], list[tuple[int, Any, int]]]:
-    """The distinct boxes that each process wants, and (process, device, bytes) of every device."""
+    """The distinct boxes that each process needs, and (process, device, bytes) of every device."""
     planned = isinstance(sharding, PlannedSharding)
     places = sharding.placement(shape) if planned else placement(sharding, shape)
     boxes: dict[int, dict[Box, None]] = {}
@@ -262,7 +262,7 @@ def _placed(
 
 
 def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
-    """The layout a leaf was saved in."""
+    """The saved layout of a leaf."""
     if record.layout is None:
         return Where("", "host")
     mesh, spec, layout = manifest.leaf_layout(record)
@@ -273,7 +273,7 @@ def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
 
 @functools.lru_cache(maxsize=256)
 def _where(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> Where:
-    """A layout that is wanted."""
+    """A requested layout."""
     if sharding is None:
         return Where("", "default device" if on_devices else "host")
     if isinstance(sharding, PlannedSharding):
@@ -287,7 +287,7 @@ def _where(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> Whe
     return Where("", str(sharding))
 
 
-# Thousands of leaves share a mesh of thousands of devices.
+# Cached, because thousands of leaves share a mesh of thousands of devices.
 @functools.lru_cache(maxsize=16)
 def _real_mesh(mesh: Mesh) -> MeshRecord:
     return MeshRecord(dict(mesh.shape), [device.id for device in mesh.devices.flat], ["Auto"] * len(mesh.shape))

@@ -1,4 +1,4 @@
-"""Checking a checkpoint: every file that the manifest names exists and is as it was saved."""
+"""Verifies a checkpoint: every file that the manifest names exists and is unchanged since the save."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     path: str
 
@@ -65,7 +65,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it was saved."""
+        """Whether everything is unchanged since the save."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -80,7 +80,7 @@ class VerifyReport:
         head = f"{self.path}: {counted(self.leaves, 'leaf')} in {counted(self.objects, 'object')}, {extent}"
         if self.ok:
             return f"{head}: ok"
-        # One line for each file and reason: a damaged object may hold thousands of leaves.
+        # One line per file and reason, because a damaged object may hold thousands of leaves.
         files: dict[tuple[str, str], list[Problem]] = {}
         for problem in self.problems:
             files.setdefault((problem.object, problem.reason), []).append(problem)
@@ -89,7 +89,7 @@ class VerifyReport:
 
 
 def _hit(problems: list[Problem]) -> str:
-    """The leaves that problems of one file hit, for a line about it."""
+    """The leaves that are affected by the problems of one file, as text for its line."""
     hit = [f"{show(problem.leaf)}{problem.sides}" for problem in problems if problem.leaf is not None]
     if not hit:
         return ""
@@ -126,7 +126,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         True
     """
     options, quick = given(options), flag(quick, "quick")
-    if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # else one manifest is expected
+    if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # otherwise one manifest is expected
         steps = steps_of(store_at(path, options))
         if steps is not None:
             return _verify_steps(os.fspath(path), steps, quick, options)
@@ -134,7 +134,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
 
 
 def _verify_steps(path: str, steps: Sequence[Store], quick: bool, options: Options) -> VerifyReport:
-    """One report on all steps of a run, without those that are deleted meanwhile."""
+    """One report on all steps of a run, without steps that are deleted in the meantime."""
     reports: list[tuple[str, VerifyReport]] = []
     for step in steps:
         with contextlib.suppress(NotACheckpointError):
@@ -158,7 +158,7 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
     try:
         source, _ = source_at(path, options)
     except CorruptError as error:
-        # Of a foreign checkpoint, whatever file it was is named in the error.
+        # For a foreign checkpoint, the error names the file.
         problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, Native):
@@ -186,7 +186,7 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
 
 
 def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
-    """Read all of it, box by box, and compare the checksums that its format keeps; what shows without that was
+    """Read a foreign checkpoint completely, box by box, and compare the checksums of its format. Everything else was
     checked when it was opened."""
     manifest, problems, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
@@ -215,7 +215,7 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An object that should be there."""
+    """An object that should exist."""
 
     key: str
     stack: Stack
@@ -228,7 +228,7 @@ class _File:
     """Paths of the leaves in each row of the stack."""
 
     def problems(self, box: Box | None, reason: str) -> Iterator[Problem]:
-        """A problem of a box of the stack, or of all that the object holds, for each leaf that it hits."""
+        """A problem of a box of the stack, or of the whole object, for each affected leaf."""
         (first, last), *sides = box or self.box
         for row in range(first, last):
             for leaf in self.leaves.get(row, ()):
@@ -249,7 +249,8 @@ def _files(manifest: Manifest) -> Iterator[_File]:
 
 
 def _paced(files: Iterable[_File], options: Options) -> Iterator[_File]:
-    """The files, at the rate that the options allow; also after the last one, because another step may follow."""
+    """The files, at the rate that the options allow. Also waits after the last file, because another step may
+    follow."""
     for file in files:
         yield file
         _pause(file.length, options)
@@ -272,7 +273,7 @@ def _check(store: Objects, file: _File) -> list[Problem]:
 
 
 def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """(key, SHA-256) of each zarr.json, and of what single processes knew."""
+    """(key, SHA-256) of each zarr.json and of each process state."""
     for record in manifest.stacks:
         yield f"{manifest.data}/{record.name}/zarr.json", record.sha256
     for process, (_, sha256) in enumerate(manifest.process_states):
@@ -292,11 +293,11 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
 
 
 def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:
-    """The files in order, each with its problems: some are checked at once, a few wait for their turn."""
+    """The files in order, each with its problems. Some are checked concurrently, and a few are queued."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
         begun: deque[tuple[T, Future[list[Problem]]]] = deque()
         for file in files:
-            if len(begun) == 4 * _THREADS:  # there may be 500,000, and an interrupt waits for those that are begun
+            if len(begun) == 4 * _THREADS:  # an interrupt waits for all queued files
                 first, problems = begun.popleft()
                 yield first, problems.result()
             begun.append((file, threads.submit(check, file)))

@@ -1,4 +1,4 @@
-"""What may stand on a command line: indices, meshes, specs, sizes, names; what is said of others; completion."""
+"""Parsing of arguments: indices, meshes, specs, sizes, names; errors for invalid ones; completion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leaf", "told"),
+    ("leaf", "message"),
     [
         ("params/wtf", "did you mean 'params/wte'?"),
         ("params", "leaves below it"),
@@ -34,8 +34,8 @@ def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:
         ("step[0]", "takes no index"),
     ],
 )
-def test_cat_of_what_is_not_there(here: Path, leaf: str, told: str) -> None:
-    assert told in run("cat", "run1/00000300", leaf, code=2).stderr
+def test_cat_of_what_is_not_there(here: Path, leaf: str, message: str) -> None:
+    assert message in run("cat", "run1/00000300", leaf, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_plan_by_rules(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["--mesh", "data"], "expected axis sizes"),
         (["--mesh", "data=0"], "expected axis sizes"),
@@ -84,12 +84,12 @@ def test_plan_by_rules(here: Path) -> None:
         ([], "Missing option '--mesh'"),
     ],
 )
-def test_plan_of_what_cannot_be(here: Path, args: list[str], told: str) -> None:
-    assert told in run("plan", "run1/00000300", *args, code=2).stderr
+def test_plan_of_what_cannot_be(here: Path, args: list[str], message: str) -> None:
+    assert message in run("plan", "run1/00000300", *args, code=2).stderr
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["--chunk-bytes", "64kb"], "expected bytes"),
         (["--chunk-bytes", "0"], "expected bytes"),
@@ -98,8 +98,8 @@ def test_plan_of_what_cannot_be(here: Path, args: list[str], told: str) -> None:
         (["--format", "pickle"], "is not one of 'jaxckpt', 'npz'"),
     ],
 )
-def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], told: str) -> None:
-    assert told in run("convert", "run1/00000300", str(tmp_path / "out"), *args, code=2).stderr
+def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], message: str) -> None:
+    assert message in run("convert", "run1/00000300", str(tmp_path / "out"), *args, code=2).stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The command line: its tables at each width, what it writes and deletes, exit codes, processes, and its page."""
+"""The command line: tables at each width, written and deleted files, exit codes, processes, and its docs page."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_tables_are_exactly_these(here: Path, name: str, width: int) -> None:
 
 def test_convert(here: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    told = run("convert", "run1/00000300", out, "--mesh", "model=4", "--specs", "weights/wte=P(None, 'model')",
+    reported = run("convert", "run1/00000300", out, "--mesh", "model=4", "--specs", "weights/wte=P(None, 'model')",
                "--select", "params", "--rename", "params=weights", "--chunk-bytes", "1KiB").stdout  # fmt: skip
-    assert told == f"run1/00000300 → {out}\n"
+    assert reported == f"run1/00000300 → {out}\n"
     made = jaxckpt.open(out)
     assert set(made.leaves) == {
         f"weights{path[6:]}" for path in jaxckpt.open("run1/00000300") if path.startswith("params")
@@ -102,15 +102,15 @@ def test_integrate_takes_the_four_arguments_of_the_tutorial(tmp_path: Path, monk
         np.testing.assert_array_equal(merged["moments.weight"], expected, strict=True)
         assert merged.keys() == printed.keys()
     assert "--overwrite replaces it" in run("integrate", "net.ckpt", "new", "strategy.ckpt", "4", code=2).stderr
-    told = run_json("integrate", "--overwrite", "net.ckpt", "new", "strategy.ckpt", "4")
-    assert told == {"source": "net.ckpt", "destination": "new"}
+    reported = run_json("integrate", "--overwrite", "net.ckpt", "new", "strategy.ckpt", "4")
+    assert reported == {"source": "net.ckpt", "destination": "new"}
 
 
 def test_integrate_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mindspore_files.tutorial(tmp_path)
     monkeypatch.chdir(tmp_path)
-    told = run("integrate", "net.ckpt", "new", "strategy.ckpt", "3", code=3).stderr
-    assert told.startswith(
+    reported = run("integrate", "net.ckpt", "new", "strategy.ckpt", "3", code=3).stderr
+    assert reported.startswith(
         "jaxckpt: the shards of 'weight' do not exactly cover its shape [8, 8]:\n  [6:8, 0:8] is not in"
     )
     assert not (tmp_path / "new").exists()
@@ -141,8 +141,8 @@ def test_rm_deletes_what_is_its_own_alone(tmp_path: Path) -> None:
 
 
 def test_rm_refuses_what_is_not_ours(here: Path, tmp_path: Path) -> None:
-    told = run("rm", "run1/exported.safetensors", "--yes", code=2).stderr
-    assert told == "jaxckpt: " + os.path.abspath("run1/exported.safetensors") + (
+    reported = run("rm", "run1/exported.safetensors", "--yes", code=2).stderr
+    assert reported == "jaxckpt: " + os.path.abspath("run1/exported.safetensors") + (
         " is a checkpoint of format safetensors; rm deletes only jaxckpt's own\n"
     )
     run("rm", "run1", "--yes", code=2)
@@ -211,7 +211,7 @@ def extra_command(error: BaseException) -> Iterator[str]:
         del main.commands["broken"]
 
 
-def test_a_bug_is_told_as_one() -> None:
+def test_a_bug_is_reported_as_one() -> None:
     with extra_command(RuntimeError("oh")) as name:
         assert (
             run(name, code=70).stderr == "jaxckpt: unexpected RuntimeError: oh\nThis is a bug; --debug shows where.\n"
@@ -265,8 +265,8 @@ def test_a_reader_that_goes_away(here: Path) -> None:
     assert child.stdout is not None
     child.stdout.close()
     child.stdout = None
-    _, told = child.communicate(timeout=TIMEOUT)
-    assert (child.returncode, told) == (141, "")
+    _, reported = child.communicate(timeout=TIMEOUT)
+    assert (child.returncode, reported) == (141, "")
 
 
 # Processes ------------------------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ except RuntimeError:
 @pytest.mark.child
 def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:
     with command("show", "run1/00000300", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        shown, told = child.communicate(timeout=TIMEOUT)
-    assert (child.returncode, told) == (0, "")
+        shown, reported = child.communicate(timeout=TIMEOUT)
+    assert (child.returncode, reported) == (0, "")
     assert "\x1b" not in shown
     assert "params/" in shown
 
@@ -392,7 +392,7 @@ def run_line(line: str, env: dict[str, str]) -> tuple[int, str]:
 
 
 def words(text: str) -> list[list[str]]:
-    """But for ages, which have one or two digits, so that the spaces beside them differ too."""
+    """Without ages, which have one or two digits, and without the spaces next to them."""
     return [re.sub(r"\b\d+ (s|min)\b", "AGE", line).split() for line in text.splitlines()]
 
 

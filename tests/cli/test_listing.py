@@ -35,10 +35,10 @@ def test_json_of_ls(here: Path) -> None:
     assert alone["name"] == "00000300"
 
 
-def test_what_is_wrong_with_a_step_is_told_beside_the_list(here: Path) -> None:
-    told = run("ls", "run1").stderr.splitlines()
-    assert told[0] == "00000400: a save to it is running, or never finished"
-    assert told[1].startswith("00000500: run1/00000500/manifest.json is damaged")
+def test_the_problem_of_a_step_is_reported_next_to_the_list(here: Path) -> None:
+    message = run("ls", "run1").stderr.splitlines()
+    assert message[0] == "00000400: a save to it is running, or never finished"
+    assert message[1].startswith("00000500: run1/00000500/manifest.json is damaged")
 
 
 def test_ls_changes_nothing(here: Path) -> None:
@@ -65,8 +65,8 @@ def test_steps_of_orbax(tmp_path: Path) -> None:
         manager.wait_until_finished()
     path = str(tmp_path / "theirs")
     found = run_json("ls", path)["checkpoints"]
-    told = [(entry["name"], entry["format"], entry["step"], entry["leaves"], entry["metrics"]) for entry in found]
-    assert told == [("9", "orbax", 9, 1, {"loss": 1 / 9}), ("10", "orbax", 10, 1, {"loss": 0.1})]
+    message = [(entry["name"], entry["format"], entry["step"], entry["leaves"], entry["metrics"]) for entry in found]
+    assert message == [("9", "orbax", 9, 1, {"loss": 1 / 9}), ("10", "orbax", 10, 1, {"loss": 0.1})]
     assert [entry["name"] for entry in run_json("ls", f"{path}/9")["checkpoints"]] == ["9"]
     assert run("cat", f"{path}/9", "w[0]").stdout == "9.0\n"
     run("rm", f"{path}/9", "--yes", code=2)

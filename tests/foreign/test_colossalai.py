@@ -109,7 +109,7 @@ def change(folder: Path, number: int, name: str, **changes: Any) -> None:
     path.write_text(json.dumps(record))
 
 
-def test_a_rank_that_is_missing_is_told(copied: Path) -> None:
+def test_a_rank_that_is_missing_is_reported(copied: Path) -> None:
     record = json.loads((copied / "pytorch_model-meta-dist-00001.json").read_text())
     del record["metadata"]["layers.0.up.weight"]
     (copied / "pytorch_model-meta-dist-00001.json").write_text(json.dumps(record))
@@ -121,7 +121,7 @@ def test_a_rank_that_is_missing_is_told(copied: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"offsets": [4, 0]}, r"\[8, 8\] in .*, expected|\[4:8, 0:8\] is in 2 shards"),
         ({"offsets": [0, 0]}, r"\[8:16, 0:8\] is not in any shard"),
@@ -136,9 +136,9 @@ def test_a_rank_that_is_missing_is_told(copied: Path) -> None:
         ({"file": "pytorch_model-dist-00002.safetensors"}, "which should hold it"),
     ],
 )
-def test_metadata_that_does_not_fit_is_told(copied: Path, changes: dict[str, Any], told: str) -> None:
+def test_metadata_that_does_not_fit_is_reported(copied: Path, changes: dict[str, Any], message: str) -> None:
     change(copied, 1, "layers.0.up.weight", **changes)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         jaxckpt.open(copied)
 
 
@@ -152,16 +152,16 @@ def test_replicas_must_be_the_same(copied: Path, folder: Path) -> None:
     assert jaxckpt.load_numpy(copied, select="head.weight")
 
 
-def test_an_index_that_does_not_fit_is_told(folder: Path, tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_is_reported(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder / "whole", tmp_path / "copy"))
     path = copy / "pytorch_model.bin.index.json"
     record = json.loads(path.read_text())
-    for weight_map, told in (
+    for weight_map, message in (
         ({**record["weight_map"], "more": "pytorch_model-00001.bin"}, "'more' is in the index but not in the file"),
         ({**record["weight_map"], "more": "../pytorch_model-00001.bin"}, "outside its folder"),
         (dict(list(record["weight_map"].items())[1:]), "'embed.weight' is in the file but not in the index"),
         ({"a": 1}, "is damaged"),
     ):
         path.write_text(json.dumps({**record, "weight_map": weight_map}))
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             jaxckpt.open(copy)

@@ -1,4 +1,4 @@
-"""convert: other layouts, other formats, in bounded memory; and what it refuses."""
+"""convert: other layouts, other formats, in bounded memory; and refused input."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_selected_and_renamed(everything: tuple[Path, Any], tmp_path: Path) -> N
     assert jaxckpt.verify(tmp_path / "to").ok
 
 
-def test_what_is_there_is_kept_unless_told(everything: tuple[Path, Any], tmp_path: Path) -> None:
+def test_existing_files_are_kept_unless_overwrite_is_set(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = everything
     for name in ("to", "to.safetensors", "to.npz", "to.zarr"):
         select = None if name == "to" else "layers"
@@ -175,7 +175,7 @@ def test_what_is_there_is_kept_unless_told(everything: tuple[Path, Any], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "told"),
+    ("arguments", "error", "message"),
     [
         ({"specs": P("x")}, jaxckpt.InputError, "needs mesh_shape="),
         ({"mesh_shape": {"x": 7}, "specs": P("x")}, jaxckpt.SpecError, "(?s)do not fit 22 leaves.*is not divisible"),
@@ -188,11 +188,11 @@ def test_what_is_there_is_kept_unless_told(everything: tuple[Path, Any], tmp_pat
         ({"format": "npz", "select": "embed"}, jaxckpt.TreeError, "'embed' is bfloat16, which NumPy's format lacks"),
     ],
 )
-def test_what_cannot_be_is_told_and_leaves_nothing(
-    everything: tuple[Path, Any], tmp_path: Path, arguments: dict[str, Any], error: type[Exception], told: str
+def test_impossible_conversions_are_reported_and_leave_nothing(
+    everything: tuple[Path, Any], tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     path, _ = everything
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         jaxckpt.convert(path, tmp_path / "to", **arguments)
     assert os.listdir(tmp_path) == ["from"]
 
@@ -280,18 +280,18 @@ def test_shards_with_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert jaxckpt.verify(tmp_path / "to").ok
 
 
-def test_an_index_that_tells_something_else_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
     numpy = pytest.importorskip("safetensors.numpy")
     numpy.save_file({"a": np.zeros(3), "b": np.ones(2)}, tmp_path / "1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
-    for weights, told in (
+    for weights, message in (
         ({"a": "1.safetensors"}, "'b' is in the file but not in the index"),
         ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not in the file"),
         ({"b": "2.safetensors"}, "2.safetensors', which is not in its folder"),
         ({"a": "../1.safetensors"}, "outside its folder"),
     ):
         index.write_text(json.dumps({"weight_map": weights}))
-        with pytest.raises(jaxckpt.DataError, match=told):
+        with pytest.raises(jaxckpt.DataError, match=message):
             jaxckpt.open(tmp_path)
     index.write_text("{")
     with pytest.raises(jaxckpt.DataError, match="is damaged"):
@@ -367,7 +367,7 @@ def test_a_file_that_cannot_be_written_is_no_folder_of_ours(tmp_path: Path, name
     assert jaxckpt.load_numpy(tmp_path / name)["w"][4] == 4
 
 
-def test_an_int_that_no_array_holds_is_told_as_such(tmp_path: Path) -> None:
+def test_an_int_that_no_array_holds_is_reported_as_such(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"large": 1 << 70, "small": 1 << 40})
     with pytest.raises(jaxckpt.TreeError, match=r"(?s)1 of these leaves.*'large' is an int beyond 64 bits"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz")
@@ -575,7 +575,7 @@ def test_every_process_reads_its_own_of_a_foreign_file_and_one_converts(
     assert jaxckpt.diff(tmp_path / "from", tmp_path / "to").leaves[0].differing == 0
 
 
-def test_what_a_checksum_tells_is_not_given_a_new_one(tmp_path: Path) -> None:
+def test_data_with_a_wrong_checksum_does_not_get_a_new_one(tmp_path: Path) -> None:
     np.savez(tmp_path / "from.npz", w=np.arange(1000.0))
     content = bytearray((tmp_path / "from.npz").read_bytes())
     content[4000] ^= 1
@@ -647,12 +647,12 @@ def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) ->
 
 def test_an_unknown_suffix_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
-    for name, told in (
+    for name, message in (
         ("a.savetensors", r"ends in \.savetensors: .*format= with one of jaxckpt, npz, orbax"),
         ("a.h5", r"knows are \.zarr, \.safetensors, \.npz"),
         ("a.v2", "format="),
     ):
-        with pytest.raises(jaxckpt.InputError, match=told):
+        with pytest.raises(jaxckpt.InputError, match=message):
             jaxckpt.convert(tmp_path / "from", tmp_path / name)
         assert not (tmp_path / name).exists()
     jaxckpt.convert(tmp_path / "from", tmp_path / "a.v2", format="jaxckpt")

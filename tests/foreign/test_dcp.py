@@ -145,7 +145,7 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("hole", r"'model.0.weight'.*\n.*\[12:24, 0:12\] is not in any shard"),
         ("overlap", r"'model.0.weight'.*\n.*\[12:13, 0:12\] is in 2 shards"),
@@ -162,14 +162,14 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("hostile place", "an entry of its storage_data is damaged"),
     ],
 )
-def test_damaged_metadata_is_told_when_opened(damaged: Path, name: str, told: str) -> None:
-    with pytest.raises(DataError, match=told):
+def test_damaged_metadata_is_reported_when_opened(damaged: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         jaxckpt.open(damaged / name)
     assert not (damaged / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("another dtype", r"holds float32\[12, 12\], expected int32\[12, 12\]"),
         ("another shape", r"holds float32\[12, 12\], expected float32\[12, 6\]"),
@@ -177,14 +177,14 @@ def test_damaged_metadata_is_told_when_opened(damaged: Path, name: str, told: st
         ("encoded", "encoded by zstd"),
     ],
 )
-def test_what_metadata_says_wrongly_is_told_when_read(damaged: Path, name: str, told: str) -> None:
-    with pytest.raises(DataError, match=rf"'model/0.weight'(.|\n)*{told}"):
+def test_wrong_metadata_is_reported_when_read(damaged: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"'model/0.weight'(.|\n)*{message}"):
         jaxckpt.load_numpy(damaged / name)
     rest = jaxckpt.load_numpy(damaged / name, select="optimizer")
     assert rest["optimizer"]["param_groups"][0]["lr"] == 0.01
 
 
-def test_hostile_parts_that_nobody_needs_are_not_run(damaged: Path) -> None:
+def test_hostile_parts_that_are_not_needed_are_not_run(damaged: Path) -> None:
     assert jaxckpt.load_numpy(damaged / "hostile", select="step")["step"] == 2
     assert not (damaged / "run").exists()
 
@@ -194,7 +194,7 @@ def copied(written: Written, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written(2) / "training", tmp_path / "copy"))
 
 
-def test_files_that_are_cut_or_gone_are_told(copied: Path) -> None:
+def test_files_that_are_cut_or_gone_are_reported(copied: Path) -> None:
     data = (copied / "__1_0.distcp").read_bytes()
     (copied / "__1_0.distcp").write_bytes(data[:-1])
     with pytest.raises(DataError, match=r"__1_0.distcp is \d+ bytes long"):
@@ -296,7 +296,7 @@ def test_a_newer_megatron_has_its_common_state_among_the_objects(tmp_path: Path)
     assert found.keys() == {"weight", "iteration", "optimizer"}
 
 
-def test_what_is_common_and_sharded_is_told(tmp_path: Path) -> None:
+def test_a_name_that_is_both_common_and_sharded_is_reported(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MEGATRON, tmp_path / "x"))
     program = "import sys, torch; torch.save({sys.argv[2]: 1}, sys.argv[1])"
     processes.run_python(program, args=[str(folder / "common.pt"), "decoder.bias"])

@@ -1,4 +1,4 @@
-"""MindSpore's files: its own tutorial, every form of layout against numpy, damage, and what is not read."""
+"""MindSpore's files: its tutorial, every form of layout compared with NumPy, damage, and unsupported content."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def old_scalar(name: str, value: int) -> bytes:
     return ckpt({name: np.array([value], np.int32)}).replace(b"\x08\x01\x12\x05Int32", b"\x08\x00\x12\x05Int32")
 
 
-def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(map_parameter("table"))
     with pytest.raises(DataError, match="'table' is a MapParameter"):
@@ -325,7 +325,7 @@ def test_shards_that_overlap_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layouts", "told"),
+    ("layouts", "message"),
     [
         ({"weight": layout([4], [0])}, r"'weight' has 2 dimensions; its strategy has tensor_map \[0\]"),
         ({"weight": layout([4], [1, -1])}, r"tensor_map \[1, -1\] over dev_matrix \[4\]"),
@@ -338,15 +338,15 @@ def test_shards_that_overlap_are_named(tmp_path: Path) -> None:
         ({}, "has no arrays"),
     ],
 )
-def test_strategies_that_do_not_fit_are_told(tmp_path: Path, layouts: Any, told: str) -> None:
+def test_strategies_that_do_not_fit_are_reported(tmp_path: Path, layouts: Any, message: str) -> None:
     files = tutorial(tmp_path)
     for name, form in FORMS.items():
         (tmp_path / name).write_bytes(form(layouts))
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             jaxckpt.mindspore_ranks(files, strategy=tmp_path / name)
 
 
-def test_a_json_strategy_tells_the_shape_too(tmp_path: Path) -> None:
+def test_a_json_strategy_also_has_the_shape(tmp_path: Path) -> None:
     files = tutorial(tmp_path)
     (tmp_path / "s.json").write_bytes(strategy_json({"weight": layout([4], [0, -1], tensor_shape=[8, 9])}))
     with pytest.raises(DataError, match=r"'weight' has shape \[8, 8\] by its shards, but its strategy has \[8, 9\]"):
@@ -408,7 +408,7 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> 
             read(str(path))
 
 
-def test_nested_json_is_told(tmp_path: Path) -> None:
+def test_nested_json_is_reported(tmp_path: Path) -> None:
     for text in ("{" * 50_000, json.dumps({"parallel_layout_item": 3}), '{"parallel_layout_item": {"w": {}}}'):
         (tmp_path / "s.json").write_text(text)
         with pytest.raises(DataError, match=r"s\.json is damaged"):

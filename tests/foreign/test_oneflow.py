@@ -74,7 +74,7 @@ def test_a_graph_that_oneflow_ran_in_stages_is_put_together() -> None:
 
 
 def test_a_graph_of_oneflow_opens(tmp_path: Path) -> None:
-    """flow.save of a graph writes model.mlir beside the folders of its variables."""
+    """flow.save of a graph writes model.mlir next to the folders of its variables."""
     shutil.copytree(REAL / "variables", tmp_path / "graph")
     (tmp_path / "graph" / "snapshot_done").rename(tmp_path / "graph" / "model.mlir")
     require_same(jaxckpt.load_numpy(tmp_path / "graph"), decoded(EXPECTED["variables"]))
@@ -292,7 +292,7 @@ def test_converted_they_are_one_checkpoint_of_ours(ranks: dict[int, Path], tmp_p
     require_equal(jaxckpt.load_numpy(tmp_path / "ours"), STATE)
 
 
-def test_ranks_that_do_not_fit_are_told(ranks: dict[int, Path], save: Save, tmp_path: Path) -> None:
+def test_ranks_that_do_not_fit_are_reported(ranks: dict[int, Path], save: Save, tmp_path: Path) -> None:
     together = functools.partial(jaxckpt.oneflow_ranks, mesh_shape=MESH, specs=specs)
     with pytest.raises(DataError, match=r"'model/brain'.*\n.*\[4:8, 3:6\] is not in any shard"):
         together({rank: ranks[rank] for rank in (0, 1, 2)})
@@ -319,7 +319,7 @@ def test_stages_of_a_pipeline_are_put_together(save: Save, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "message"),
     [
         ("out", b"1234567", r"out is 7 bytes long, expected 8 of float32\[2\]"),
         ("out", None, "out is missing"),
@@ -332,11 +332,13 @@ def test_stages_of_a_pipeline_are_put_together(save: Save, tmp_path: Path) -> No
     ],
 )
 @pytest.mark.timeout(60)
-def test_damaged_tensors_are_told(save: Save, tmp_path: Path, file: str, content: bytes | None, told: str) -> None:
+def test_damaged_tensors_are_reported(
+    save: Save, tmp_path: Path, file: str, content: bytes | None, message: str
+) -> None:
     save({"w": Tensor(np.ones(2, np.float32))}, tmp_path / "x", True)
     path = tmp_path / "x" / "tensor_0" / file
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         jaxckpt.open(tmp_path / "x")
 
 

@@ -74,7 +74,7 @@ def plain(tree: Any) -> Any:
 
 
 def named(tree: Any) -> Any:
-    """Namedtuples as dicts that tell their class: each library makes its own."""
+    """Namedtuples as dicts with their class name, because each library creates its own class."""
     match tree:
         case dict():
             return {key: named(value) for key, value in tree.items()}
@@ -364,12 +364,12 @@ def test_metadata_that_is_missing_cut_or_hostile_is_an_error(tmp_path: Path, zar
     array = "layers.0.w/" + ("zarr.json" if zarr3 else ".zarray")
     sides: Any = (lambda of: of["chunk_grid"]["configuration"]["chunk_shape"]) if zarr3 else lambda of: of["chunks"]
 
-    def trial(name: str, damage: Callable[[Path], Any], told: str) -> None:
+    def trial(name: str, damage: Callable[[Path], Any], message: str) -> None:
         path = tmp_path / "trial"
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(whole, path)
         damage(path / name)
-        with pytest.raises(JaxckptError, match=told):
+        with pytest.raises(JaxckptError, match=message):
             jaxckpt.load_numpy(path)
 
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas/process_0", array):
@@ -462,7 +462,7 @@ def test_any_byte_of_a_checkpoint_may_be_flipped(tmp_path: Path) -> None:
     zstd's frames: what zstd does not find out is an array with other values, as it would be in Orbax's hands."""
     path = tmp_path / "x"
     tree = database(path)
-    told: dict[bool, int] = {True: 0, False: 0}
+    message: dict[bool, int] = {True: 0, False: 0}
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         content = file.read_bytes()
         of_arrays = file.parent.name == "d" and file.stat().st_size > 3000
@@ -473,7 +473,7 @@ def test_any_byte_of_a_checkpoint_may_be_flipped(tmp_path: Path) -> None:
             try:
                 found = jaxckpt.load_numpy(path)
             except CorruptError:
-                told[of_arrays] += 1
+                message[of_arrays] += 1
                 continue
             finally:
                 file.write_bytes(content)
@@ -481,8 +481,8 @@ def test_any_byte_of_a_checkpoint_may_be_flipped(tmp_path: Path) -> None:
                 assert {name: value.shape for name, value in found.items()} == {"v": (700,), "w": (600,)}
             elif file.name != "_METADATA":  # there it may be a key
                 assert_same(found, tree)
-    assert told[False] > 100
-    assert told[True] > 0
+    assert message[False] > 100
+    assert message[True] > 0
 
 
 def test_a_database_that_lacks_a_file_is_an_error(tmp_path: Path) -> None:
@@ -594,7 +594,7 @@ def test_an_item_of_json_alone(tmp_path: Path) -> None:
 
 
 def test_what_orbax_stores_of_an_array_of_zeros(tmp_path: Path) -> None:
-    """All of it: else a chunk that is lost could not be told from one that is zeros."""
+    """Everything, because a lost chunk could otherwise not be distinguished from a chunk of zeros."""
     path = tmp_path / "x"
     save_pytree(path, {"w": on(np.zeros((12, 8)), P("data", "model"))})
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()

@@ -189,7 +189,7 @@ def test_names_that_orbax_would_confuse_are_listed(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "ours", tree)
     with pytest.raises(TreeError) as error:
         convert(tmp_path / "ours", tmp_path / "theirs", format="orbax")
-    for told in (
+    for message in (
         "8 of these leaves",
         "'a/b', 'a.b' would all be named 'a.b'",
         "'a/c' is a bytes",
@@ -200,7 +200,7 @@ def test_names_that_orbax_would_confuse_are_listed(tmp_path: Path) -> None:
         "'~0' is a str with a '~' in its name",
         "more than 255 bytes",
     ):
-        assert told in str(error.value)
+        assert message in str(error.value)
     assert not (tmp_path / "theirs").exists()
     convert(tmp_path / "ours", tmp_path / "theirs", format="orbax", select=["a/b", "x"], rename={"a/b": "renamed"})
     assert_same(pytree(tmp_path / "theirs", None), {"renamed": 2, "x": np.ones(2)})

@@ -131,7 +131,7 @@ MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         pytest.param(LAUGHS + b".", "more than", id="a list of the same two lists, 200 times over"),
         pytest.param(TUPLES + b".", "more than", id="tuples likewise"),
@@ -164,10 +164,12 @@ MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
         pytest.param(b"N)R.", "is called", id="a call of None"),
     ],
 )
-def test_what_is_hostile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, told: str) -> None:
+def test_hostile_pickles_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, message: str
+) -> None:
     # A real file may have four million values, which take seconds.
     monkeypatch.setattr(pickles, "MAX_VALUES", 1 << 16)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read(tmp_path, data)
 
 
@@ -193,7 +195,7 @@ REAL = pickle.dumps(
 )
 
 
-def test_every_prefix_is_told(tmp_path: Path) -> None:
+def test_every_prefix_is_reported(tmp_path: Path) -> None:
     for length in range(len(REAL)):
         with pytest.raises(DataError):
             read(tmp_path, REAL[:length])
@@ -202,7 +204,7 @@ def test_every_prefix_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_altered_bytes_raise_nothing_else(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    told = 0
+    message = 0
     for _ in range(100):
         data = bytearray(REAL)
         for _ in range(chance.randint(1, 4)):
@@ -210,8 +212,8 @@ def test_altered_bytes_raise_nothing_else(tmp_path: Path, seed: int) -> None:
         try:
             read(tmp_path, bytes(data))
         except DataError:
-            told += 1
-    assert told > 20
+            message += 1
+    assert message > 20
 
 
 def test_keys_that_jax_cannot_sort_keep_their_order(tmp_path: Path) -> None:

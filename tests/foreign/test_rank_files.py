@@ -72,7 +72,7 @@ def test_specs_say_which_rank_holds_what(tmp_path: Path, writer: str) -> None:
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_offsets_say_where_a_shard_starts(tmp_path: Path, writer: str) -> None:
-    """Shards of any size: what no mesh and no spec could tell."""
+    """Shards of any size, which no mesh and spec can describe."""
     starts = [(0, 0), (0, 4), (3, 4), (1, 0)]
     shards = [W[:1, :4], W[:3, 4:], W[3:, 4:], W[1:, :4]]
     files = write(tmp_path, writer, [{"w": shard, "lr": np.float32(0.1)} for shard in shards])
@@ -144,7 +144,7 @@ def test_shards_that_are_missing_short_or_overlap_are_named(tmp_path: Path, writ
         jaxckpt.load_numpy(jaxckpt.rank_files({0: files[0], 2: files[2]}))
 
 
-def test_arguments_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_arguments_that_do_not_fit_are_reported(tmp_path: Path) -> None:
     files = write(tmp_path, "savez", [{"weight": W}, {"weight": W}])
     with pytest.raises(InputError, match=r"'wieght'; did you mean 'weight'\?: no rank has it"):
         jaxckpt.rank_files(files, offsets={0: {"wieght": (0, 0)}}, shapes={"wieght": (8, 6)})
@@ -244,9 +244,9 @@ def bytes_inflated(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_what_is_no_array_of_numbers_is_told(tmp_path: Path, save: Any) -> None:
+def test_arrays_that_are_not_numeric_are_reported(tmp_path: Path, save: Any) -> None:
     path = tmp_path / "a.npz"
-    for value, told in (
+    for value, message in (
         (np.array([{"a": 1}], object), "'w' holds pickled Python objects; they could run any code"),
         (W.astype(ml_dtypes.bfloat16), r"'w' has dtype \|V2: NumPy's format does not record dtypes of other libraries"),
         (W.astype(">f4"), "'w' has dtype >f4, which JAX does not support"),
@@ -255,11 +255,11 @@ def test_what_is_no_array_of_numbers_is_told(tmp_path: Path, save: Any) -> None:
         (np.zeros(2, [("a", "i4")]), "'w' has dtype .* NumPy's format forgets|'w' has dtype"),
     ):
         save(path, allow_pickle=True, w=value)
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             jaxckpt.rank_files({0: path})
 
 
-def test_members_of_other_programs_are_told(tmp_path: Path) -> None:
+def test_members_of_other_programs_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
         archive.writestr("w.npy", b"x" * 100)

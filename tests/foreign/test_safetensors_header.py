@@ -1,4 +1,4 @@
-"""The header of a .safetensors file: what others write is read bit for bit, what is damaged is told."""
+"""The header of a .safetensors file: headers of other writers are read exactly, damaged headers are errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ DATA = bytes(8)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "not a .safetensors file, or was truncated"),
         (b"1234567", "not a .safetensors file, or was truncated"),
@@ -101,13 +101,13 @@ DATA = bytes(8)
         (raw({"v": W, "w": entry("F32", [2], 12, 20)}, DATA * 3), "those of 'w', leave a gap .* start at 8"),
     ],
 )
-def test_a_damaged_header_is_told(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_damaged_header_is_reported(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read_header(str(tmp_path / "x"))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="x is missing"):
         read_header(str(tmp_path / "x"))
 

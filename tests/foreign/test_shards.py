@@ -44,7 +44,7 @@ def test_a_box_of_a_strided_array_is_read(tmp_path_factory, case, offset: int, f
     np.testing.assert_array_equal(target, view[tuple(slice(*side) for side in box)])
 
 
-def test_a_file_that_is_cut_or_gone_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_or_gone_is_reported(tmp_path: Path) -> None:
     block = FileData(str(tmp_path / "x"), 0, "float32", (4,))
     with pytest.raises(DataError, match="x is missing"):
         block.read(((0, 4),), np.empty(4, np.float32))
@@ -54,7 +54,7 @@ def test_a_file_that_is_cut_or_gone_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("boxes", "told"),
+    ("boxes", "message"),
     [
         ([((0, 2), (0, 4))], r"\[2:4, 0:4\] is not in any shard"),
         ([((0, 2), (0, 4)), ((1, 4), (0, 4))], r"\[1:2, 0:4\] is in 2 shards"),
@@ -64,8 +64,8 @@ def test_a_file_that_is_cut_or_gone_is_told(tmp_path: Path) -> None:
         ([], r"\[0:4, 0:4\] is not in any shard"),
     ],
 )
-def test_a_hole_an_overlap_and_what_lies_outside_are_named(boxes: list[Box], told: str) -> None:
-    with pytest.raises(DataError, match=told) as error:
+def test_a_hole_an_overlap_and_what_lies_outside_are_named(boxes: list[Box], message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
         require_cover("layers/w", (4, 4), boxes)
     assert "'layers/w'" in str(error.value)
 
@@ -121,13 +121,13 @@ def test_one_replica_is_enough_and_all_must_be_equal() -> None:
         from_ranks("w", {0: found[0], 2: found[2]}, axes, ((), ("model",)))
 
 
-def test_ranks_that_do_not_fit_are_told() -> None:
+def test_ranks_that_do_not_fit_are_reported() -> None:
     axes = {"data": 2, "model": 2}
     found = ranks(DATA, COLUMNS)
     with pytest.raises(DataError, match=r"'w' is float32\[7, 2\] in rank 1"):
         from_ranks("w", found | {1: ranks(DATA[:7], COLUMNS)[1]}, axes, ((), ("model",)))
     with pytest.raises(DataError, match="rank 7 is beyond the mesh"):
         from_ranks("w", found | {7: found[1]}, axes, ((), ("model",)))
-    for spec, told in ((((), (), ("model",)), "3 entries"), ((("x",),), "'x'"), ((("data",), ("data",)), "twice")):
-        with pytest.raises(SpecError, match=told):
+    for spec, message in ((((), (), ("model",)), "3 entries"), ((("x",),), "'x'"), ((("data",), ("data",)), "twice")):
+        with pytest.raises(SpecError, match=message):
             from_ranks("w", found, axes, spec)

@@ -92,14 +92,14 @@ def test_verify_compares_checksums_where_there_are_any(folder: Path, tmp_path: P
     assert "bfloat16" not in found
 
 
-def test_an_altered_pickle_is_told_when_opened(folder: Path, tmp_path: Path) -> None:
+def test_an_altered_pickle_is_reported_when_opened(folder: Path, tmp_path: Path) -> None:
     data = (folder / "state.pt").read_bytes().replace(b"stepped", b"skipped")
     (tmp_path / "state.pt").write_bytes(data)
     with pytest.raises(DataError, match=r"data\.pkl.* was altered"):
         jaxckpt.open(tmp_path / "state.pt")
 
 
-def test_archives_that_torch_does_not_write_are_told(folder: Path, tmp_path: Path) -> None:
+def test_archives_that_torch_does_not_write_are_reported(folder: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(folder / "small.pt") as archive:
         members = {name: archive.read(name) for name in archive.namelist() if not name.startswith("archive/.")}
 
@@ -112,21 +112,21 @@ def test_archives_that_torch_does_not_write_are_told(folder: Path, tmp_path: Pat
 
     prefix = next(iter(members)).split("/")[0]
     assert read_saved(written())["c"].shape == (4, 6)
-    for path, told in (
+    for path, message in (
         (lambda: written(zipfile.ZIP_DEFLATED), "compressed"),
         (lambda: written(**{f"{prefix}/byteorder": b"big"}), "big-endian"),
         (lambda: written(**{f"{prefix}/data/0": b"1234"}), r"ends 96 bytes into its storage of 4"),
         (lambda: written(**{f"{prefix}/data/0": b""}), "is missing"),
         (lambda: written(**{f"{prefix}/data.pkl": b""}), "no data.pkl"),
     ):
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             read_saved(path())
 
 
 def test_cut_and_altered_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
     chance = random.Random(1)
-    data = (folder / "no crc.pt").read_bytes()  # where no checksum tells it first
-    told = 0
+    data = (folder / "no crc.pt").read_bytes()  # without a checksum that would be reported first
+    message = 0
     for number in range(600):
         changed = bytearray(data)
         for _ in range(chance.randint(1, 3)):
@@ -136,8 +136,8 @@ def test_cut_and_altered_files_raise_nothing_else(folder: Path, tmp_path: Path) 
         try:
             read_saved(str(path))
         except DataError:
-            told += 1
-    assert told > 200
+            message += 1
+    assert message > 200
 
 
 def test_other_files_are_not_taken_for_it(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Shapes of chunks and objects, by properties: what every reader of a large family reads for what it wants."""
+"""Shapes of chunks and objects, by properties: bytes that many kinds of readers read, relative to their needs."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_cut_regions_serve_every_box_whole_and_share_no_chunk(data: st.DataObjec
 
 
 def test_a_chunk_that_serves_several_boxes_is_cut_out_alone() -> None:
-    """What is read beside its place is no more than the chunks that boxes share."""
+    """Separate reads are limited to the chunks that several boxes share."""
     regions = dict(_grid.cut_at_chunks([((0, 10),), ((10, 20),)], (4,)))
     assert regions == {((0, 8),): (0,), ((8, 12),): (0, 1), ((12, 20),): (1,)}
 

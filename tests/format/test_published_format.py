@@ -1,4 +1,4 @@
-"""docs/format.md is true: its reader reads every kind of leaf, and what is written by its words alone is read here."""
+"""docs/format.md is correct: its reader reads every kind of leaf, and jaxckpt reads files written from its text."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def test_phases_are_optional_and_any_writers_own(tmp_path: Path, changes: dict[s
 
 
 @pytest.mark.parametrize(
-    ("phases", "told"),
+    ("phases", "message"),
     [
         ({"write": [1.0, 2.0], "sync": [1.0]}, "different numbers of processes for its phases"),
         ({"write": [-1.0]}, "phase_seconds"),
@@ -389,7 +389,7 @@ def test_phases_are_optional_and_any_writers_own(tmp_path: Path, changes: dict[s
         (None, "phase_seconds"),
     ],
 )
-def test_phases_that_are_none_are_refused(tmp_path: Path, phases: Any, told: str) -> None:
+def test_phases_that_are_none_are_refused(tmp_path: Path, phases: Any, message: str) -> None:
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), phase_seconds=phases)
-    with pytest.raises(jaxckpt.ManifestError, match=told):
+    with pytest.raises(jaxckpt.ManifestError, match=message):
         jaxckpt.open(tmp_path)

@@ -1,4 +1,4 @@
-"""Trees as paths and as JSON: every container, key and value comes back as it was, and nothing hostile gets through."""
+"""Trees as paths and as JSON: every container, key and value is restored exactly, and hostile input is refused."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_nothing_is_too_shallow_and_only_the_absurd_too_deep() -> None:
 
 
 @pytest.mark.parametrize("most", [(1 << 20, 1 << 26), (1000, 1 << 60)], ids=["characters", "leaves"])
-def test_more_paths_than_told_are_not_put_together(most: tuple[int, int]) -> None:
+def test_more_paths_than_allowed_are_not_built(most: tuple[int, int]) -> None:
     """A megabyte of key above a million leaves: a terabyte of paths."""
     leaves = _tree.Container(type="list", children=tuple(range(1_000_000)))
     structure = _tree.Container(type="dict", keys=("k" * (1 << 20),), children=(leaves,))
@@ -199,7 +199,7 @@ class Registered:
 
 
 class Keyless:
-    """A registered node that tells JAX no keys: its children are numbered."""
+    """A node that is registered without keys. Its children are numbered."""
 
     def __init__(self, *children: Any) -> None:
         self.children = children

@@ -1,4 +1,4 @@
-"""`diff` tells how far two checkpoints differ, whatever layouts they were saved in."""
+"""`diff` shows how far two checkpoints differ, independently of their layouts."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_differences_of_integers_are_exact(tmp_path: Path, a: Any, b: Any, max_a
     assert leaf.max_abs == max_abs
 
 
-def test_containers_beside_the_selected_leaves_do_not_count(tmp_path: Path) -> None:
+def test_containers_next_to_the_selected_leaves_do_not_count(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", {"x": {"y": 1}, "z": [1]})
     b = saved(tmp_path / "b", {"x": {"y": 1}, "z": (1, 2)})
     assert jaxckpt.diff(a, b, select="x").identical

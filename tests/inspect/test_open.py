@@ -1,4 +1,4 @@
-"""Looking without restoring: lazy leaves are NumPy to the last index, plans are what is then read."""
+"""Inspection: lazy leaves are indexed exactly like NumPy arrays, and plans predict the actual reads."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def test_it_renders_without_a_word_or_a_request(browser: Any, page_file: Path) -
         assert page.locator("#map .cell").count() > 10
         assert "27 leaves" in page.locator("#count").inner_text()
         body = page.locator("body").inner_text()
-        for told in ("Save time by process and phase", "Restore plan", "data=2×model=4"):
-            assert told in body
+        for expected in ("Save time by process and phase", "Restore plan", "data=2×model=4"):
+            assert expected in body
         assert opened.said == []
         assert [url for url in opened.requests if not url.startswith("file://")] == []
 

@@ -124,7 +124,7 @@ def test_objects_that_changed_places(path: Path) -> None:
     assert second.stat().st_size == len(content)
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    assert jaxckpt.verify(path, quick=True).ok, "lengths do not tell"
+    assert jaxckpt.verify(path, quick=True).ok, "the lengths are unchanged"
     problems = jaxckpt.verify(path).problems
     assert [problem.leaf for problem in problems] == ["w", "w"]
     assert problems[0].box != problems[1].box

@@ -79,7 +79,7 @@ def flat(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 
 def of_dtensors(folder: Path, count: int) -> None:
-    """Every dtype, every placement, odd layouts in memory, Python objects beside them."""
+    """Every dtype, every placement, unusual layouts in memory, and Python objects."""
     mesh = init_device_mesh("cpu", (count,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y")) if count == 4 else None
     full = bits(1, (24, 12), torch.float32)

@@ -53,7 +53,7 @@ def status(name):
 jax.block_until_ready([jnp.zeros(8, device=device) + 1 for device in jax.devices()])
 before = status("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # VmHWM starts anew
+    file.write("5")  # resets VmHWM
 tree = jax.block_until_ready(read())
 peak = status("VmHWM")
 for name, shape in shapes.items():

@@ -94,7 +94,7 @@ def test_every_wanted_box_is_served_whole(case: tuple[list[Stack], list[Want]], 
 
 
 @given(reads(), host_sizes)
-def test_no_chunk_is_read_twice_nor_one_that_nobody_wants(
+def test_no_chunk_is_read_twice_nor_one_that_is_not_needed(
     case: tuple[list[Stack], list[Want]], host_bytes: int
 ) -> None:
     stacks, wants = case

@@ -133,7 +133,7 @@ def test_a_cast_that_is_not_refused_keeps_every_value(name: str, tmp_path: Path)
     values = all_values(name)
     jaxckpt.save(tmp_path / "c", values, options=jaxckpt.Options(sync=False))
     allowed: list[str] = []
-    changed: list[str] = []  # all of them are told, not the first
+    changed: list[str] = []  # all of them are reported, not only the first
     for wanted, dtype in DTYPES.items():
         try:
             restored = jaxckpt.restore(tmp_path / "c", np.empty(values.shape, dtype))
@@ -431,10 +431,10 @@ def test_a_mesh_must_be_one_with_devices(path: Path, mesh: Mesh) -> None:
         jaxckpt.restore(path, mesh)
 
 
-def test_arguments_in_the_other_order_are_told_in_few_words(tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.InputError, match="path, the first argument, must be a non-empty str") as told:
+def test_arguments_in_the_wrong_order_are_reported_briefly(tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.InputError, match="path, the first argument, must be a non-empty str") as caught:
         jaxckpt.save({"w": np.arange(10_000)}, tmp_path)  # pyright: ignore[reportArgumentType]
-    assert len(str(told.value)) < 300
+    assert len(str(caught.value)) < 300
 
 
 def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
@@ -455,7 +455,7 @@ def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
         jaxckpt.save(path.with_name("d"), tree, specs=P())
 
 
-def test_a_layout_whose_devices_are_not_here_tells_the_three_ways_out(path: Path, run_python: RunPython) -> None:
+def test_a_layout_whose_devices_do_not_exist_names_three_remedies(path: Path, run_python: RunPython) -> None:
     out = run_python(
         f"""
         import jaxckpt
@@ -864,7 +864,7 @@ def test_select_is_about_saved_paths_also_under_rename(path: Path) -> None:
     assert len(caught.value.problems) == 1
     restored = jaxckpt.restore(path, {"model": DEVICE, "layers": DEVICE}, select="params", rename={"params": "model"})
     assert (restored["model"]["w"].sharding, restored["layers"]) == (DEVICE, DEVICE)
-    # Of a function nobody knows where it would take a leaf from.
+    # The saved path of a leaf is unknown if `rename` is a function.
     with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'opt' is not in the checkpoint.*rename= is a function"):
         jaxckpt.restore(path, mine, select="params", rename=lambda path: path.replace("params", "model"))
     shardings = {"model": DEVICE, "layers": DEVICE}
@@ -881,7 +881,7 @@ def test_keys_with_brackets_are_selected_as_they_are_written(tmp_path: Path) -> 
     assert jaxckpt.load_numpy(tmp_path / "c", select="a**/w") == {"a\nb": {"w": 3}}
 
 
-def test_a_target_of_which_nothing_is_in_the_checkpoint_is_an_error(path: Path, tree: Any) -> None:
+def test_a_target_without_any_leaf_in_the_checkpoint_is_an_error(path: Path, tree: Any) -> None:
     for target in ({"model": tree["params"]}, {"opt_state": jnp.zeros(3), "f": len}):
         with pytest.raises(jaxckpt.MismatchError, match=r"none of the target's .* would come from the checkpoint"):
             jaxckpt.restore(path, target, strict=False)
@@ -1005,7 +1005,7 @@ def _with_mesh(mesh: Mesh, work: Any) -> Any:
         return work()
 
 
-def test_what_is_no_target_is_told_so(path: Path) -> None:
+def test_a_value_that_is_not_a_target_is_reported(path: Path) -> None:
     with pytest.raises(jaxckpt.InputError, match="target is an Options: pass it as options="):
         jaxckpt.restore(path, jaxckpt.Options())
     with pytest.raises(jaxckpt.MismatchError, match=r"'step' is a .*; give a jax.ShapeDtypeStruct\(shape, dtype\)"):
@@ -1176,7 +1176,7 @@ def test_an_expected_manifest_is_required(tmp_path: Path) -> None:
         jaxckpt.Options(manifest_sha256="abc")
 
 
-def test_a_tree_that_contains_itself_or_mixes_keys_is_told(tmp_path: Path) -> None:
+def test_a_tree_that_contains_itself_or_mixes_keys_is_reported(tmp_path: Path) -> None:
     loop: list[Any] = [jnp.ones(3)]
     loop.append(loop)
     with pytest.raises(jaxckpt.TreeError, match="nested deeper than"):
@@ -1185,9 +1185,9 @@ def test_a_tree_that_contains_itself_or_mixes_keys_is_told(tmp_path: Path) -> No
         jaxckpt.save(tmp_path / "mixed", {1: 1, "1": 2})
 
 
-@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="this JAX does not tell the mesh of jax.set_mesh")
+@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="this JAX cannot return the mesh of jax.set_mesh")
 def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
-    other = jax.make_mesh((4, 2), ("data", "model"))  # axes in types: eval_shape tells the specs too
+    other = jax.make_mesh((4, 2), ("data", "model"))  # axes in types: eval_shape also returns the specs
 
     def init() -> Any:
         return {"w": jax.sharding.reshard(jnp.zeros((8, 8)), P("model", "data")), "b": jnp.zeros(8)}

@@ -1,4 +1,4 @@
-"""Local folders: the newest step that they hold together is restored, onto any mesh, whatever is lost or damaged."""
+"""Local folders: the newest step that they hold together is restored, onto any mesh, despite losses and damage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def holdings(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], int]:
 
 
 @given(holdings(), st.integers(0, COUNT - 1))
-def test_what_is_missing_is_what_nobody_holds(found: tuple[np.ndarray[Any, Any], int], lost: int) -> None:
+def test_missing_files_are_those_that_no_process_holds(found: tuple[np.ndarray[Any, Any], int], lost: int) -> None:
     held, count = found
     assert not missing(held, count)
     there = np.unpackbits(held, axis=1, count=count).astype(bool)
@@ -137,7 +137,7 @@ class Job:
         return local_folders.take(self._made / "hosts", self._made / "run", to, self.path)
 
     def odd_hosts(self, *, copies: int = 1) -> list[Path]:
-        """Four hosts that have the files of the step in an odd way: whoever owned them, one after the other."""
+        """Four hosts that have the files of the step in turn, independently of their owners."""
         hosts = [self._scratch / f"case {len(self.cases)}" / f"host {number}" for number in range(4)]
         local_folders.spread(self.saved / "00000040", hosts, self._made / "run", self.path, copies=copies)
         return hosts
@@ -329,7 +329,7 @@ def test_the_storage_s_step_counts_if_it_is_newer_or_another_save(job: Job, tmp_
 
 @pytest.mark.child
 @pytest.mark.parametrize("fault", ["raise", "kill"])
-def test_nobody_waits_for_a_process_that_fails_in_the_middle(job: Job, fault: str) -> None:
+def test_no_process_waits_for_one_that_fails_in_the_middle(job: Job, fault: str) -> None:
     hosts = job.hosts()
     wipe(hosts[3])
     job.case(hosts, 40, fault=fault, layout="replicated", host_bytes=1 << 20)

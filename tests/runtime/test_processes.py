@@ -43,10 +43,12 @@ def test_processes_form_one_job(run_processes: RunProcesses) -> None:
 @pytest.mark.child
 @pytest.mark.parametrize("env", [{}, {"PYTHONHASHSEED": "1"}], ids=["a fork", "a fresh Python"])
 @pytest.mark.parametrize(
-    ("end", "status", "told"),
+    ("end", "status", "message"),
     [("sys.exit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError"), ("os.kill(os.getpid(), 9)", -9, ""), ("", 0, "")],
 )
-def test_a_program_ends_as_under_python(env: dict[str, str], end: str, status: int, told: str, tmp_path: Path) -> None:
+def test_a_program_ends_as_under_python(
+    env: dict[str, str], end: str, status: int, message: str, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import atexit, os, sys, threading, time\n"
@@ -57,7 +59,7 @@ def test_a_program_ends_as_under_python(env: dict[str, str], end: str, status: i
     )
     done = finish(program, "x", env=env)
     assert done.returncode == status, str(done)
-    assert told in done.stderr
+    assert message in done.stderr
     assert done.stdout == ("" if status < 0 else "a thread\nthe end\n")
 
 

@@ -1,4 +1,4 @@
-"""What is told while bytes move: to a program, to a terminal, to a log, to stderr."""
+"""Progress while bytes move: to a callback, to a terminal, to a log, to stderr."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ N_BYTES = 804_000
 PROGRAM = PROGRAMS / "save_with_progress.py"
 
 
-def test_a_callback_is_told_until_all_is_moved(tmp_path: Path) -> None:
+def test_a_callback_is_called_until_all_bytes_have_moved(tmp_path: Path) -> None:
     seen: list[jaxckpt.Progress] = []
     options = jaxckpt.Options(progress=seen.append)
     jaxckpt.save(tmp_path / "c", TREE, options=options)
     jaxckpt.restore(tmp_path / "c", options=options)
     for verb in ("save", "restore"):
-        told = [one for one in seen if one.verb == verb]
-        done = [one.done_bytes for one in told]
+        message = [one for one in seen if one.verb == verb]
+        done = [one.done_bytes for one in message]
         assert done == sorted(done)
-        assert done[-1] == told[-1].total_bytes == N_BYTES
-        assert all(one.seconds > 0 for one in told)
+        assert done[-1] == message[-1].total_bytes == N_BYTES
+        assert all(one.seconds > 0 for one in message)
 
 
 def test_rates_and_what_is_left() -> None:
@@ -55,7 +55,7 @@ def test_lines_go_to_the_log_where_somebody_listens(
     assert capsys.readouterr().err == ""
 
 
-def test_lines_are_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_logged_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _progress._Lines()
     for second in range(31):
         lines(jaxckpt.Progress("save", second, 30, float(second)))
@@ -98,7 +98,7 @@ def test_silent_by_default(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".zarr", ""])
-def test_a_conversion_tells_until_all_is_written(tmp_path: Path, suffix: str) -> None:
+def test_a_conversion_reports_progress_until_all_is_written(tmp_path: Path, suffix: str) -> None:
     jaxckpt.save(tmp_path / "c", TREE, options=jaxckpt.Options(chunk_bytes=64 << 10))
     seen: list[jaxckpt.Progress] = []
     options = jaxckpt.Options(progress=seen.append, object_bytes=1 << 18, chunk_bytes=64 << 10, host_bytes=1 << 18)

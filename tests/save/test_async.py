@@ -1,4 +1,4 @@
-"""save_async: what goes wrong is told once and never lost; a second save waits or is skipped."""
+"""save_async: failures are reported once and never lost; a second save waits or is skipped."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
-    """A save in the background that has failed, and nobody was told."""
+    """A background save that has failed, without a report yet."""
     gate.error = jaxckpt.StorageError(28, "no space")
     gate.opened.set()
     pending = jaxckpt.save_async(path, TREE)
@@ -87,7 +87,7 @@ def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
     return pending
 
 
-def test_it_returns_before_it_is_written_and_tells_how_far_it_is(tmp_path: Path, gate: Gate) -> None:
+def test_it_returns_before_it_is_written_and_reports_its_progress(tmp_path: Path, gate: Gate) -> None:
     pending = jaxckpt.save_async(tmp_path / "c", TREE, metadata={"run": 1})
     assert not pending.done
     assert pending.progress.done_bytes == 0
@@ -107,7 +107,7 @@ def test_it_returns_before_it_is_written_and_tells_how_far_it_is(tmp_path: Path,
     assert jaxckpt.open(tmp_path / "c").metadata == {"run": 1}
 
 
-def test_what_can_be_told_at_once_is(tmp_path: Path) -> None:
+def test_what_can_be_checked_at_once_is_reported_at_once(tmp_path: Path) -> None:
     deleted = jnp.ones(3)
     deleted.delete()
     for tree, kind in (({"x": deleted}, jaxckpt.TreeError), ({"x": object()}, jaxckpt.TreeError)):
@@ -128,16 +128,16 @@ def test_a_failure_is_raised_by_wait_each_time(tmp_path: Path, gate: Gate) -> No
         with pytest.raises(jaxckpt.StorageError, match="no space"):
             pending.wait()
     assert "failed" in repr(pending)
-    jaxckpt.save(tmp_path / "c", TREE)  # whoever was told need not be told again
+    jaxckpt.save(tmp_path / "c", TREE)  # the error was reported and is not raised again
     assert [path.name for path in tmp_path.glob("c/data-*")] == [f"data-{jaxckpt.open(tmp_path / 'c').save_id}"]
 
 
 @pytest.mark.parametrize("save", [jaxckpt.save, jaxckpt.save_async])
 def test_a_failure_is_raised_by_the_next_save(tmp_path: Path, gate: Gate, save: Any) -> None:
     failing(gate, tmp_path / "c")
-    with pytest.raises(jaxckpt.StorageError, match="no space") as told:
+    with pytest.raises(jaxckpt.StorageError, match="no space") as message:
         save(tmp_path / "d", TREE)
-    assert str(tmp_path / "c") in told.value.__notes__[0]
+    assert str(tmp_path / "c") in message.value.__notes__[0]
     assert not (tmp_path / "d").exists()
     jaxckpt.save_async(tmp_path / "d", TREE).wait()
 
@@ -214,7 +214,7 @@ atexit.register(print, "theirs")
 
 
 @pytest.mark.child
-def test_a_failure_that_nobody_asked_after_is_told_at_exit(tmp_path: Path) -> None:
+def test_a_failure_that_was_not_waited_for_is_reported_at_exit(tmp_path: Path) -> None:
     program = """
 def fail(*_): raise jaxckpt.StorageError(28, "no space")
 FileWriter.write = fail
@@ -384,7 +384,7 @@ def similar() -> list[Any]:
     ]
 
 
-def told(tree: Any, recent: _draft.Recent, components: tuple[str, ...] = ()) -> str:
+def message(tree: Any, recent: _draft.Recent, components: tuple[str, ...] = ()) -> str:
     draft = _draft.describe(tree, None, None, jaxckpt.Options(), components, recent)
     values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
     # repr: 1, 1.0 and True are equal, but not the same
@@ -416,7 +416,7 @@ def test_a_node_that_changes_in_place_is_not_taken_for_what_it_was(tmp_path: Pat
     assert list(jaxckpt.open(checkpoints.path(1))) == ["bag/z", "bag/b"]
     # One that has not changed is still remembered.
     recent = _draft.Recent()
-    assert told(bag, recent) == told(bag, recent)
+    assert message(bag, recent) == message(bag, recent)
     options = jaxckpt.Options()
     first, second = (_draft.describe(bag, None, None, options, recent=recent) for _ in range(2))
     assert first.records is second.records
@@ -424,13 +424,13 @@ def test_a_node_that_changes_in_place_is_not_taken_for_what_it_was(tmp_path: Pat
 
 def test_no_tree_is_taken_for_another() -> None:
     trees = similar()
-    expected = [told(tree, _draft.Recent()) for tree in trees]
+    expected = [message(tree, _draft.Recent()) for tree in trees]
     recent = _draft.Recent()
     for numbers in (range(len(trees)), reversed(range(len(trees))), [0, 0, 2, 2, 0, 3, 3, 1, 9, 10, 11, 10, 9]):
         for number in numbers:
-            assert told(trees[number], recent) == expected[number]
-    assert told(trees[12], recent, ("q",)) == told(trees[12], _draft.Recent(), ("q",))
-    assert told(trees[12], recent) == expected[12]
+            assert message(trees[number], recent) == expected[number]
+    assert message(trees[12], recent, ("q",)) == message(trees[12], _draft.Recent(), ("q",))
+    assert message(trees[12], recent) == expected[12]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["model"])

@@ -1,4 +1,4 @@
-"""`dtype=` of save and restore: what is asked for is cast, what loses more than that is an error."""
+"""`dtype=` of save and restore: requested casts are made, and casts that lose more are errors."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_numpy_arrays_are_cast_also_where_numpy_has_no_cast(tmp_path: Path, own:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_restore_is_cast_whatever_its_target_says(tmp_path: Path, tied: bool) -> None:
+def test_a_restore_is_cast_even_if_its_target_differs(tmp_path: Path, tied: bool) -> None:
     tree = state()
     jaxckpt.save(tmp_path / "a", tree)
     mesh = jax.make_mesh((2,), ("x",))

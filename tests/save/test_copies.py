@@ -1,4 +1,4 @@
-"""Who holds copies of which object, and what passes between the processes for that."""
+"""Which processes hold copies of which object, and the data that they exchange."""
 
 from __future__ import annotations
 

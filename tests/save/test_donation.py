@@ -1,4 +1,4 @@
-"""save_async returns when every array may be donated: what is saved is what they held then, whatever runs next."""
+"""save_async returns when every array may be donated: it saves their values at that time."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ def test_ctrl_c_at_every_call(tmp_path: Path, request: pytest.FixtureRequest, op
     every = bool(request.config.getoption("--campaign"))
     stride = 1 if every else STRIDES[operation]
     arguments = [str(tmp_path), operation, str(0 if every else stride // 2), str(stride)]
-    told = json.loads(run_python(PROGRAM, args=arguments, timeout=900 if every else 120).splitlines()[-1])
-    print(told)
-    assert told["operation"] == operation
-    assert told["tried"] >= (1 if operation == "wait" else 40)
-    assert told["interrupted"] >= 0.9 * told["tried"]
-    assert told["open_files"] < 20
+    message = json.loads(run_python(PROGRAM, args=arguments, timeout=900 if every else 120).splitlines()[-1])
+    print(message)
+    assert message["operation"] == operation
+    assert message["tried"] >= (1 if operation == "wait" else 40)
+    assert message["interrupted"] >= 0.9 * message["tried"]
+    assert message["open_files"] < 20

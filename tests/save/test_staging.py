@@ -1,4 +1,4 @@
-"""Many small leaves are stacked by jitted calls: their bits are kept, whatever the caller has set in JAX."""
+"""Many small leaves are stacked by jitted calls, which keep their bits for every configuration of JAX."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_callers_mesh_does_not_matter(own: Any, others: Any, tmp_path: Path,
     assert (jaxckpt.load_numpy(tmp_path / "c")["w7"] == array).all()
 
 
-def test_numbers_that_jax_is_told_to_stop_at_are_saved(tmp_path: Path, stacked: list[str]) -> None:
+def test_numbers_at_which_jax_is_configured_to_stop_are_saved(tmp_path: Path, stacked: list[str]) -> None:
     tree = stackable(np.array([np.nan, -np.inf] * 4, np.float32), jax.make_mesh((8,), ("d",)))
     with contextlib.ExitStack() as strict:
         strict.enter_context(jax.debug_nans(True))

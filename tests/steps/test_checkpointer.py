@@ -97,9 +97,9 @@ def test_the_newest_good_step_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     (tmp_path / "00000003" / "manifest.json").write_text("{}")
     checkpoints = jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
     assert checkpoints.steps() == [2, 3]
-    with pytest.raises(jaxckpt.CorruptError) as told:
+    with pytest.raises(jaxckpt.CorruptError) as message:
         checkpoints.restore()
-    assert "other steps" in told.value.__notes__[0]
+    assert "other steps" in message.value.__notes__[0]
     assert checkpoints.restore(2)["step"] == 2
     with pytest.raises(jaxckpt.InputError, match="the only one"):
         checkpoints.delete(2)
@@ -116,9 +116,9 @@ def test_old_steps_lose_subtrees_and_their_data(tmp_path: Path) -> None:
         assert ("opt_state" in tree) == (step >= 2)
         stacks = {path.parent.name for path in Path(checkpoints.path(step)).glob("data-*/*/zarr.json")}
         assert len(stacks) == (2 if step >= 2 else 1)
-    with pytest.raises(jaxckpt.MismatchError) as told:
+    with pytest.raises(jaxckpt.MismatchError) as message:
         checkpoints.restore(0, state(0))
-    assert "step 0 was kept without opt_state" in told.value.__notes__[0]
+    assert "step 0 was kept without opt_state" in message.value.__notes__[0]
     assert checkpoints.restore(0, state(0), select=["params", "step"])["opt_state"][1] == 0
     checkpoints.save(4, state(4))
     assert [step for step in range(5) if "opt_state" in jaxckpt.load_numpy(checkpoints.path(step))] == [3, 4]
@@ -279,7 +279,7 @@ def test_an_older_step_that_is_published_meanwhile_stays(
     assert checkpoints.restore(3)["step"] == 3
 
 
-def test_it_starts_afresh_and_goes_on(tmp_path: Path) -> None:
+def test_it_starts_afresh_and_resumes(tmp_path: Path) -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = NamedSharding(mesh, P("a", "b"))
     calls = 0
@@ -529,7 +529,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
                 stopped = step
                 break
         assert stopped == (1 if fail_fast else 3)
-        checkpoints._last.pending = None  # told above
+        checkpoints._last.pending = None  # reported above
 
 
 def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
@@ -590,9 +590,9 @@ def test_the_body_s_own_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.
             checkpoints.save(0, state(0))
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError) as told:
+    with pytest.raises(ZeroDivisionError) as message:
         body()
-    assert "no space" in told.value.__notes__[0]
+    assert "no space" in message.value.__notes__[0]
 
 
 def test_metrics(tmp_path: Path) -> None:

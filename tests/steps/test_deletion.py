@@ -130,9 +130,9 @@ def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
     assert checkpoints.restore()["step"] == 2, "a restore is none of its business"
     assert not checkpoints.save(3, state(3)), "nor is a step that is not due"
     call = {"save": lambda: checkpoints.save(4, state(4)), "wait": checkpoints.wait, "close": checkpoints.close}[heard]
-    with pytest.raises(jaxckpt.StorageError, match="not yours") as told:
+    with pytest.raises(jaxckpt.StorageError, match="not yours") as expected:
         call()
-    assert "this ended the deletion of steps in" in told.value.__notes__[0]
+    assert "this ended the deletion of steps in" in expected.value.__notes__[0]
     if heard in ("save", "wait"):
         assert checkpoints.save(4, state(4))
         checkpoints.close()

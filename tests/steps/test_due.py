@@ -18,7 +18,7 @@ FAST = jaxckpt.Options(sync=False)
 
 
 def never() -> Any:
-    raise AssertionError("one process asks nobody")
+    raise AssertionError("a single process must not synchronize")
 
 
 def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Leases: no step is deleted under its reader, and a dead reader keeps none for longer than its term."""
+"""Leases: no step is deleted while it is read, and a dead reader holds a step no longer than its term."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_lease_that_is_not_renewed_expires(run: str, clock: Clock, monkeypatch
 def test_a_reader_and_a_deletion_that_begin_at_once_see_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever comes first: the step is held and stays, or it is deleted and the reader is told so."""
+    """In either order, the step is held and stays, or it is deleted and the reader gets an error."""
     outcomes: set[tuple[bool, bool]] = set()
     for round_number in range(60):
         path = tmp_path / str(round_number)

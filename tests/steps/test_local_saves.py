@@ -112,7 +112,7 @@ def test_a_flushed_step_is_an_ordinary_checkpoint(run_processes: RunProcesses, t
     ("phase", "victim"),
     [("pass", 2), ("write", 1), ("written", 0), ("written", 3), ("publish", 0), ("published", 0), ("published", 2)],
 )
-def test_whoever_is_killed_the_older_step_or_the_new_one_is_whole(
+def test_whichever_process_is_killed_the_older_or_the_new_step_is_complete(
     run_processes: RunProcesses, tmp_path: Path, phase: str, victim: int
 ) -> None:
     """The others are, a moment later, since JAX aborts them; and the folder of the first one is lost, too."""
@@ -156,7 +156,7 @@ def test_a_flush_that_is_killed_publishes_nothing_and_is_swept(
     assert jaxckpt.verify(tmp_path / "run/00000020").ok
 
 
-def test_told_to_stop_the_local_step_is_made_then_flushed(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_on_sigterm_the_local_step_is_saved_then_flushed(run_processes: RunProcesses, tmp_path: Path) -> None:
     given = {"path": str(tmp_path / "run"), "local": str(tmp_path / "local"), "stop": True, "first": False}
     done = run_processes(PROGRAMS / "local_flush_killed.py", processes=4, devices_per_process=2, args=given)
     (last,) = {int(one.stdout.split()[0]) for one in done}

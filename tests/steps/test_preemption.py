@@ -16,7 +16,7 @@ import jaxckpt
 from jaxckpt._storage.files import FileWriter
 
 
-def test_one_of_two_processes_is_told_and_both_save_the_same_last_step(
+def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     done = run_processes(
@@ -62,7 +62,7 @@ def test_a_thread_that_cannot_listen_says_so(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("how", ["exit", "continue", "chained"])
-def test_the_step_at_which_it_is_told_is_saved(run_python: RunPython, tmp_path: Path, how: str) -> None:
+def test_the_step_at_which_it_is_notified_is_saved(run_python: RunPython, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "s"
     said = run_python(PROGRAMS / "preempted_alone.py", args=[str(folder), how], check=False, devices=1)
     saved = f"the job was preempted: step 7 is saved in {folder}\n"
@@ -85,7 +85,7 @@ def test_the_deadline_holds_where_storage_hangs(tmp_path: Path, how: str) -> Non
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_step_whose_save_failed_is_not_told_as_saved(
+def test_a_step_whose_save_failed_is_not_reported_as_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     with jaxckpt.Checkpointer(tmp_path, background=background) as checkpoints:
@@ -101,7 +101,9 @@ def test_a_step_whose_save_failed_is_not_told_as_saved(
     assert checkpoints.steps() == [1, 2]
 
 
-def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_told_as_saved(run_python: RunPython, tmp_path: Path) -> None:
+def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_reported_as_saved(
+    run_python: RunPython, tmp_path: Path
+) -> None:
     program = """
 import os, signal, sys, time
 import numpy as np, jaxckpt
@@ -112,8 +114,8 @@ with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         checkpoints.save(0, {"x": np.arange(2)})
-    except jaxckpt.Preempted as told:
-        print(told)
+    except jaxckpt.Preempted as stop:
+        print(stop)
 """
     said = run_python(program, args=[str(tmp_path / "s")], check=False, devices=1, timeout=60)
     assert "step 0 was not saved within the deadline" in said

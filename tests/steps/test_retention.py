@@ -186,7 +186,7 @@ class Run(RuleBasedStateMachine):
     def start(
         self, rules: dict[str, Any], components: int | None, due: dict[str, Any], where: str, background: bool
     ) -> None:
-        leases.TERM_SECONDS = 3600.0  # nobody looks for readers but when the model does
+        leases.TERM_SECONDS = 3600.0  # only the model checks for readers
         self.folder = tempfile.mkdtemp()
         self.url = f"memory://retention/{uuid.uuid4().hex}" if where == "bucket" else f"{self.folder}/run"
         self.rules = rules

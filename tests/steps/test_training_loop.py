@@ -1,4 +1,4 @@
-"""examples/training_loop.py killed, told to stop and started again; a Grain iterator's position among processes."""
+"""examples/training_loop.py is killed, preempted and restarted; a Grain iterator resumes in several processes."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def test_killed_at_any_moment_the_losses_are_the_same(
     assert int(printed.split()[2]) >= 5  # it went on after a saved step, not from the start
 
 
-def test_told_to_stop_it_saves_the_step_it_is_in(
-    run_python: RunPython, tmp_path: Path, expected: dict[int, str]
-) -> None:
+def test_on_sigterm_it_saves_the_step_it_is_in(run_python: RunPython, tmp_path: Path, expected: dict[int, str]) -> None:
     args = [str(tmp_path), str(STEPS), str(random.randrange(1, STEPS // 2))]
     printed = run_python(PROGRAMS / "training_that_is_stopped.py", args=args)
     status, items = json.loads(printed.splitlines()[-1])
@@ -89,9 +87,9 @@ def test_told_to_stop_it_saves_the_step_it_is_in(
     assert losses | again == expected
 
 
-def test_of_two_processes_one_is_told_to_stop(run_processes: RunProcesses, tmp_path: Path) -> None:
-    def train(folder: Path, told: int, status: int) -> dict[int, str]:
-        args = [str(folder), STEPS, told]
+def test_one_of_two_processes_gets_sigterm(run_processes: RunProcesses, tmp_path: Path) -> None:
+    def train(folder: Path, message: int, status: int) -> dict[int, str]:
+        args = [str(folder), STEPS, message]
         job = PROGRAMS / "training_in_two.py"
         done = run_processes(job, processes=2, devices_per_process=4, args=args, check=False)
         assert [one.returncode for one in done] == [status, status], "\n".join(map(str, done))
@@ -99,10 +97,10 @@ def test_of_two_processes_one_is_told_to_stop(run_processes: RunProcesses, tmp_p
         assert first == second
         return first
 
-    expected = train(tmp_path / "whole", told=0, status=0)
-    losses = train(tmp_path / "told", told=7, status=143)
-    assert newest(tmp_path / "told") == max(losses) < STEPS
-    again = train(tmp_path / "told", told=0, status=0)
+    expected = train(tmp_path / "whole", message=0, status=0)
+    losses = train(tmp_path / "message", message=7, status=143)
+    assert newest(tmp_path / "message") == max(losses) < STEPS
+    again = train(tmp_path / "message", message=0, status=0)
     assert min(again) == max(losses) + 1
     assert losses | again == expected
 
@@ -125,7 +123,7 @@ def printed(done: Finished) -> list[list[list[int]]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_grain_iterator_goes_on_in_two_processes_and_in_one(
+def test_a_grain_iterator_resumes_in_two_processes_and_in_one(
     run_processes: RunProcesses, run_python: RunPython, tmp_path: Path
 ) -> None:
     folder, save = str(tmp_path / "steps"), PROGRAMS / "grain_saved_by_two.py"

@@ -1,4 +1,4 @@
-"""Published weights: followers have the same bits, whatever happens to either side."""
+"""Published weights: followers get the same bits, even if either side fails."""
 
 from __future__ import annotations
 

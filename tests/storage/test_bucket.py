@@ -1,4 +1,4 @@
-"""The protocol of object stores, step by step: who may publish, who may delete, and what is left."""
+"""The protocol of object stores, step by step: which process may publish or delete, and the remains."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_http_is_read_only(tmp_path: Path) -> None:
             thread.join(30)
 
 
-def test_why_a_save_failed_is_told_where_nothing_can_be_tidied_up(bucket: Bucket) -> None:
+def test_the_reason_of_a_failed_save_is_reported_even_if_cleanup_fails(bucket: Bucket) -> None:
     def refused(exchange: Exchange) -> None:
         bucket.proxy.on(".*", status(403, "AccessDenied"))
         status(403, "AccessDenied")(exchange)
@@ -188,7 +188,7 @@ def test_why_a_save_failed_is_told_where_nothing_can_be_tidied_up(bucket: Bucket
 
 
 @pytest.mark.parametrize("place", [0.0, 0.4, 0.6, 1.0])
-def test_a_flipped_answer_never_deletes_what_is_there(bucket: Bucket, place: float) -> None:
+def test_a_flipped_answer_never_deletes_existing_data(bucket: Bucket, place: float) -> None:
     """Every GET of a save that replaces a checkpoint, spoiled in its turn: the old one or the new one is there."""
     options = jaxckpt.Options(retry_seconds=1)
     jaxckpt.save(bucket.url, {"x": np.arange(9)}, options=options)

@@ -319,7 +319,7 @@ def test_more_buffers_than_a_call_takes_are_written_and_read(tmp_path: Path) -> 
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["w"], array)
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, left = os.writev, iter([100, 3])
 
     def fill(handle: int, buffers: Sequence[Any]) -> int:
@@ -329,9 +329,9 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
         return writev(handle, few(buffers, room))
 
     monkeypatch.setattr(os, "writev", fill)
-    with pytest.raises(jaxckpt.StorageError, match=r"cannot write .*/c/0/0: No space left") as told:
+    with pytest.raises(jaxckpt.StorageError, match=r"cannot write .*/c/0/0: No space left") as message:
         jaxckpt.save(tmp_path / "c", {"w": np.arange(100)})
-    assert told.value.errno == errno.ENOSPC
+    assert message.value.errno == errno.ENOSPC
     assert not list((tmp_path / "c").iterdir())
 
 
@@ -349,7 +349,7 @@ def flip(place: int) -> Callable[[bytearray], None]:
 
 
 def with_entry(offset: int, length: int) -> Callable[[bytearray], None]:
-    """The last entry of the index replaced, and its checksum made anew."""
+    """Replace the last entry of the index, and recompute its checksum."""
 
     def change(content: bytearray) -> None:
         content[-20:-4] = offset.to_bytes(8, "little") + length.to_bytes(8, "little")

@@ -296,7 +296,7 @@ def test_a_run_that_may_not_be_listed_is_not_empty(bucket: Bucket, code: int) ->
             look(bucket.url)
 
 
-def test_a_refused_connection_is_told_plainly(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_connection_is_reported_plainly(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "TENSORSTORE_GCS_HTTP_URL"):
         monkeypatch.setenv(name, f"http://user:hidden@127.0.0.1:{processes.free_port()}")
     with pytest.raises(jaxckpt.StorageError) as caught:

@@ -59,7 +59,7 @@ def test_a_store_knows_the_directory_that_it_is_in(url: str) -> None:
         assert store_at(top, jaxckpt.Options()).above() is None
 
 
-def test_a_link_to_nothing_is_told_as_such(tmp_path: Path) -> None:
+def test_a_link_to_nothing_is_reported_as_such(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "unmounted")
     for path in (link, link / "below" / "it"):
@@ -94,7 +94,7 @@ def test_a_link_to_nothing_is_told_as_such(tmp_path: Path) -> None:
         ("file://", "is not absolute"),
     ],
 )
-def test_what_is_no_path_is_told_without_secrets(path: Any, reason: str) -> None:
+def test_a_value_that_is_not_a_path_is_reported_without_secrets(path: Any, reason: str) -> None:
     for call in (jaxckpt.open, jaxckpt.verify, jaxckpt.restore, lambda path: jaxckpt.save(path, {"x": 1})):
         with pytest.raises(jaxckpt.InputError, match=reason) as caught:
             call(path)

@@ -82,7 +82,7 @@ def test_a_users_own_data_folder_is_not_swept(tmp_path: Path, place: str) -> Non
     assert jaxckpt.restore(path) == {"x": 2}
 
 
-def test_a_lock_that_is_held_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_held_forever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     monkeypatch.setattr(_folder, "_LOCK_SECONDS", 0.2)
     with Folder("", str(tmp_path / "ckpt"))._locked(), pytest.raises(jaxckpt.StorageError, match="held the lock"):

@@ -1,4 +1,4 @@
-"""Command lines for tests: a folder of checkpoints that they are about, and jaxckpt run in this process or another."""
+"""Helpers for tests of the command line: a folder of checkpoints, and calls of jaxckpt in this or another process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 
 def fill(folder: Path) -> None:
-    """A run of three steps, beside what killed jobs and other libraries leave."""
+    """A run of three steps, with the remains of killed jobs and files of other libraries."""
     with contextlib.chdir(folder):
         with jaxckpt.Checkpointer("run1", components={"opt_state": 1}, background=False) as steps:
             for step in (100, 200, 300):
@@ -46,7 +46,7 @@ def fill(folder: Path) -> None:
 
 
 def backdate(path: str) -> None:
-    """Let a checkpoint have been saved long ago, so that its age has one width."""
+    """Set the time of a checkpoint to long ago, so that its age always has the same width."""
     store = store_at(path, Options())
     manifest, content = load_manifest(store)
     dated = manifests.msgspec.structs.replace(manifest, created=SAVED.isoformat())

@@ -1,4 +1,4 @@
-"""For programs in the processes of a job: one is killed, and the others a moment later, as JAX would abort them."""
+"""Kills one process of a job, and the others a moment later, like JAX's abort."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 _SECONDS = 0.3
-"""That the others have: time for what they do when they hear of it, or do not."""
+"""Seconds that the other processes have to react to the death, or not."""
 
 
 def register(folder: Path) -> None:
-    """Every process, before any of them may be killed."""
+    """Register this process. Every process calls this before any of them may be killed."""
     folder.mkdir(exist_ok=True)
     (folder / str(os.getpid())).touch()
 

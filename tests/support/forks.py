@@ -27,7 +27,7 @@ from typing import IO, Any
 
 PRELOADED = ("jax.experimental.multihost_utils", "jaxckpt", "numpy.testing", "optax", "flax.nnx", "grain")
 READ_AT_START = ("JAX", "LD_", "MALLOC_", "PYTHON")
-"""Environment variables, by how they begin, that are read when Python starts or JAX is imported."""
+"""Prefixes of environment variables that are read when Python starts or JAX is imported."""
 
 _LARGEST_REQUEST = 200_000
 _WORD = 8  # bytes of a number in the pipe that reports a process id, then an exit status
@@ -79,7 +79,7 @@ class Forked:
 
 
 def can_run(env: Mapping[str, str]) -> bool:
-    """Whether a program finds in a fork what it would find in a Python that starts with this environment."""
+    """Whether a fork behaves like a new Python process with this environment."""
     return _read_at_start(env) == _read_at_start(_environment())
 
 
@@ -108,7 +108,7 @@ def _server(_number: int) -> socket.socket:
         )
 
     def end() -> None:
-        ours.close()  # which the server takes as its end
+        ours.close()  # ends the server
         process.wait(60)
 
     atexit.register(end)

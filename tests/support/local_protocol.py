@@ -1,12 +1,12 @@
 """The local tier's protocol as a small model, and an exhaustive search of its states; see docs/local-tier.md.
 
     found = search(Bounds(hosts=3, crashes=2, saves=2))
-    found.states, found.violation       # how many states, and None or the first trace that breaks a promise
+    found.states, found.violation       # number of states, and None or the first trace that violates a guarantee
 
 A host has one folder. A job runs one process on each of its hosts, and each process is a program of a few steps: sweep,
 write, synchronize and publish, with a flush at the same time. The search takes every interleaving of these steps.
-At any moment a crash ends all processes; then no folder or any one folder is lost, and a job of any hosts starts.
-Each rule of the protocol is a field of `Rules`. With a rule switched off, the search has to find what the rule is for.
+A crash can end all processes at any moment. Then no folder or any one folder is lost, and a job of any hosts starts.
+Each rule of the protocol is a field of `Rules`. If a rule is switched off, the search must find a violation.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-# Where a process is in its program.
+# Positions of a process in its program.
 ADOPT, IDLE, SWEEP, WRITE, SYNC, WRITTEN, PUBLISH, PUBLISHED = range(8)
 
 FOREIGN_STEP = 1000
-"""Another run's step, newer than any of ours, lies on the last host from the start."""
+"""A step of another run, newer than any step of this run, exists on the last host from the start."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the protocol demands. Each rule can be switched off."""
+    """The rules of the protocol. Each can be switched off."""
 
     written_barrier: bool = True
     """No process publishes before all have written."""
@@ -38,15 +38,15 @@ class Rules:
     adopt: bool = True
     """Before a restored step is relied upon, every folder that has data of it gets its manifest."""
     keep_by_id: bool = True
-    """Which step that is, its save id says, not the highest step number."""
+    """That step is identified by its save id, not by the highest step number."""
     skip_third: bool = True
     """No local save begins while an older step than the one to keep is still being flushed."""
     own_run_only: bool = True
     """A folder of another run is not read."""
     match_ids: bool = True
-    """Objects belong together if their save id is the same, not their step number."""
+    """Objects belong to the same save if their save ids are equal, not their step numbers."""
     storage_if_newer: bool = True
-    """The storage's step is taken if it is newer than the newest whole local step."""
+    """The storage's step is restored if it is newer than the newest complete local step."""
 
 
 class Save(NamedTuple):
@@ -70,21 +70,21 @@ class Save(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one folder has of one save."""
+    """The data of one save in one folder."""
 
     save: Save
     manifest: bool
     objects: int
     """Objects with the right length, as bits."""
     whole: int
-    """Those that also have their content; a crash before `SYNC` leaves the others torn."""
+    """Objects that also have their content. A crash before `SYNC` leaves the others torn."""
 
 
 Folder = tuple[Held, ...]
 
 
 class Promise(NamedTuple):
-    """The save that returned to a caller last, or was restored since, and which of its hosts have lost their folder."""
+    """The last save that returned to a caller or was restored, and its hosts that have lost their folder."""
 
     save: Save
     lost: int = 0
@@ -106,11 +106,11 @@ class Job(NamedTuple):
     writers: tuple[int, ...]
     """The hosts that have a process."""
     visible: tuple[int, ...]
-    """The hosts whose folders the processes see: also others' folders if all share one host."""
+    """The hosts whose folders the processes see, including folders of others if all share one host."""
     at: tuple[int, ...]
-    """Where each process is."""
+    """The position of each process in its program."""
     saves: int
-    """How many saves this job may still begin."""
+    """How many more saves this job may begin."""
     current: Save | None = None
     due: bool = False
     """Whether the current save is due for the storage."""
@@ -121,7 +121,7 @@ class Job(NamedTuple):
 
 
 class Dead(NamedTuple):
-    """After a crash: only what is on disk counts, and what was promised."""
+    """The state after a crash: the data on disk, and the guarantees given so far."""
 
     folders: tuple[Folder, ...]
     storage: Save | None
@@ -136,13 +136,13 @@ State = Job | Dead
 class Bounds:
     hosts: int = 3
     crashes: int = 2
-    """After the last of them a job restores, and is not followed further."""
+    """Number of crashes. After the last one, a job restores, and the search ends there."""
     saves: int = 2
     """Saves that one job may begin."""
 
 
 class Violation(Exception):
-    """A promise of the protocol does not hold."""
+    """A guarantee of the protocol does not hold."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def search(bounds: Bounds, rules: Rules = Rules()) -> Found:
 
 
 def sample(bounds: Bounds, walks: int, rules: Rules = Rules(), seed: int = 0) -> Found:
-    """Walk at random from the start, again and again: for more hosts than an exhaustive search can take."""
+    """Repeat random walks from the start, for more hosts than an exhaustive search can handle."""
     chance = random.Random(seed)
     seen = set[State]()
     restores = 0
@@ -194,7 +194,7 @@ def sample(bounds: Bounds, walks: int, rules: Rules = Rules(), seed: int = 0) ->
                 return Found(len(seen), restores, str(violation), tuple(trace))
             restores += isinstance(state, Dead)
             steps = [choice for choice in choices if isinstance(choice[1], Job)]
-            # Crashes are a few of many choices; without this the walks would all die young.
+            # Crashes are few of many choices. Without this weight, all walks would end early.
             some = choices if not steps or chance.random() < 0.05 else steps
             if not some:
                 break
@@ -217,7 +217,7 @@ def successors(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[str
         yield from _restarts(state, bounds, rules)
         return
     if state.crashes == bounds.crashes:
-        return  # what it restored has been checked, and no later crash will look at what it does
+        return  # the restore has been checked, and no later crash depends on the rest
     yield from _crashes(state)
     yield from _together(state, rules)
     for process in range(len(state.writers)):
@@ -245,7 +245,7 @@ def _crashes(job: Job) -> Iterator[tuple[str, Dead]]:
 
 
 def _renumbered(dead: Dead) -> Dead:
-    """The same state with the lowest numbers, so that states that differ in nothing else are one."""
+    """The same state with the lowest numbers, so that states that differ only in numbering are equal."""
     saves = {held.save for folder in dead.folders for held in folder if not held.save.foreign}
     saves |= {dead.storage} - {None} | ({dead.promise.save} if dead.promise else set())
     if not saves:
@@ -260,7 +260,7 @@ def _renumbered(dead: Dead) -> Dead:
 
 
 def _restarts(dead: Dead, bounds: Bounds, rules: Rules) -> Iterator[tuple[str, Job]]:
-    """A job on any hosts, which sees their folders alone (a folder a host) or all folders (all share one host)."""
+    """A job on any hosts. It sees only their folders (one folder per host) or all folders (one shared host)."""
     hosts = tuple(range(bounds.hosts))
     for count in range(1, bounds.hosts + 1):
         for writers in itertools.combinations(hosts, count):
@@ -270,7 +270,7 @@ def _restarts(dead: Dead, bounds: Bounds, rules: Rules) -> Iterator[tuple[str, J
                     last = save.step if save else 0
                     promise = dead.promise
                     if promise and last < promise.save.step:
-                        promise = None  # too much was lost, and the storage's step is what counts from here on
+                        promise = None  # too much was lost, so the storage's step counts from here on
                     label = f"start on {writers}, sees {visible}: {'local' if local else 'storage'} step {last}"
                     at = (ADOPT if local and rules.adopt else IDLE,) * count
                     yield label, Job(
@@ -280,7 +280,8 @@ def _restarts(dead: Dead, bounds: Bounds, rules: Rules) -> Iterator[tuple[str, J
 
 
 def _agreed(dead: Dead, visible: tuple[int, ...], rules: Rules) -> list[tuple[Save | None, bool]]:
-    """What the processes agree to restore, and whether from the folders; several if nothing but chance decides."""
+    """The step that the processes agree to restore, and whether from the folders; several if the choice is
+    arbitrary."""
     seen = [held for host in visible for held in dead.folders[host] if not (held.save.foreign and rules.own_run_only)]
     whole = list[Save]()
     for save in {held.save for held in seen if held.manifest}:
@@ -324,7 +325,7 @@ def _check_restore(dead: Dead, visible: tuple[int, ...], save: Save | None, loca
 
 
 def _together(job: Job, rules: Rules) -> Iterator[tuple[str, Job]]:
-    """What all processes do at once: the meeting before a save, and the two barriers."""
+    """The collective steps: the meeting before a save, and the two barriers."""
     where = set(job.at)
     everywhere = len(job.writers)
     if where == {IDLE} and job.saves:
@@ -357,10 +358,10 @@ def _together(job: Job, rules: Rules) -> Iterator[tuple[str, Job]]:
 
 
 def _relied_upon(job: Job) -> Promise | None:
-    """The promise, now that all have adopted what was restored: it must not be lost either, from here on.
+    """The guarantee after all processes have restored a step: from here on, that step must not be lost either.
 
-    An older promise stays, since a newer step keeps it. A promise of the same step is replaced: if two attempts at a
-    step are whole, nothing but chance has decided between them.
+    An older guarantee stays, because a newer step fulfils it. A guarantee for the same step is replaced: if two
+    attempts at a step are complete, the choice between them is arbitrary.
     """
     save = job.keep
     if save is None or (job.promise and (job.promise.save == save or job.promise.save.step < save.step)):
@@ -426,7 +427,7 @@ def _alone(job: Job, process: int, rules: Rules) -> Iterator[tuple[str, Job]]:
 
 
 def _served(job: Job, process: int) -> Iterator[int]:
-    """The folders that a process tidies: its own, and its share of those that nobody writes to."""
+    """The folders that a process cleans up: its own, and its share of those without a writer."""
     yield job.writers[process]
     rest = [host for host in job.visible if host not in job.writers]
     yield from rest[process :: len(job.writers)]
@@ -441,7 +442,7 @@ def _kept(job: Job, folder: int, held: Held, rules: Rules) -> bool:
 
 
 def _with(job: Job, folder: int, old: Held | None, new: Held | None) -> tuple[Folder, ...]:
-    """The folders, with one entry replaced, added or taken away."""
+    """The folders with one entry replaced, added or removed."""
     entries = [held for held in job.folders[folder] if held != old]
     entries += [new] if new else []
     return (*job.folders[:folder], tuple(sorted(entries)), *job.folders[folder + 1 :])
@@ -452,7 +453,7 @@ def _flushed(job: Job) -> bool:
 
 
 def _flushing(job: Job) -> Iterator[tuple[str, Job]]:
-    """The flush: each owner copies its object, and process 0 publishes once all have."""
+    """The flush: each owner copies its object, and process 0 publishes after all have."""
     flush = job.flush
     if flush is None:
         return

@@ -80,7 +80,7 @@ def _type(dtype: np.dtype[Any]) -> str:
 
 
 def ckpt(tensors: Mapping[str, Any], *, slice_bytes: int = 512 << 20, crc: bool = False) -> bytes:
-    """What save_checkpoint writes: a message a tensor, or several where it is large, one after another."""
+    """The output of save_checkpoint: one message per tensor, or several for a large one."""
     written = b""
     for name, value in tensors.items():
         array = np.asarray(value)
@@ -96,7 +96,7 @@ def ckpt(tensors: Mapping[str, Any], *, slice_bytes: int = 512 << 20, crc: bool 
 
 
 def layout(dev_matrix: Sequence[int], tensor_map: Sequence[int], **others: Any) -> dict[str, Any]:
-    """A layout as a JSON strategy file has it."""
+    """A layout in the form of a JSON strategy file."""
     return {
         "dev_matrix": list(dev_matrix),
         "tensor_map": list(tensor_map),

@@ -1,4 +1,4 @@
-"""Tensors as a Hugging Face folder of a family has them, with values that follow from their names."""
+"""Tensors of a Hugging Face folder of a model family, with values derived from their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What states of Orbax's checkpoints are made of: a mesh, arrays on it, a namedtuple."""
+"""Parts of states for Orbax's checkpoints: a mesh, arrays on it, a namedtuple."""
 
 from __future__ import annotations
 

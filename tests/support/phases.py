@@ -1,4 +1,4 @@
-"""The phases of an operation at which a fault is inflicted on a process of a job."""
+"""The phases of an operation at which a fault is injected into a process of a job."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ PHASES = {
     "opening": ("restore", "_restore.source.load_manifest"),
     "reading": ("restore", "_storage.files.FileReader.read"),
 }
-"""For each phase, the operation and the call of a function in which it begins, in the victim's own process."""
+"""For each phase, the operation, and the function call in the victim's process with which it begins."""

@@ -1,4 +1,4 @@
-"""Child processes for tests: real ones, with simulated devices, and never without a limit of time."""
+"""Child processes for tests: real processes, with simulated devices, always with a time limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PYTHONPATH = os.pathsep.join(
         None, [*map(str, (ROOT, SUPPORT, ROOT / "tests" / "faults", ROOT / "examples")), os.environ.get("PYTHONPATH")]
     )
 )
-"""Of child processes: they import what the tests can."""
+"""PYTHONPATH of child processes, so that they can import the same modules as the tests."""
 
 File = IO[bytes] | int
 Child = subprocess.Popen[bytes] | forks.Forked
@@ -77,13 +77,13 @@ class RunProcesses(Protocol):
 
 
 def environment(devices: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, with so many simulated CPU devices and the package importable."""
+    """This process's environment, with this number of simulated CPU devices, and with jaxckpt importable."""
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": PYTHONPATH,
-        "PYTHONFAULTHANDLER": "1",  # a child that hangs is told to abort, and says where each thread was
+        "PYTHONFAULTHANDLER": "1",  # a child that hangs gets SIGABRT, and prints the stack of each thread
         **(env or {}),
     }
 
@@ -135,7 +135,7 @@ def run_processes(
 
 
 def run_together(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> None:
-    """Run programs at once, each in a child process; fails if one of them fails."""
+    """Run programs concurrently, each in a child process. Fails if any of them fails."""
     done = _run(commands, environment(1), timeout)
     assert all(one.returncode == 0 for one in done), _report(done)
 
@@ -149,9 +149,9 @@ def start(
     stdin: File | None = None,
     number: int = 0,
 ) -> Child:
-    """Start a program, in a session of its own, so that whatever it starts can be killed with it. The command is as
-    Python's: a file, or "-c" and text, then arguments. Streams that are not given are empty, or this process's.
-    Processes of one job have a `number` each."""
+    """Start a program in a separate session, so that everything it starts can be killed with it. The command is that of
+    Python: a file, or "-c" and text, then arguments. By default, streams are empty or those of this process. Each
+    process of a job has a `number`."""
     with open(os.devnull, "rb") as nothing:
         streams = (stdin or nothing, stdout or 1, stderr or 2)
         if forks.can_run(env):
@@ -160,8 +160,8 @@ def start(
 
 
 def free_port() -> int:
-    # Below the range from which the kernel gives ports to outgoing connections: in the seconds before the coordinator
-    # listens, nobody else is handed this one.
+    # Below the range of ports for outgoing connections, so that the kernel does not assign the port to another
+    # connection before the coordinator listens on it.
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -171,7 +171,8 @@ def free_port() -> int:
 
 def _run(commands: Sequence[Sequence[str]], env: Mapping[str, str], timeout: float) -> list[Finished]:
     children: list[Child] = []
-    # Output goes to files, not to pipes: a child never waits for us to read, nor we for what it leaves running.
+    # Output goes to files instead of pipes, so that a child never waits for a reader, and the test never waits for
+    # processes that the child leaves behind.
     with tempfile.TemporaryDirectory(prefix="jaxckpt-processes-") as folder:
         outputs = [(Path(folder, f"{number}.out"), Path(folder, f"{number}.err")) for number in range(len(commands))]
         try:

@@ -1,4 +1,4 @@
-"""What the make.py scripts below tests/data recorded: the values that another library saved or loaded."""
+"""Values that another library saved or loaded, recorded by the make.py scripts in tests/data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def recorded(library: str) -> dict[str, Any]:
-    """What each checkpoint in a folder of tests/data holds, to be decoded."""
+    """The encoded content of each checkpoint in a folder of tests/data."""
     return json.loads((DATA / library / "expected.json").read_text())
 
 

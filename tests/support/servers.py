@@ -1,4 +1,4 @@
-"""A proxy that counts or spoils what an object store is asked, and a bucket that is reached through it."""
+"""A proxy that counts requests to an object store or makes them fail, and a bucket behind the proxy."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Request:
     """One request that reached the proxy."""
 
     method: str
-    """GET, PUT, HEAD, DELETE, or LIST: what asks for that on S3, or for the same on Google's Cloud Storage."""
+    """GET, PUT, HEAD, DELETE, or LIST: the operation on S3, or the equivalent on Google Cloud Storage."""
 
     key: str
-    """What it names below the bucket; of a LIST, the prefix."""
+    """The key below the bucket; for a LIST, the prefix."""
 
     conditional: bool
     """Whether it has If-Match, If-None-Match or ifGenerationMatch."""
@@ -39,7 +39,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """What is asked of which kind of file, such as "PUT object"."""
+        """The operation and the kind of file, such as "PUT object"."""
         name = self.key.rpartition("/")[2]
         what = "object" if re.search(r"/c/[0-9/]+$", self.key) else name if name.endswith(".json") else "other"
         return self.method if self.method == "LIST" else f"{self.method} {what}"
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """What the server said, or what is sent in its place."""
+    """The server's response, or a replacement."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -65,7 +65,7 @@ class Exchange:
         self.closing = handler.server.proxy.closing
 
     def forward(self) -> Answer:
-        """The server's own answer."""
+        """The answer of the server."""
         connection = http.client.HTTPConnection(self._handler.server.proxy.behind, timeout=60)
         try:
             connection.request(self._handler.command, self.path, self.body, self.headers)
@@ -75,7 +75,7 @@ class Exchange:
             connection.close()
 
     def send(self, answer: Answer, *, cut: int | None = None) -> None:
-        """Answer; with `cut`, close the connection after so many bytes of the body."""
+        """Answer. With `cut`, close the connection after this many bytes of the body."""
         handler = self._handler
         handler.send_response_only(answer.status)
         dropped = {"connection", "transfer-encoding", "content-length"}
@@ -94,7 +94,7 @@ class Exchange:
             handler.close_connection = True
 
     def reset(self) -> None:
-        """Drop the connection, so that the client's kernel says "connection reset by peer"."""
+        """Drop the connection, so that the client gets "connection reset by peer"."""
         handler = self._handler
         handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         handler.close_connection = True
@@ -104,7 +104,7 @@ Spoil = Callable[[Exchange], None]
 
 
 def status(code: int, reason: str = "SlowDown") -> Spoil:
-    """Answers with an error, as S3 or Google words it; the server sees nothing."""
+    """Answer with an error in the format of S3 or Google. The server does not receive the request."""
     xml = f"<Error><Code>{reason}</Code><Message>on demand</Message></Error>"
     error = {"code": code, "message": "on demand", "errors": [{"reason": reason, "message": "on demand"}]}
 
@@ -116,18 +116,18 @@ def status(code: int, reason: str = "SlowDown") -> Spoil:
 
 
 def reset(exchange: Exchange) -> None:
-    """The connection breaks; the server sees nothing."""
+    """The connection breaks. The server does not receive the request."""
     exchange.reset()
 
 
 def lost(exchange: Exchange) -> None:
-    """The server does what it is asked, and its answer is lost."""
+    """The server executes the request, but its answer is lost."""
     exchange.forward()
     exchange.reset()
 
 
 def applied(code: int) -> Spoil:
-    """The server does what it is asked, and its answer is an error, as from a gateway between."""
+    """The server executes the request, but the answer is an error, as from a gateway."""
 
     def spoil(exchange: Exchange) -> None:
         exchange.forward()
@@ -143,14 +143,14 @@ def short(exchange: Exchange) -> None:
 
 
 def halved(exchange: Exchange) -> None:
-    """Half of the body, as if that were all of it."""
+    """Half of the body, with a matching Content-Length."""
     answer = exchange.forward()
     answer.body = answer.body[: len(answer.body) // 2]
     exchange.send(answer)
 
 
 def flipped(at: float) -> Spoil:
-    """One bit of the body is flipped, so far into it."""
+    """One bit of the body is flipped, at a given fraction of its length."""
 
     def spoil(exchange: Exchange) -> None:
         answer = exchange.forward()
@@ -180,17 +180,17 @@ def never(exchange: Exchange) -> None:
 
 
 def unconditional(exchange: Exchange) -> None:
-    """The server does not see the conditions, as one that knows none."""
+    """The server does not receive the conditions, like a server that does not support them."""
     _forward_without(exchange, ("if-match", "if-none-match"), r"\d+")
 
 
 def unmatched(exchange: Exchange) -> None:
-    """The server knows the condition that a key is not there, and no other."""
+    """The server supports only the condition that a key does not exist."""
     _forward_without(exchange, ("if-match",), r"[1-9]\d*")
 
 
 def uncreated(exchange: Exchange) -> None:
-    """The server knows every condition but the one that a key is not there."""
+    """The server supports every condition except the one that a key does not exist."""
     _forward_without(exchange, ("if-none-match",), "0")
 
 
@@ -210,7 +210,7 @@ class _Rule:
 
 @dataclass(eq=False)
 class Proxy:
-    """An endpoint in front of another, that keeps what it was asked and does to it what it is told.
+    """A proxy in front of an endpoint. It records requests and applies the configured faults to them.
 
     Example:
         >>> with Proxy(endpoint) as proxy:
@@ -222,7 +222,7 @@ class Proxy:
     upstream: str
     requests: list[Request] = field(default_factory=list[Request])
     spoiled: int = 0
-    """How many requests met a rule."""
+    """Number of requests that matched a rule."""
 
     closing: threading.Event = field(default_factory=threading.Event)
 
@@ -244,19 +244,19 @@ class Proxy:
         self._thread.join(10)
 
     def on(self, kinds: str, spoil: Spoil, *, skip: int = 0, times: float = float("inf")) -> None:
-        """Spoil requests whose kind matches a regular expression: all but the first `skip`, so many `times`."""
+        """Apply a fault to requests whose kind matches a regular expression, `times` times after the first `skip`."""
         with self._lock:
             self._rules.append(_Rule(re.compile(kinds), spoil, skip, times))
 
     def clear(self) -> None:
-        """Forget the rules, and what was asked so far."""
+        """Remove the rules and the recorded requests."""
         with self._lock:
             self._rules.clear()
             self.requests.clear()
             self.spoiled = 0
 
     def counted(self) -> collections.Counter[str]:
-        """How many requests there were of each kind."""
+        """Number of requests of each kind."""
         with self._lock:
             return collections.Counter(request.kind for request in self.requests)
 
@@ -284,7 +284,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no news: tests do that on purpose."""
+        """Ignores clients that disconnect, because tests do that on purpose."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -340,11 +340,11 @@ class Bucket:
         return self.url.split("/", 3)[3]
 
     def listed(self, below: str = "") -> list[str]:
-        """The keys there are, asked of the server itself."""
+        """The existing keys, requested directly from the server."""
         return sorted(key.decode() for key in self._open(f"{self.url}/{below}").list().result())
 
     def copy_from(self, source: str, url: str) -> None:
-        """Copy a checkpoint key by key, with no condition and not by way of the proxy."""
+        """Copy a checkpoint key by key, without conditions and without the proxy."""
         found, copy = ts.KvStore.open(f"{source}/").result(), self._open(f"{url}/")
         for key in found.list().result():
             copy.write(key, found.read(key).result().value).result()

@@ -1,6 +1,6 @@
 """Object stores for tests: real servers in child processes.
 
-A server reads its standard input and ends when that closes: it never outlives the test run, however that ends.
+A server reads its standard input and ends when that closes, so it never outlives the test run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUCKET = "checkpoints"
-KEY = SECRET = "S3RVER"  # the only pair that s3rver knows; moto takes any
+KEY = SECRET = "S3RVER"  # the only pair that s3rver accepts; moto accepts any
 CACHE = Path(__file__).parents[1] / ".cache"
 _TESTBENCH_AT = Path(__file__).parents[3] / "shared" / "gcs-testbench" / "start"
 TESTBENCH = Path(os.environ.get("JAXCKPT_GCS_TESTBENCH", _TESTBENCH_AT))
 
 _START_SECONDS = 60
-_FIRST_START_SECONDS = 300  # the testbench makes itself a virtual environment
+_FIRST_START_SECONDS = 300  # the testbench creates its virtual environment
 
-# moto compares a condition and writes in two steps, between which another thread may write: here they are one.
+# moto checks a condition and writes in two steps, between which another thread may write. This makes them atomic.
 _MOTO = """
 import logging, sys, threading, urllib.request
 from moto.s3.responses import S3Response
@@ -117,7 +117,7 @@ def moto() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def storage_testbench() -> Iterator[Server]:
-    """Google's storage testbench, which keeps all in memory. LookupError if it is not beside the project."""
+    """Google's storage testbench, which keeps everything in memory. LookupError if it is not next to the project."""
     if not TESTBENCH.exists():
         raise LookupError(f"no storage testbench is at {TESTBENCH}, so gs:// is not tried")
     CACHE.mkdir(exist_ok=True)

@@ -45,11 +45,11 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
 }
 
 _ARRAYS = {"jax.Array", "np.ndarray", "scalar"}
-"""Values of `value_type` of leaves that are arrays; others are "string" and those that are empty."""
+"""Values of `value_type` for arrays. Other values are "string" and the types of empty leaves."""
 
 
 def values_of(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
-    """What each leaf is: a value, or an array that is yet to be read."""
+    """Each leaf as a value, or as an array that is read later."""
     without_data = [
         f"{show(path_of(keys))} ({leaf.value_type[:80]!r})"
         for keys, leaf in leaves.items()
@@ -67,7 +67,7 @@ def values_of(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> di
 
 
 def _string(path: str, strings: Any, keys: Keys) -> str:
-    """A str, by the JSON pointer that Orbax makes of its name."""
+    """A str, found by the JSON pointer that Orbax derives from its name."""
     node = strings
     for key in ".".join(keys).split("/"):
         inner = cast("dict[str, Any]", node) if isinstance(node, dict) else {}
@@ -100,7 +100,7 @@ class _ZarrArray(StartedData):
 
 
 def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
-    """The leaves that are arrays; of those that Python has a type for, their values."""
+    """The leaves that are arrays, with the values of those that are Python numbers."""
     ocdbt = os.path.exists(f"{path}/manifest.ocdbt") if record.use_ocdbt is None else record.use_ocdbt
     folder = ArrayFolder(path, ocdbt)
     names = {keys: ".".join(keys) for keys in leaves}
@@ -145,7 +145,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
 
 
 def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
-    """Those that Python has a type for, read together."""
+    """The values of arrays that are Python numbers, read together."""
     targets = {
         keys: np.empty((), DTYPES[array.dtype])
         for keys, array in arrays.items()
@@ -159,7 +159,8 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
 
 
 def _key_impls(path: str) -> dict[str, str]:
-    """The implementation of each array of typed PRNG keys. Every process noted all arrays, Orbax reads one note."""
+    """The PRNG implementation of each array of typed keys. Every process recorded all arrays; Orbax reads one
+    record."""
     notes = sorted(names_in(f"{path}/{ARRAYS_FOLDER}"))
     record = read_optional(f"{path}/{ARRAYS_FOLDER}/{notes[0]}", ArrayRecords) if notes else None
     arrays = [wrapped.array_metadata for wrapped in record.array_metadatas] if record else []
@@ -171,7 +172,7 @@ def _key_impls(path: str) -> dict[str, str]:
 
 _Sides = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
 _Described = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""The dtype and shape of an array, and what is read of it as a unit."""
+"""The dtype and shape of an array, and its unit of reading."""
 
 
 class _Zarr2(msgspec.Struct, frozen=True):
@@ -211,7 +212,7 @@ def _of_zarr3(what: str, metadata: dict[str, Any]) -> _Described:
 
 
 def _fitting(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> _Described:
-    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1  # others are refused by their name
+    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1  # other dtypes are refused by name
     if len(chunk) != len(shape) or any(not 1 <= c <= max(1, n) for c, n in zip(chunk, shape, strict=True)):
         raise DataError(f"{what} has chunks of {list(chunk)[:40]}, which do not fit its shape {list(shape)[:40]}")
     if math.prod(side or 1 for side in shape) * itemsize >= 1 << 63:

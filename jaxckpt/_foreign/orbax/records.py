@@ -1,7 +1,7 @@
-"""The files that Orbax leaves, by name, and what is in those that are JSON.
+"""The files of Orbax's checkpoints, and the content of those that are JSON.
 
-    <manager>/<step>/                          one folder a step: "1000", "00001000", "ckpt_1000"
-        _CHECKPOINT_METADATA                   which handler wrote each item; when the step was begun and committed
+    <manager>/<step>/                          one folder per step: "1000", "00001000", "ckpt_1000"
+        _CHECKPOINT_METADATA                   which handler wrote each item; when the step was started and committed
         <item>/                                "default": a manager's only item; "state": that of Orbax v1
             _METADATA                          the tree: the keys of each leaf, and what kind of value it was
             manifest.ocdbt, d/, ocdbt.*/       all arrays, in one OCDBT database; else a Zarr array in each <leaf>/
@@ -10,7 +10,7 @@
         <item>/metadata                        an item that is JSON
         <item>/manifest.json                   an item that jaxckpt.orbax has written
 
-The array of a leaf is named by its keys, joined with ".". A folder with a _METADATA may also stand alone.
+The name of a leaf's array consists of its keys, joined with ".". A folder with a _METADATA may also exist by itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jaxckpt._foreign.local_files import read_json
 from jaxckpt._format.paths import component
 
 MAX_INDEX_BYTES = 1 << 30
-"""Of an index file, which has an entry for each leaf."""
+"""The largest index file, which has an entry for each leaf."""
 
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the name of a folder whose save is in progress or was interrupted."""
+"""A part of the name of a folder whose save is in progress or was interrupted."""
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 V1_MARK = "orbax.checkpoint"
@@ -89,7 +89,7 @@ class Value(msgspec.Struct, frozen=True):
     skip_deserialize: bool = False
 
     write_shape: list[int] | None = None
-    """Only in a tree whose arrays are noted in array_metadatas, too."""
+    """Set only if the arrays of the tree are also recorded in array_metadatas."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -103,13 +103,13 @@ class TreeRecord(msgspec.Struct, frozen=True):
     use_zarr3: bool | None = None
 
     store_array_data_equal_to_fill_value: bool = False
-    """Whether every chunk is stored: Orbax once left out those that are all zeros."""
+    """Whether every chunk is stored. Older versions of Orbax omitted chunks of zeros."""
 
     custom_metadata: Any = msgspec.UNSET
-    """There, if only as None, since Orbax 0.11.1, which was the first whose every save writes a STEP_FILE."""
+    """Present, possibly as None, since Orbax 0.11.1, the first version in which every save writes a STEP_FILE."""
 
     value_metadata_tree: str | None = None
-    """The tree with its tuples and namedtuples, in a notation of Orbax's own."""
+    """The tree with its tuples and namedtuples, in Orbax's notation."""
 
     @property
     def has_array_metadata(self) -> bool:
@@ -117,7 +117,7 @@ class TreeRecord(msgspec.Struct, frozen=True):
 
 
 Keys = tuple[str, ...]
-"""The keys that lead to a leaf."""
+"""The keys of the path to a leaf."""
 
 
 def path_of(keys: Keys) -> str:

@@ -1,4 +1,4 @@
-"""Folders of Orbax: steps of a CheckpointManager, and the items of a step; which are complete, and what they hold."""
+"""Folders of Orbax: the steps of a CheckpointManager, the items of a step, their completeness, and their trees."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STEP_MARKS = {STEP_FILE, V1_MARK}
 _STEP_NAME = re.compile(r"(?:.+_)?(\d{1,18})")
 
 _LOOKED_AT = 1000
-"""Folders that are looked into, at most, to recognise one that has no mark of its own."""
+"""The most subfolders that are checked to recognize a folder without a mark."""
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
@@ -50,7 +50,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that are its own. None in the folder of a CheckpointManager."""
+    """The names in its folder that belong to the format. None for the folder of a CheckpointManager."""
     kind = _kind(path, names)
     if kind == "item":
         return _owned_by_item(path, names)
@@ -67,7 +67,7 @@ def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
         return {*OF_A_SAVE, MANIFEST, "metadata", *filter(is_data, names)}
     arrays = {".".join(key.key for key in one.key_metadata).split("/")[0] for one in record.tree_metadata.values()}
     databases = filter(re.compile(r"d|ocdbt\.process_\d+").fullmatch, names)
-    zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # of a tree that is one leaf
+    zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # for a tree that is a single leaf
     return {TREE_FILE, *OF_A_SAVE, *OF_A_TREE, *databases, *arrays, *zarr}
 
 
@@ -79,8 +79,8 @@ def has_steps(path: str, names: Collection[str]) -> bool:
 def open_orbax(path: str) -> Native | Foreign:
     """The newest complete step of a CheckpointManager's folder, a step, or one item of it.
 
-    An item that stands for the whole step ("default", or "state" of Orbax v1) is the tree itself, others are below
-    their names. "step", "metrics" and "custom_metadata" are in the checkpoint's metadata, as far as there are any.
+    An item that represents the whole step ("default", or "state" of Orbax v1) is the tree itself. Other items are below
+    their names. "step", "metrics" and "custom_metadata" are in the checkpoint's metadata, if they exist.
 
     Raises NotACheckpointError if no step is complete, DataError, StorageError.
     """
@@ -112,14 +112,14 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
     # A folder with a model in safetensors may also have a subfolder with a checkpoint of Orbax.
     if any(name.endswith(".safetensors") for name in names):
         return None
-    return "step" if _has_items(path, names) else None  # of an Orbax that left no other mark
+    return "step" if _has_items(path, names) else None  # older versions of Orbax write no other mark
 
 
 def _is_step(path: str) -> bool:
     names = names_in(path)
     if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names):
         return True
-    # A run of ours has folders with a manifest as well: they are named like steps.
+    # A jaxckpt run also has folders with a manifest, but they are named like steps.
     items = (name for name in names if not _STEP_NAME.fullmatch(name))
     return any(_is_ours(f"{path}/{name}") for name in itertools.islice(items, _LOOKED_AT))
 
@@ -137,7 +137,7 @@ def _newest_step(path: str) -> tuple[str, int]:
 
 
 def _unfinished(path: str) -> str | None:
-    """Why a step is not complete: Orbax renames its folder at the end, or, on object stores, marks it."""
+    """The reason why a step is incomplete: Orbax renames its folder at the end, or marks it on object stores."""
     if TEMPORARY in os.path.basename(path):
         return "is the folder of a save that is in progress or was interrupted"
     record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
@@ -192,9 +192,9 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
 
 
 def _lost_step_file(path: str, items: Iterable[str]) -> bool:
-    """Whether a step has no STEP_FILE although the Orbax that wrote it writes one.
+    """Whether a step has no STEP_FILE although its version of Orbax writes one.
 
-    It writes one into each folder that is saved: the step or, if items were saved by themselves, each item.
+    Orbax writes one into each saved folder: the step or, if items were saved separately, each item.
     """
     if os.path.lexists(f"{path}/{STEP_FILE}"):
         return False
@@ -213,7 +213,7 @@ def _items(path: str) -> list[str]:
 
 
 class _Unread(Exception):
-    """An item that is none of those that are known."""
+    """An item of an unknown kind."""
 
 
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
@@ -246,12 +246,12 @@ def _required_item(path: str, name: str) -> tuple[Tree, dict[str, Any]]:
 
 
 def _random_key(path: str) -> Tree:
-    """What Orbax's handlers of random keys have written."""
+    """An item that Orbax's handlers of random keys wrote."""
     (kind,) = (name for name in names_in(path) if name in ("jax_random_key", "np_random_key"))
     tree, _ = read_tree(f"{path}/{kind}")
     match tree, read_optional(f"{path}/{kind}_metadata/metadata", dict[str, bool]) or {}:
         case {"checkpoint": ForeignArray() as raw}, {"typed": typed}:
-            # Their implementation is not recorded: Orbax takes JAX's default, which follows from the width of a key.
+            # Their implementation is not recorded. Orbax uses JAX's default, which the width of a key determines.
             impl = "rbg" if raw.shape[-1:] == (4,) else "threefry2x32"
             return replace(raw, kind="key", impl=impl) if typed else raw
         case list() as state, {"legacy": True}:
@@ -262,7 +262,7 @@ def _random_key(path: str) -> Tree:
             raise DataError(f"{path} is not a random key")
 
 
-# Items of ours --------------------------------------------------------------------------------------------
+# Items that jaxckpt wrote ---------------------------------------------------------------------------------
 
 
 def _is_ours(path: str) -> bool:
@@ -270,7 +270,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _lost_manifest(path: str, names: Collection[str]) -> bool:
-    """Whether it is an item of ours, in a step that Orbax has committed, without its manifest."""
+    """Whether this is an item of jaxckpt without its manifest, in a step that Orbax has committed."""
     if MANIFEST in names or not any(map(is_data, names)):
         return False
     step = os.path.dirname(path)

@@ -1,4 +1,4 @@
-"""The tree of an item: its containers, with leaves that are values or arrays yet to be read."""
+"""The tree of an item: its containers, with leaves that are values or arrays that are read later."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def read_tree(path: str) -> tuple[Tree, dict[str, Any]]:
 
 
 def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth: int = 0) -> Tree:
-    """A container, from the keys of what lies below it; or a leaf."""
+    """A container, from the keys of its content; or a leaf."""
     if len(entries) == 1 and len(entries[0][0]) == depth:
         return entries[0][2]
     below: dict[str, list[tuple[Keys, tuple[int, ...], Any]]] = {}
     for entry in entries:
-        if len(entry[0]) > depth:  # else a place that was empty once, and was filled by a later part of the save
+        if len(entry[0]) > depth:  # otherwise a position that was empty and was filled by a later part of the save
             below.setdefault(entry[0][depth], []).append(entry)
     where = f"{path}: the container at {show(path_of(entries[0][0][:depth]) if entries else '')}"
     if {kinds[depth] for inside in below.values() for _, kinds, _ in inside} not in ({1}, {2}):
@@ -51,7 +51,7 @@ def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth
 
 
 def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
-    """The tree with its tuples and namedtuples; None if it has other leaves, as a bug of Orbax leaves it."""
+    """The tree with its tuples and namedtuples; None if it has other leaves, because of a bug in Orbax."""
     used: list[Keys] = []
 
     def grown(node: Any, keys: Keys) -> Tree:
@@ -67,7 +67,7 @@ def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
                 fields = {str(one["key"]): grown(one["value"], (*keys, str(one["key"]))) for one in children}
                 name, numbers = name.rpartition(".")[2], tuple(range(len(fields)))
                 node = Container(type="namedtuple", name=name, keys=tuple(fields), children=numbers)
-                keys_of(node)  # raises if they are no names
+                keys_of(node)  # raises if they are not valid names
                 return unflatten(node, list(fields.values()))
             case dict():
                 return {key: grown(child, (*keys, key)) for key, child in cast("dict[str, Any]", node).items()}

@@ -1,6 +1,6 @@
-"""Checkpoints as Orbax reads them: a tree's folder, as `records` describes it, with a Zarr v3 array for each leaf.
+"""Writes checkpoints that Orbax reads: the folder of a tree, see `records`, with a Zarr v3 array for each leaf.
 
-Each array is written here, chunk by chunk, with a crc32c that Orbax itself does without; its readers check it.
+Each array is written chunk by chunk, with a crc32c. Orbax itself does not write checksums, but its readers check them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxckpt._runtime.progress import Report
 
 _RESERVED = {TREE_FILE, STEP_FILE, SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER, COMMITTED_MARK}
 _UNKNOWN_DTYPES = {"float8_e4m3", "uint2", "uint4"}
-"""What tensorstore's zarr3 driver, and so Orbax, has no name for."""
+"""Dtypes that tensorstore's zarr3 driver, and therefore Orbax, does not support."""
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
@@ -83,7 +83,7 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
 
 
 def _record(entry: _Entry, writer: _Writer) -> dict[str, Any]:
-    """What Orbax records of an entry of the tree; the data of a leaf is written."""
+    """Orbax's record of an entry of the tree. Writes the data of a leaf."""
     if isinstance(entry.leaf, str):
         value: dict[str, Any] = {"value_type": entry.leaf, "skip_deserialize": True}
     else:
@@ -97,14 +97,14 @@ def _record(entry: _Entry, writer: _Writer) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A place in the tree that Orbax has an entry for."""
+    """A position in the tree for which Orbax has an entry."""
 
     keys: tuple[str, ...]
     kinds: tuple[int, ...]
     """For each key, 1 for an index, 2 for a key or field."""
 
     leaf: int | str
-    """The number of the leaf; or what is empty here, in Orbax's words."""
+    """The number of the leaf, or Orbax's name of the empty value."""
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> 
 
 
 def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, LeafRecord]) -> None:
-    """Raise TreeError unless Orbax can hold every leaf under a name of its own."""
+    """Raise TreeError unless Orbax can store every leaf under a unique name."""
     if not leaves:
         raise TreeError("Orbax cannot save a tree without leaves")
     problems: list[str] = []
@@ -167,7 +167,7 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
 
 
 class _Writer:
-    """Writes leaves one by one, and at the end what Orbax keeps of all of them together."""
+    """Writes leaves one by one, and at the end Orbax's common records of all leaves."""
 
     def __init__(self, source: Source, path: str, options: Options, report: Report) -> None:
         self._source = source
@@ -188,7 +188,7 @@ class _Writer:
         if leaf.stack is None:
             value = np.asarray(decode_value(leaf.kind, leaf.value or ""))
             self._write(name, value, value.shape)
-            # A complex number would come back without its imaginary part.
+            # A complex number would lose its imaginary part.
             return {"value_type": "np.ndarray" if leaf.kind == "complex" else "scalar"}
         mesh, spec, _ = self._source.manifest.leaf_layout(leaf)
         chunk = _chunk(data, mesh, spec, self._options)
@@ -237,7 +237,7 @@ def _text(data: Stored) -> str:
 
 
 def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) -> tuple[int, ...]:
-    """One chunk for an array, where that is not too large; else one for what a device held, or several."""
+    """One chunk for an array if that is not too large, otherwise one or several per device shard."""
     cell = list(data.shape)
     if mesh is not None and n_bytes(data) > options.object_bytes:
         cell = [n // count for n, count in zip(cell, pieces_along(mesh.axes, spec, len(cell)), strict=True)]
@@ -268,7 +268,7 @@ def _zarr_metadata(dtype: np.dtype[Any], shape: tuple[int, ...], chunk: tuple[in
 
 
 def _sharding(mesh: MeshRecord | None, spec: Spec) -> str:
-    """What Orbax notes of a NamedSharding; an array on no mesh is put on the first device."""
+    """Orbax's record of a NamedSharding. An array without a mesh is placed on the first device."""
     if mesh is None:
         mesh, spec = MeshRecord({"device": 1}, [0], ["Auto"]), ()
     ids = np.array(mesh.devices).reshape(tuple(mesh.axes.values())).tolist()
