@@ -34,8 +34,10 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
         place, there = os.path.realpath(path), os.path.realpath(origin)
         if there.startswith(os.path.join(place, "")) or (isinstance(source, Foreign) and there == place):
             raise CheckpointExistsError(f"the source {origin} is in {path}, which would be deleted")
-    if not os.path.isdir(path):
+    if os.path.isfile(path):
         return
+    if not os.path.isdir(path):
+        raise CheckpointExistsError(f"{path} is neither a file nor a folder, and is not replaced; give another path")
     # A mistyped path must not delete the user's home folder.
     if odd := _strangers(path, listed(path)):
         raise CheckpointExistsError(

@@ -174,6 +174,14 @@ def test_existing_files_are_kept_unless_overwrite_is_set(everything: tuple[Path,
     assert len(jaxckpt.load_numpy(tmp_path / "to.safetensors")["layers"]) == 1
 
 
+def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"x": 1})
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(jaxckpt.CheckpointExistsError, match="neither a file nor a folder"):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "pipe", format="npz", overwrite=True)
+    assert (tmp_path / "pipe").is_fifo()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
