@@ -276,10 +276,9 @@ class _Matching:
                     asked.extend(asked_below(self.manifest, numbers[-len(below) :] if below else [], leaf.value))
                     subtrees[place] = self._subtree(leaf.path, below)
                     continue
-            elif not _is_restorable(leaf.value):
-                if is_class(leaf.value) or leaf.path in containers:
-                    refused.append(Problem(leaf.path, not_a_leaf(leaf.value, is_container=True)))
-                    continue
+            elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in containers):
+                refused.append(Problem(leaf.path, not_a_leaf(leaf.value, is_container=True)))
+                continue
             values[place] = leaf.value
             if leaf.path in containers or self._is_missing(leaf):
                 missing.append(leaf)
