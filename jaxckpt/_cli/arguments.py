@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import importlib
 import json
 import os
 import re
@@ -23,6 +24,9 @@ LAYOUTS = ("plain", "scan", "maxtext")
 
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
 """Formats that `convert` writes."""
+
+FORMATS_MODULE = "jaxckpt._foreign.registry"
+"""Import it before a checkpoint is opened: without it, only jaxckpt's own format is known."""
 
 
 # Texts ----------------------------------------------------------------------------------------------------
@@ -106,6 +110,7 @@ def _leaf_paths(path: str) -> list[str]:
 
 
 def _foreign_leaf_paths(path: str) -> list[str]:
+    importlib.import_module(FORMATS_MODULE)
     from jaxckpt._inspect.open import open as open_checkpoint
     from jaxckpt._runtime.errors import JaxckptError
 

@@ -18,6 +18,7 @@ import click
 
 from jaxckpt._cli.arguments import (
     FORMATS,
+    FORMATS_MODULE,
     back_to_option,
     closest_path,
     complete_leaf,
@@ -121,6 +122,7 @@ def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[
 
     def command(described: Callable[[], None]) -> click.Command:
         def run(**arguments: Any) -> None:
+            importlib.import_module(FORMATS_MODULE)
             work = getattr(importlib.import_module(f"jaxckpt._cli.{module}"), described.__name__)
             if work(**arguments) is False:
                 raise click.exceptions.Exit(NO)

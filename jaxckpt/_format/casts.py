@@ -95,7 +95,7 @@ def _dtype(value: Any, path: str) -> np.dtype[Any]:
             f"dtype= gives {reprlib.repr(value)} for {show(path)}; expected a dtype such as jnp.bfloat16, one of"
             f" {', '.join(DTYPES)}"
         )
-    return dtype
+    return DTYPES[dtype_name(dtype)]  # in the byte order of this machine
 
 
 def _alike(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:

@@ -266,6 +266,7 @@ class _Matching:
                 numbers.append(number)
                 asked.append(leaf.value)
                 continue
+            containers = _above(wanted) if containers is None else containers
             if isinstance(leaf.value, (Sharding, Format)):
                 below = self._below(leaf.path, wanted)
                 if below or _is_empty(self.structure, leaf.path):
@@ -274,13 +275,11 @@ class _Matching:
                     asked.extend(asked_below(self.manifest, numbers[-len(below) :] if below else [], leaf.value))
                     subtrees[place] = self._subtree(leaf.path, below)
                     continue
-            elif not _is_restorable(leaf.value):
-                containers = _above(wanted) if containers is None else containers
-                if is_class(leaf.value) or leaf.path in containers:
-                    refused.append(Problem(leaf.path, not_a_leaf(leaf.value, is_container=True)))
-                    continue
+            elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in containers):
+                refused.append(Problem(leaf.path, not_a_leaf(leaf.value, is_container=True)))
+                continue
             values[place] = leaf.value
-            if self._is_missing(leaf):
+            if leaf.path in containers or self._is_missing(leaf):
                 missing.append(leaf)
             elif _is_abstract(leaf.value) and self.request.initial is not None:
                 lacking.append(place)
@@ -313,13 +312,11 @@ class _Matching:
         if saved is None:
             return self.request.strict and self._is_selected(leaf.path)
         numbers = [*numbers_of(saved)]
-        if not numbers and not self._is_selected(leaf.path):
-            return False
         left = [number for number in numbers if number not in by_number]
+        if len(left) == len(numbers) > 0 or not (numbers or self._is_selected(leaf.path)):
+            return False
         if not left:
             return TargetObject.of(leaf.path, leaf.value, kind, self.manifest, saved)
-        if len(left) == len(numbers):
-            return False
         return Problem(
             leaf.path, f"is an object, and select= leaves out {len(left)} of the {len(numbers)} leaves of its state"
         )

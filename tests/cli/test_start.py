@@ -54,6 +54,15 @@ def test_what_reads_no_checkpoint_imports_no_jax(
     assert not imported & HEAVY
 
 
+def test_checkpoints_of_other_libraries_are_read_and_completed() -> None:
+    """In a process of its own: the other tests of the command line have imported all formats."""
+    llama = os.fspath(Path(__file__).parents[1] / "data" / "transformers" / "llama")
+    done = start("-m", "jaxckpt", "cat", llama, "model.norm.weight[0:2]")
+    assert (done.returncode, done.stdout) == (0, "[0.7632692, 1.0248005]\n"), done.stderr
+    done = start("-m", "jaxckpt", **completion("jaxckpt", "cat", llama, "model.nor"))
+    assert "plain,model.norm.weight" in done.stdout, done.stderr
+
+
 def test_any_other_program_imports_all_at_once() -> None:
     """So that its exit functions run before those of JAX and of jaxckpt, which end what they use."""
     program = """

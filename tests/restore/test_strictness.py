@@ -1041,6 +1041,13 @@ def test_what_jax_takes_for_a_leaf_is_not_left_as_it_is_for_a_container(path: Pa
     assert jaxckpt.restore(path, {"new": inner, "step": 0}, strict=False)["new"] is inner
 
 
+@pytest.mark.parametrize("value", [3, np.ones(2), jnp.ones(2), "text"])
+def test_a_leaf_in_place_of_a_container_is_never_kept(path: Path, value: Any) -> None:
+    with pytest.raises(jaxckpt.MismatchError, match="'params' is not in the checkpoint; a container was saved there"):
+        jaxckpt.restore(path, {"params": value, "step": 0}, strict=False)
+    assert jaxckpt.restore(path, {"params": value, "step": 0}, strict=False, select="step")["params"] is value
+
+
 def test_specs_that_can_be_called_are_a_pytree_still(tmp_path: Path) -> None:
     layer = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     mesh = Mesh(np.array(jax.devices()), ("data",))

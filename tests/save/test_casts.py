@@ -110,6 +110,14 @@ def test_a_prefix_and_a_function_choose(tmp_path: Path) -> None:
         require_equal(jaxckpt.restore(tmp_path / "c", dtype=dtype), wanted)
 
 
+def test_the_byte_order_of_a_dtype_does_not_count(tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(3), "host": np.ones(3)}
+    jaxckpt.save(tmp_path / "a", tree, dtype=">f2")
+    jaxckpt.save(tmp_path / "b", tree)
+    for found in (jaxckpt.restore(tmp_path / "a"), jaxckpt.restore(tmp_path / "b", dtype=">f2")):
+        assert {leaf.dtype for leaf in found.values()} == {np.dtype(np.float16)}
+
+
 def test_wider_dtypes_lose_nothing(tmp_path: Path) -> None:
     tree = {"h": jnp.arange(5, dtype=jnp.bfloat16), "n": jnp.arange(5, dtype=jnp.int8), "b": jnp.array([True])}
     jaxckpt.save(tmp_path / "a", tree, dtype={"h": jnp.float32, "n": np.int32, "b": np.float16})
