@@ -14,7 +14,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.describe import Recent
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.prepare import SaveRequest, require_on_done
 from jaxckpt._save.reuse import Last
 from jaxckpt._save.save import start
 from jaxckpt._steps.deletion import Deletion
@@ -122,6 +122,7 @@ class Saver:
                     self.flushed.wait()
                 request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
                 if flush is not None:
+                    require_on_done(request.on_done)
                     flush.overwrite, flush.then = request.overwrite, request.then
                     request = replace(request, then=None, on_done=None)
             pending = start(request, self.options, group, background=not awaited)
