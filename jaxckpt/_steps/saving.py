@@ -107,12 +107,14 @@ class Saver:
     ) -> bool:
         """Begin to save a step. Returns whether it is being saved."""
         flush = None
-        if stored and self.local is not None:
-            # A call of its own, which every process counts before anything can fail.
+        if self.local is not None:
+            # A call of its own, which every process counts before anything can fail, also if its step is not stored:
+            # processes that disagree on the step make as many calls then.
             store = self.directory.child(step)
             group = Group.current(self.options, Call.of("flush", store.url))
-            rate = None if last_one else self.local.rate or self.options.max_bytes_per_second
-            flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)
+            if stored:
+                rate = None if last_one else self.local.rate or self.options.max_bytes_per_second
+                flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)
         with calling() as group:
             request = self._completed(StepRecord(step, recorded(metrics)), request, stored=stored, last_one=last_one)
             if self.local is not None:

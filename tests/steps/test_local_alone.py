@@ -123,6 +123,9 @@ def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
             file.write_bytes(content)
     assert resumed(tmp_path) is None
     assert "no step is left" in caplog.text
+    lost = f"step 5 is damaged or not whole in the local folders, and {tmp_path}/run does not have it"
+    with opened(tmp_path) as checkpoints, pytest.raises(jaxckpt.CorruptError, match=lost):
+        checkpoints.restore(5)
 
 
 def test_through_rules_too_the_storage_replaces_what_is_damaged(tmp_path: Path) -> None:
