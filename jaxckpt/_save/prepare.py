@@ -138,10 +138,15 @@ class Prepared:
         return self.plan.process_bytes[self.group.index] + (self.copies.written_bytes if self.copies else 0)
 
 
+def require_on_done(on_done: object) -> None:
+    """Raise InputError unless a save can call this once it is done, or calls nothing."""
+    if on_done is not None and not callable(on_done):
+        raise InputError(f"on_done must be a function that takes a SaveInfo, found {on_done!r}")
+
+
 def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
     """Check everything that can be checked without the other processes, and plan."""
-    if request.on_done is not None and not callable(request.on_done):
-        raise InputError(f"on_done must be a function that takes a SaveInfo, found {request.on_done!r}")
+    require_on_done(request.on_done)
     clock = Clock()
     background_saves.settle()
     if group.index == 0 and request.check is not None:

@@ -165,7 +165,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     rate = options.max_bytes_per_second if is_limited else None
     work = functools.partial(_carry_out, save, handover, rate)
     if request.on_done is not None:
-        work = functools.partial(_then_call, work, request.on_done)
+        work = functools.partial(then_call, work, request.on_done)
     if background and not background_saves.under_way():
         background_saves.finish_at_exit()
     feeding = time.perf_counter()
@@ -221,7 +221,7 @@ def _is_busy(group: Group) -> bool:
 # In the thread that writes --------------------------------------------------------------------------------
 
 
-def _then_call(
+def then_call(
     work: Callable[[PendingSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: PendingSave
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""

@@ -25,6 +25,7 @@ from jaxckpt._runtime.processes import Group
 from jaxckpt._save.background import PendingSave, SaveInfo, finish_at_exit, hand_over
 from jaxckpt._save.claim import Claim, claim, require_shared
 from jaxckpt._save.plan import Object
+from jaxckpt._save.save import then_call
 from jaxckpt._save.write import sleep_until
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
@@ -63,7 +64,10 @@ class Flush:
         """Start to wait for the local save and to copy its files."""
         self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watch)
         finish_at_exit()
-        hand_over(self.pending, functools.partial(self._run, local), awaited=False, aside=True)
+        work = functools.partial(self._run, local)
+        if self.on_done is not None:
+            work = functools.partial(then_call, work, self.on_done)
+        hand_over(self.pending, work, awaited=False, aside=True)
         self.pending.returned()
         return self.pending
 
@@ -118,10 +122,7 @@ class Flush:
             claimed.release(keep=True)
             if group.index == 0 and self.then is not None:
                 self.then()
-        info = replace(info, path=self.store.url)
-        if self.on_done is not None:
-            self.on_done(pending.timed(info))
-        return info
+        return replace(info, path=self.store.url)
 
     def _copy(self, manifest: Manifest, pending: PendingSave) -> None:
         """Copy the files that this process owns, each checked."""

@@ -24,7 +24,7 @@ from jaxckpt._format.records import Manifest
 from jaxckpt._restore.plan import read_bytes
 from jaxckpt._restore.pooled import DamagedError, Pooled
 from jaxckpt._restore.surviving import Candidate, Files, Held, candidates, missing
-from jaxckpt._runtime.errors import CorruptError, ManifestError, NotACheckpointError, StorageError
+from jaxckpt._runtime.errors import CorruptError, DataError, ManifestError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._steps.directory import Directory
@@ -99,10 +99,15 @@ class Newest:
                 chosen = self._gathered(meeting, Candidate(*candidate), giver, seen, apart=apart)
                 if chosen is not None:
                     return chosen
+        if offered and stored is None and step is not None:
+            raise DataError(
+                f"step {step} is damaged or not whole in the local folders, and {self._directory.url} does not have it:"
+                " the log names what is wrong"
+            )
         if offered and group.index == 0:
             taken = "no step is left" if stored is None else f"step {stored} is taken from {self._directory.url}"
             _log.warning("no step in the local folders can be restored: %s", taken)
-        return Chosen(stored)
+        return Chosen(stored if step is None else step)
 
     def _look(self) -> Iterator[_Seen]:
         """The steps in the local folders that this process sees."""
@@ -115,11 +120,11 @@ class Newest:
             yield from (_seen(name, process.child(step), int(step)) for step in steps)
 
     def _offer(self, heard: Sequence[str], step: int | None) -> str:
-        """The step in the storage; and the saves that are preferred if they are complete, newest first, each with the
-        process that sends its manifest to processes without it. Process 0."""
+        """The step in the storage, or None; and the saves that are preferred if they are complete, newest first, each
+        with the process that sends its manifest to processes without it. Process 0."""
         found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
         steps = self._directory.steps()
-        stored = max(steps, default=None) if step is None else step
+        stored = max(steps, default=None) if step is None else step if step in steps else None
         offered: list[tuple[Candidate, int | None]] = []
         for one in candidates(found):
             if one.step != step if step is not None else stored is not None and one.step < stored:

@@ -14,7 +14,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.describe import Recent
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.prepare import SaveRequest, require_on_done
 from jaxckpt._save.reuse import Last
 from jaxckpt._save.save import start
 from jaxckpt._steps.deletion import Deletion
@@ -107,12 +107,14 @@ class Saver:
     ) -> bool:
         """Start to save a step. Returns whether it is being saved."""
         flush = None
-        if stored and self.local is not None:
-            # A separate call, which every process counts before anything can fail.
+        if self.local is not None:
+            # A separate call, which every process counts before anything can fail, even if its step is not stored:
+            # processes that disagree on the step then make the same number of calls.
             store = self.directory.child(step)
             group = Group.current(self.options, Call.of("flush", store.url))
-            rate = None if last_one else self.local.rate or self.options.max_bytes_per_second
-            flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)
+            if stored:
+                rate = None if last_one else self.local.rate or self.options.max_bytes_per_second
+                flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)
         with calling() as group:
             request = self._completed(StepRecord(step, recorded(metrics)), request, stored=stored, last_one=last_one)
             if self.local is not None:
@@ -122,6 +124,7 @@ class Saver:
                     self.flushed.wait()
                 request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
                 if flush is not None:
+                    require_on_done(request.on_done)
                     flush.overwrite, flush.then = request.overwrite, request.then
                     request = replace(request, then=None, on_done=None)
             pending = start(request, self.options, group, background=not awaited)

@@ -93,6 +93,23 @@ def test_a_save_that_failed_is_reported_once_and_does_not_cost_the_next_one(tmp_
         assert (checkpoints.steps(), checkpoints.latest_step()) == ([20], 20)
 
 
+def test_what_is_called_once_a_step_is_stored_is_checked_at_once_and_its_error_says_when(tmp_path: Path) -> None:
+    called: list[jaxckpt.SaveInfo] = []
+
+    def failing(info: jaxckpt.SaveInfo) -> None:
+        called.append(info)
+        raise RuntimeError("mine")
+
+    with opened(tmp_path) as checkpoints:
+        with pytest.raises(jaxckpt.InputError, match="on_done must be a function"):
+            checkpoints.save(10, state(10), on_done=3)  # pyright: ignore[reportArgumentType]
+        checkpoints.save(10, state(10), on_done=failing)
+        with pytest.raises(RuntimeError, match="mine") as found:
+            checkpoints.wait()
+        assert f"after the checkpoint at {tmp_path}/run/00000010 was published" in found.value.__notes__[0]
+        assert ([info.path for info in called], checkpoints.steps()) == ([f"{tmp_path}/run/00000010"], [10])
+
+
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
 def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, compression: Literal["zstd", "blosc"] | None
@@ -106,6 +123,9 @@ def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
             file.write_bytes(content)
     assert resumed(tmp_path) is None
     assert "no step is left" in caplog.text
+    lost = f"step 5 is damaged or not whole in the local folders, and {tmp_path}/run does not have it"
+    with opened(tmp_path) as checkpoints, pytest.raises(jaxckpt.CorruptError, match=lost):
+        checkpoints.restore(5)
 
 
 def test_through_rules_too_the_storage_replaces_what_is_damaged(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def test_processes_that_disagree_all_raise(run_processes: RunProcesses, tmp_path
         "after": "",
         "one tree is odd": "is of type builtins.object",
         "both, and one tree is odd": "is of type builtins.object",
+        "another step": "the processes made different jaxckpt calls",
         "after that": "",
     }
     for one in done:
