@@ -59,8 +59,8 @@ def fork(
         (4,)
     """
     options = given(options)
-    path = os.fspath(run) if step is None else f"{os.fspath(run).rstrip('/')}@{require_step(step)}"
-    source, _ = source_at(path, options)
+    path = store_at(run, options).url
+    source, _ = source_at(path if step is None else f"{path}@{require_step(step)}", options)
     found = run_and_step(source.store) if isinstance(source, Native) else None
     if not isinstance(source, Native) or found is None:
         raise InputError(f"{source.url} is not a step in a run's directory: give a run, or one of its steps")
