@@ -150,11 +150,12 @@ def _put_in_place(draft: str, path: str) -> None:
         os.replace(draft, path)
         return
     old = os.path.join(os.path.dirname(draft), _OLD)
-    os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
     try:
+        os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
         os.rename(draft, path)
-    except BaseException:
-        os.rename(old, path)
+    except BaseException:  # an interrupt may come right after either
+        if os.path.lexists(old) and not os.path.lexists(path):
+            os.rename(old, path)
         raise
 
 

@@ -13,13 +13,23 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxckpt._format.manifest import distinct
-from jaxckpt._runtime.errors import DataError, show
+from jaxckpt._runtime.errors import DataError, InputError, show
 from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.place import local_path
 
 T = TypeVar("T")
 
 MAX_INDEX_BYTES = 1 << 28
 """The largest index file in JSON."""
+
+
+def path_on_disk(path: str | os.PathLike[str], what: str) -> str:
+    """The absolute path of a local file or folder. Raises InputError for what is no path, or is a URL of something
+    else."""
+    found = local_path(path, what)
+    if found is None:
+        raise InputError(f"{what} must be a local path, found the URL {os.fspath(path)!r}: copy its files here first")
+    return found
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from jaxckpt._foreign.local_files import converted, from_json, head, listed, opened, read_small
+from jaxckpt._foreign.local_files import converted, from_json, head, listed, opened, path_on_disk, read_small
 from jaxckpt._foreign.protobuf import Field, Message, Table
 from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_name, common_url, paths_in, paths_of
 from jaxckpt._foreign.safetensors import read_header
@@ -110,7 +110,7 @@ def mindspore_ranks(
     if strategy is None:
         tree = assemble(held, mesh_shape, specs)
     else:
-        tree = _put_together(held, read_strategy(os.path.abspath(os.path.expanduser(os.fspath(strategy)))))
+        tree = _put_together(held, read_strategy(path_on_disk(strategy, "strategy")))
     return compose(common_url(paths), tree, "mindspore", files=paths.values())
 
 

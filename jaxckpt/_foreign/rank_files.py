@@ -14,7 +14,7 @@ from operator import index
 import jax
 import numpy as np
 
-from jaxckpt._foreign.local_files import head, listed
+from jaxckpt._foreign.local_files import head, listed, path_on_disk
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import from_boxes, from_ranks
@@ -91,12 +91,12 @@ def paths_of(files: Files) -> dict[int, str]:
         raise InputError(f"files is of type {type(files).__name__}; expected {{rank: path}}")
     if wrong := [rank for rank in files if type(rank) is not int or not 0 <= rank < MAX_RANKS]:
         raise InputError(f"files has the rank {wrong[0]!r}; expected integers from 0 to {MAX_RANKS - 1}")
-    return {rank: os.path.abspath(os.path.expanduser(os.fspath(path))) for rank, path in sorted(files.items())}
+    return {rank: path_on_disk(path, f"the file of rank {rank}") for rank, path in sorted(files.items())}
 
 
 def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict[int, str]:
     """The single file in each rank's folder. `rank_name` matches folder names, with the rank in group 1."""
-    folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
+    folder = path_on_disk(folder, "the folder of the ranks")
     if not os.path.isdir(folder):
         raise NotACheckpointError(f"the folder {folder} does not exist")
     files: dict[int, str] = {}

@@ -126,7 +126,8 @@ class Options:
             value = getattr(self, name)
             if type(value) not in map(type, allowed) or value not in allowed:
                 raise InputError(f"Options.{name} must be one of {allowed}, found {value!r}")
-        if self.manifest_sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", str(self.manifest_sha256)):
+        digest = cast("object", self.manifest_sha256)
+        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest)):
             raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")
         if self.storage is not None and not isinstance(self.storage, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")

@@ -59,7 +59,8 @@ def fork(
         (4,)
     """
     options = given(options)
-    path = os.fspath(run) if step is None else f"{os.fspath(run).rstrip('/')}@{require_step(step)}"
+    path = store_at(run, options).url
+    path = path if step is None else f"{path}@{require_step(step)}"
     source, _, number = step_of(source_at(path, options)[0], "give a run, or one of its steps")
     new = store_at(new_run, options).anchored()
     steps = [] if new.is_file() else step_folders(new)[0]

@@ -407,6 +407,30 @@ def test_a_file_a_link_or_a_checkpoint_is_replaced(tmp_path: Path, to: str, ther
         assert jaxckpt.load_numpy(at)["w"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_interrupt_while_a_folder_is_replaced_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    for name, value in (("old", 1.0), ("new", 2.0)):
+        jaxckpt.save(tmp_path / name, {"w": np.full(5, value)})
+    at = tmp_path / "to"
+    jaxckpt.convert(tmp_path / "old", at, format="orbax")
+    calls: list[str] = []
+
+    def interrupted(source: str, target: str) -> None:
+        rename(source, target)
+        calls.append(target)
+        if len(calls) == after + 1:
+            raise KeyboardInterrupt
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        jaxckpt.convert(tmp_path / "new", at, format="orbax", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["new", "old", "to"]
+    assert jaxckpt.load_numpy(at)["w"].tolist() == [1.0 + after] * 5
+
+
 @pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
 def test_a_folder_of_something_else_is_never_deleted(tmp_path: Path, to: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})

@@ -346,3 +346,19 @@ def test_verify_compares_the_checksums_of_plain_members(tmp_path: Path) -> None:
     (problem,) = jaxckpt.verify(tmp_path / "a.npz").problems
     assert problem.leaf == "w"
     assert "checksum" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (5, "the file of rank 0 must be a non-empty str or PathLike, found 5"),
+        ("a\0b", "must be a non-empty str"),
+        ("s3://bucket/rank0.npz", "the file of rank 0 must be a local path, found the URL 's3://bucket/rank0.npz'"),
+        (Path("s3://bucket/rank0.npz"), "lost a slash"),
+    ],
+)
+def test_what_is_no_local_path_is_an_input_error(path: Any, reason: str) -> None:
+    with pytest.raises(jaxckpt.InputError, match=reason):
+        jaxckpt.rank_files({0: path}, specs=P("rank"))
+    with pytest.raises(jaxckpt.InputError, match=reason):
+        jaxckpt.oneflow_ranks({0: path})

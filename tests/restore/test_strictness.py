@@ -613,8 +613,8 @@ def test_bytes_are_whole_numbers(name: str, size: Any) -> None:
         {"timeout_seconds": "30"}, {"timeout_seconds": True}, {"timeout_seconds": float("nan")},
         {"timeout_seconds": -1}, {"timeout_seconds": None}, {"retry_seconds": [1]}, {"sync": "no"}, {"sync": 0},
         {"sync": None}, {"cast": True}, {"when_busy": None}, {"compression": ["zstd"]}, {"indivisible": 1},
-        {"manifest_sha256": 5}, {"manifest_sha256": b"0" * 64}, {"storage": [("a", 1)]}, {"progress": "yes"},
-        {"progress": 1},
+        {"manifest_sha256": 5}, {"manifest_sha256": 10**63}, {"manifest_sha256": b"0" * 64},
+        {"storage": [("a", 1)]}, {"progress": "yes"}, {"progress": 1},
     ],
     ids=str,
 )  # fmt: skip

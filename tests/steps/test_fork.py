@@ -78,6 +78,9 @@ def test_what_cannot_be_forked_is_an_error(run: Path, tmp_path: Path) -> None:
         jaxckpt.fork(tmp_path / "alone", tmp_path / "new")
     with pytest.raises(jaxckpt.InputError, match=r"cannot be linked.*convert\("):
         jaxckpt.fork(run, "memory://fork/new")
+    for path in (b"run", 5, None):
+        with pytest.raises(jaxckpt.InputError, match="must be a non-empty str or PathLike"):
+            jaxckpt.fork(path, tmp_path / "new", step=1)  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
 
 
