@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -120,6 +121,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and STARTS_A_CHILD.intersection(item.fixturenames):
             item.add_marker("child")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests stay until the end. The garbage collector need not search them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,7 +25,7 @@ COMPRESSIONS = (None, "zstd", "blosc")
 
 
 @pytest.mark.fault(
-    7, "a bit flipped in a byte of any kind", "reads raise; verify names leaf and box", quick=42, full=4200
+    7, "a bit flipped in a byte of any kind", "reads raise; verify names leaf and box", quick=21, full=4200
 )
 def test_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:
     subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
@@ -104,7 +104,7 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.fault(9, "any file truncated, emptied, appended to, or replaced by a folder or a link", "error", quick=28)
+@pytest.mark.fault(9, "any file truncated, emptied, appended to, or replaced by a folder or a link", "error", quick=21)
 def test_what_is_of_another_length_or_kind(fault: Fault, tmp_path: Path) -> None:
     subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
     hows = (*CHANGES, "a folder", "a link to its content")
@@ -201,7 +201,7 @@ def test_an_edited_zarr_json(fault: Fault, tmp_path: Path) -> None:
             subject.judge(fault, f"{file}: {what}", {file: {}})
 
 
-@pytest.mark.fault(11, "each member of the manifest edited", "error", quick=40, full=2000)
+@pytest.mark.fault(11, "each member of the manifest edited", "error", quick=24, full=2000)
 def test_an_edited_manifest(fault: Fault, tmp_path: Path) -> None:
     subject = Subject(tmp_path / "one")
     for what, make in fault.rounds(list(_edits((subject.path / "manifest.json").read_bytes(), MANIFEST_VALUES))):
@@ -213,7 +213,7 @@ def test_an_edited_manifest(fault: Fault, tmp_path: Path) -> None:
     11,
     "each member of the manifest edited, with a valid checksum",
     "an error, or the same data; always an error with Options.manifest_sha256",
-    quick=40,
+    quick=24,
     full=2000,
 )
 def test_an_edited_manifest_that_is_sealed_anew(fault: Fault, tmp_path: Path) -> None:
