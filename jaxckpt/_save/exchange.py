@@ -38,9 +38,10 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 @contextlib.contextmanager
 def moving_bits(mesh: Mesh | None) -> Generator[None]:
     """For calls of JAX that move data: on the mesh where the data is, if any, whichever mesh the caller has set. JAX
-    neither checks the numbers nor narrows them, even if the caller has asked for that."""
+    neither checks the numbers nor narrows them, nor refuses to transfer indices, even if the caller has asked for that.
+    """
     on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
-    with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False):
+    with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         yield
 
 
