@@ -125,8 +125,7 @@ def _raise_problems(
     """Raise one error if there are problems. Mismatches come before layout problems."""
     if unavailable:
         raise LayoutError.of(
-            f"cannot restore {counted(len(unavailable), 'leaf')}: this job does not have the devices of the saved"
-            " layout",
+            f"cannot restore {counted(len(unavailable), 'leaf')} in the saved layout",
             unavailable,
             "Pass mesh= to carry their specs over to another mesh by axis name, or target= with the shardings wanted,"
             " or use jaxckpt.load_numpy for host arrays",

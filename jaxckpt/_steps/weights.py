@@ -207,8 +207,10 @@ def _newest_chain(
 
 
 def _by_place(function: Callable[..., Sequence[jax.Array]], *trees: Tree) -> Tree:
-    """The results of a jitted function of lists, applied to the leaves of trees. It is called once for each mesh or set
-    of devices, because JAX compiles no program for several of them."""
+    """The results of a jitted function of lists, applied to the leaves of trees.
+
+    It is called once for each mesh or set of devices, because JAX compiles no program for several of them.
+    """
     columns = [jax.tree.leaves(tree) for tree in trees]
     groups: dict[Hashable, list[int]] = {}
     for number, leaf in enumerate(columns[0]):
