@@ -67,7 +67,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 def within(box: Box, origin: Box) -> tuple[slice, ...]:
     """Slices that address `box` in an array that holds just `origin`."""
-    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
+    return tuple([slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True)])
 
 
 # Shardings as boxes ---------------------------------------------------------------------------------------
