@@ -64,7 +64,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 def within(box: Box, origin: Box) -> tuple[slice, ...]:
     """Slices that address `box` in an array whose content is the box `origin`."""
-    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
+    return tuple([slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True)])
 
 
 def relative(box: Box, outer: Box) -> Box:

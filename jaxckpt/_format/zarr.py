@@ -170,22 +170,20 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
     row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
     along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
     most = max(1, RUN_BYTES // stack.chunk_stored_bytes)
-    stride = math.prod(counts[along + 1 :])
-    begun, end = ranges[along]
-    for at in range(begun, end, most):
-        stop = min(at + most, end)
-        for place in itertools.product(
-            *(range(*bounds) for bounds in (*ranges[:along], (at, at + 1), *ranges[along + 1 :]))
-        ):
-            box = tuple(
-                ((f + p) * c, (f + p + 1) * c) for p, f, c in zip(place, first_chunks, stack.chunk, strict=True)
-            )
-            side = stack.chunk[along]
-            box = (*box[:along], (box[along][0], box[along][0] + (stop - at) * side), *box[along + 1 :])
-            first = 0
-            for count, p in zip(counts, place, strict=True):
-                first = first * count + p
-            yield Chunks(range(first, first + (stop - at) * stride, stride), box, range(len(box)))
+    steps = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
+    # For each dimension, what each place adds to a chunk's number, and what it is of the stack.
+    places = [
+        [(place * step, ((first + place) * side, (first + place + 1) * side)) for place in range(*bounds)]
+        for step, first, side, bounds in zip(steps, first_chunks, stack.chunk, ranges, strict=True)
+    ]
+    stride, slowest = steps[along], range(len(counts))
+    for at in range(0, len(places[along]), most):
+        some = places[along][at : at + most]
+        together = [(some[0][0], (some[0][1][0], some[-1][1][1]))]
+        for chosen in itertools.product(*places[:along], together, *places[along + 1 :]):
+            first = sum([number for number, _ in chosen])
+            box = tuple([side for _, side in chosen])
+            yield Chunks(range(first, first + len(some) * stride, stride), box, slowest)
 
 
 def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers) -> Iterator[Chunks]:

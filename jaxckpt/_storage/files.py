@@ -234,7 +234,7 @@ class _Opened:
             0, *(len(chunks.numbers) for chunks, _ in wanted), min(self._at_most(zarr.BLOCK_BYTES), len(numbers))
         )
         scratch = np.empty((most, size), np.uint8)
-        memory = memoryview(scratch.reshape(-1))
+        memory = scratch.reshape(-1).data
         data = [memory[end - size : end - 4] for end in range(size, len(memory) + 1, size)]
         together = list(_together(wanted, most))
         counts = (sum(len(chunks.numbers) for chunks, _ in some) for some in together)
