@@ -9,6 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from jaxckpt._format.paths import closest
 from jaxckpt._format.tree import nested
@@ -44,11 +45,11 @@ class Rules:
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Rules takes a list of Rule, found {reprlib.repr(self.rules)}")
-        drop: object = self.drop
+        drop: Any = self.drop
         if (
             isinstance(drop, str)
             or not isinstance(drop, Collection)
-            or not all(isinstance(one, str) for one in self.drop)
+            or {*map(type, cast("Collection[Any]", drop))} - {str}
         ):
             raise InputError(f"Rules.drop must be a list of paths, found {reprlib.repr(drop)}")
 
