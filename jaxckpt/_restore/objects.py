@@ -87,7 +87,9 @@ def with_objects(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structur
     """
     units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
     objects = [*objects_of(manifest.tree)]
-    counts = collections.Counter(head for path in paths for head in heads(path)) if objects else {}
+    if not objects:
+        return units
+    counts = collections.Counter(head for path in paths for head in heads(path))
     for path, node in objects:
         numbers = [*numbers_of(node)]
         found = {_head(paths[number], below(path, manifest.leaves[number].path) or "") for number in numbers}
