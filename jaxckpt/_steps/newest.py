@@ -120,8 +120,8 @@ class Newest:
             yield from (_seen(name, process.child(step), int(step)) for step in steps)
 
     def _offer(self, heard: Sequence[str], step: int | None) -> str:
-        """The storage's step, or None; and saves that are to be preferred if they are whole, the newest first, each with
-        the process that passes on its manifest, if some lack it. Process 0."""
+        """The storage's step, or None; and saves that are to be preferred if they are whole, the newest first, each
+        with the process that passes on its manifest, if some lack it. Process 0."""
         found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
         steps = self._directory.steps()
         stored = max(steps, default=None) if step is None else step if step in steps else None
