@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Select
@@ -224,6 +225,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         select: Select | None = None,
         rename: Renaming | None = None,
         strict: bool = True,
+        dtype: Dtypes = None,
         devices_per_process: int = 8,
         options: Options | None = None,
     ) -> RestorePlan:
@@ -237,6 +239,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             select: As for `restore`.
             rename: As for `restore`.
             strict: As for `restore`.
+            dtype: As for `restore`. `tied=` is not a parameter, because it does not change what is read.
             devices_per_process: For a mesh that this machine does not have: the number of devices per process, in
                 row-major order.
             options: See `Options`.
@@ -250,7 +253,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1)
         options = self._options if options is None else given(options)
         planned = None if isinstance(mesh, Mesh) else devices_per_process
-        request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned)
+        request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype)
         require_request(request)
         manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options).goals, options)

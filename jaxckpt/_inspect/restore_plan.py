@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, Sharding
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
 from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
@@ -214,7 +215,7 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         if goal.sharding is None:
             wanted[turns[number]].append((want, goal, None))
             continue
-        boxes_of, bytes_of = placed(goal.sharding, stack.shape, stack.itemsize)
+        boxes_of, bytes_of = placed(goal.sharding, stack.shape, (goal.cast or DTYPES[stack.dtype]).itemsize)
         wanted[turns[number]].append((want, goal, boxes_of))
         for process, device, n_bytes in bytes_of:
             sizes = device_bytes.setdefault(process, {})

@@ -361,6 +361,9 @@ def test_a_plan_promises_what_the_restore_then_reads(
         for shard in leaf.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     assert plan.processes[0].device_bytes == held
+    narrow = jaxckpt.open(path).plan(mesh=mesh, specs=specs, dtype=jnp.bfloat16, options=jaxckpt.Options(cast="unsafe"))
+    assert narrow.processes[0].device_bytes == {device: size // 2 for device, size in held.items()}
+    assert narrow.needed_bytes == needed
 
 
 def test_a_plan_for_a_target_is_that_of_its_shardings(weights: tuple[Path, dict[str, Any]], mesh: Mesh) -> None:
