@@ -22,6 +22,7 @@ from jaxckpt._format.grid import (
     intersection,
     pieces_along,
     relative,
+    show_box,
     spec_box,
     spec_problem,
     volume,
@@ -282,7 +283,3 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
         box = tuple((cuts[dim][number], cuts[dim][number + 1]) for dim, number in enumerate(cell.tolist()))
         n = int(count[tuple(cell)])
         yield f"{show_box(box)} is not in any shard" if not n else f"{show_box(box)} is in {n} shards"
-
-
-def show_box(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"

@@ -181,6 +181,11 @@ def spec_box(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], position
     return tuple(box)
 
 
+def show_box(box: Box) -> str:
+    """`[0:8, 4:16]`."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
 def show_spec(spec: Spec) -> str:
     """`P('data', None, ('x', 'y'))`."""
     entries = ("None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry) for entry in spec)

@@ -142,7 +142,7 @@ class Coming:
     def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
         """Makes errors in the block name the leaves in these rows."""
         return storage_errors(
-            lambda: f"cannot read leaf {leaves_at(self._source.manifest, self._stack, rows)}", reading=True
+            lambda: f"cannot read {leaves_at(self._source.manifest, self._stack, rows)}", reading=True
         )
 
 

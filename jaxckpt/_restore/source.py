@@ -107,7 +107,8 @@ class Native:
 def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
     """The leaves in a range of rows of a stack, for an error message."""
     paths = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
-    return ", ".join(map(show, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    named = ", ".join(map(show, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return f"{'leaf' if len(paths) == 1 else 'leaves'} {named}"
 
 
 # Foreign checkpoints --------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxckpt._format import zarr
 from jaxckpt._format.chunks import chunks_of, in_place, scatter
-from jaxckpt._format.grid import Box, box_at, hull, touched, volume, within
+from jaxckpt._format.grid import Box, box_at, hull, show_box, touched, volume, within
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.zarr import Bytes, Chunks
@@ -264,7 +264,9 @@ class _Opened:
         damaged = np.flatnonzero(np.array(sums, "<u4") != stored)
         if len(damaged):
             box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
-            raise DataError(f"{self.path} has a damaged chunk ({box} of the stack): its crc32c does not match")
+            raise DataError(
+                f"{self.path} has a damaged chunk ({show_box(box)} of the stack): its crc32c does not match"
+            )
         if odd:
             raise DataError(f"{self.path} has values that are neither true nor false")
         self.found.note(self.path, numbers, stored)

@@ -454,7 +454,7 @@ def test_a_missing_zarr_json_is_an_error_that_names_its_leaves(
 ) -> None:
     (metadata := file.parents[2] / "zarr.json").unlink()
     for said in refused(saved, options):
-        assert f"{metadata} is missing; it describes 'a/w'" in said
+        assert f"{metadata} is missing; it describes leaf 'a/w'" in said
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(
