@@ -17,6 +17,14 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 
+LABELS = {
+    "Orbax OCDBT": "Orbax",
+    "DCP one thread": "DCP",
+    "Orbax no OCDBT": "Orbax, no OCDBT",
+    "Orbax raw": "Orbax, not compressed",
+}
+"""The names of contenders as the tables of the page have them."""
+
 
 def charts() -> dict[str, str]:
     """Each chart as SVG, by file name."""
@@ -50,7 +58,7 @@ def _peers(run: Mapping[str, Any]) -> str:
             fmt="os^Dv<>PX*"[place],
             markersize=5,
             linewidth=1,
-            label=peer,
+            label=LABELS.get(peer, peer),
         )
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
