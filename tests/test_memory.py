@@ -150,7 +150,7 @@ def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     assert np.array_equal(restored["host"], bits)
 
 
-@pytest.mark.parametrize("dtype", ["O", "U8", "complex128", ">f4", "m8[s]"])
+@pytest.mark.parametrize("dtype", ["float64", "complex128", ">f4"])
 def test_a_cast_is_made_in_the_array_that_is_returned(dtype: str, tmp_path: Path) -> None:
     saved = np.arange(12.0).reshape(3, 4)
     jaxckpt.save(tmp_path / "c", {"a": saved})
