@@ -264,9 +264,9 @@ class _Opened:
         damaged = np.flatnonzero(np.array(sums, "<u4") != stored)
         if len(damaged):
             box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
-            raise DataError(
-                f"{self.path} has a damaged chunk ({show_box(box)} of the stack): its crc32c does not match"
-            )
+            assert box is not None, "chunks outside of the stack are not read"
+            place = f"{show_box(box)} of the stack"
+            raise DataError(f"{self.path} has a damaged chunk ({place}): its crc32c does not match")
         if odd:
             raise DataError(f"{self.path} has values that are neither true nor false")
         self.found.note(self.path, numbers, stored)
