@@ -25,6 +25,14 @@ def store_at(path: Path, options: Options) -> Store:
     return Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io)
 
 
+def run_at(path: Path, options: Options) -> Store:
+    """The store of a run's directory, which need not exist yet. Raises InputError."""
+    run = store_at(path, options).anchored()
+    if run.is_file():
+        raise InputError(f"{run.url} is a file; give the directory of a Checkpointer, which holds steps")
+    return run
+
+
 def local_path(path: Path, what: str = "path, the first argument,") -> str | None:
     """The absolute local path that a path or a file:// URL means; None for a URL of anything else.
 
