@@ -473,7 +473,8 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
     except ValueError as error:
         raise InputError(
-            f"path {url!r} is not a URL that tensorstore accepts: {str(error).partition(' [')[0]}"
+            f"path {url!r} is not a URL that tensorstore accepts: {str(error).partition(' [')[0]}."
+            " Percent-encode special characters in names, for example % as %25"
         ) from None
     if spec["driver"] == "s3":
         environment = os.environ.get
