@@ -121,7 +121,7 @@ def _discard(folder: str, path: str) -> None:
 def _drafts(path: str) -> str:
     parent, name = os.path.split(path)
     # Names of one length may all be as long as the file system allows.
-    return os.path.join(parent, f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-convert-")
+    return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-convert-")
 
 
 def _clear(path: str) -> None:

@@ -494,6 +494,6 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"Options.storage must not have {name!r}: the path {url!r} determines it")
     try:
         ts.KvStore.Spec({**spec, **storage})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"Options.storage does not fit {url!r}: {readable(str(error))}") from None
     return {**spec, **storage}
