@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +15,10 @@ from jaxckpt._cli.terminal import print_json, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._foreign.convert import convert as convert_checkpoint
 from jaxckpt._foreign.convert import integrate as integrate_ranks
-from jaxckpt._format.names import MANIFEST
+from jaxckpt._format.names import MANIFEST, is_data, names_data
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
-from jaxckpt._runtime.errors import InputError, NotACheckpointError
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._steps.fork import fork as fork_run
 from jaxckpt._steps.pins import pin as pin_step
@@ -135,7 +136,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         again = open_checkpoint(path)
         if again.save_id != checkpoint.save_id:
             raise InputError(f"{path} was saved again in the meantime, so it was not deleted")
-    if store.read(MANIFEST) is None:
+    if (manifest := store.read(MANIFEST)) is None:
         raise NotACheckpointError(f"{path} was deleted in the meantime")
     store.unpublish(sync=options.sync)
     store.clear()
@@ -143,6 +144,12 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     if (above := store.above()) and store.read(MANIFEST) is None:
         above[0].unmark(above[1])
     left = store.names()
+    if remains := [name for name in left if is_data(name) and names_data(manifest, name)]:
+        raise StorageError(
+            errno.ENOTEMPTY,
+            f"{path} is no longer a checkpoint, but {remains[0]} in it could not be deleted completely: check who may"
+            " delete its files, then delete it",
+        )
     _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
     if left:
         click.echo(printable(f"kept, because not part of this checkpoint: {', '.join(left[:5])}"), err=True)

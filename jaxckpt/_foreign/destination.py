@@ -81,47 +81,47 @@ def _owned(path: str, names: Collection[str]) -> Collection[str]:
 def replacing(path: str) -> Generator[str]:
     """A temporary path to write to. It replaces `path` when everything is on disk, and is deleted on failure."""
     parent, name = os.path.split(path)
-    folder, lock = "", -1
-    with system_errors(f"cannot write {path}"):
-        try:
-            os.makedirs(parent, exist_ok=True)
-            _clear(path)
-            folder, lock = _locked_folder(path)
-            draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
-            yield draft
-            _sync(draft)
-            _put_in_place(draft, path)
-            sync_path(parent)
-        finally:
-            if folder:
-                # The next conversion restores what could not be moved back now.
-                if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
-                    shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+    with system_errors(f"cannot write {path}"), contextlib.ExitStack() as at_end:
+        os.makedirs(parent, exist_ok=True)
+        _clear(path)
+        folder = _locked_folder(path, at_end)
+        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
+        yield draft
+        _sync(draft)
+        _put_in_place(draft, path)
+        sync_path(parent)
 
 
-def _locked_folder(path: str) -> tuple[str, int]:
-    """A hidden folder next to `path` for incomplete output, and a lock that is held while this process lives."""
+def _locked_folder(path: str, at_end: contextlib.ExitStack) -> str:
+    """A hidden folder next to `path` for incomplete output, locked and kept until `at_end` or this process ends."""
     while True:
         folder = f"{_drafts(path)}{uuid.uuid4().hex}"
+        at_end.callback(_discard, folder, path)
         os.mkdir(folder)
         lock = os.open(folder, os.O_RDONLY)
+        at_end.callback(os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.path.isdir(folder)
+            if os.path.isdir(folder):
+                return folder
         except BlockingIOError:
-            ours = False
+            pass
         except OSError:  # a file system without locks, on which no process deletes remains
-            ours = True
-        if ours:
-            return folder, lock
-        os.close(lock)  # another process deleted the folder as remains before it was locked
+            return folder
+        # Another process deleted the folder as remains before it was locked.
+
+
+def _discard(folder: str, path: str) -> None:
+    """Delete a folder for incomplete output, unless it holds content of `path` that could not be moved back: the next
+    conversion moves it."""
+    if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _drafts(path: str) -> str:
     parent, name = os.path.split(path)
     # Names of one length may all be as long as the file system allows.
-    return os.path.join(parent, f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-convert-")
+    return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-convert-")
 
 
 def _clear(path: str) -> None:
@@ -138,7 +138,7 @@ def _clear(path: str) -> None:
                 old = os.path.join(folder, _OLD)
                 if os.path.lexists(old) and not os.path.lexists(path):
                     os.rename(old, path)
-                shutil.rmtree(folder, ignore_errors=True)
+                _discard(folder, path)
             finally:
                 os.close(lock)
 

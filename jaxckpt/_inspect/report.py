@@ -138,7 +138,8 @@ def _page(*, title: str, header: Markup, sections: Markup, drawings: Markup, dat
         # The text of a script element must not contain its end tag, whatever the element's type.
         "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], page)
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], page)
+    return page.encode(errors="backslashreplace").decode()  # a path need not be valid UTF-8
 
 
 def _digest(text: str) -> str:

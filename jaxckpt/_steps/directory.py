@@ -22,7 +22,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import Best, Rules, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.place import run_at
 from jaxckpt._storage.steps import BEST, ENDED, RUN, require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 
@@ -33,11 +33,12 @@ class Directory:
     """The steps in a directory. Every process reads it; only process 0 changes it."""
 
     def __init__(self, path: str | os.PathLike[str], rules: Rules, options: Options) -> None:
-        self.store: Store = store_at(path, options).anchored()
+        self.store: Store = run_at(path, options)
         self.rules = rules
         self._known: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._measured = set[Best]()
         self._was_ended = False
+        self._opened_by = 0
 
     @property
     def url(self) -> str:
@@ -164,6 +165,7 @@ class Directory:
 
     def open(self) -> list[str]:
         """Note that the run has not ended, and the meaning of "best". Returns the names of existing notes."""
+        self._opened_by = os.getpid()
         notes = self.store.child(RUN).names()
         self._was_ended = ENDED in notes
         if self._was_ended:
@@ -175,7 +177,7 @@ class Directory:
 
     def close(self, *, ended: bool | None) -> None:
         """Note that the run has ended, for readers that follow it. None leaves the notes unchanged."""
-        if self._was_ended if ended is None else ended:
+        if os.getpid() == self._opened_by and (self._was_ended if ended is None else ended):  # not for a fork
             self._note(ENDED, b"{}")
 
     def _note(self, name: str, content: bytes | None) -> None:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from jax.sharding import Mesh
 
@@ -25,7 +24,7 @@ from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageErro
 from jaxckpt._runtime.options import Options, given, seconds, whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.place import run_at
 from jaxckpt._storage.steps import ENDED, RUN, step_folders, step_name
 from jaxckpt._storage.store import Store
 
@@ -82,7 +81,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
         The numbers of the steps; an empty list before the first save.
 
     Raises:
-        InputError: `directory` is itself a checkpoint.
+        InputError: `directory` is itself a checkpoint, or a file.
         StorageError: The directory cannot be listed.
 
     Examples:
@@ -93,7 +92,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
         >>> jaxckpt.steps("/tmp/jaxckpt-doc/run")
         [10, 20]
     """
-    found, _ = step_folders(run := store_at(directory, given(options)).anchored())
+    found, _ = step_folders(run := run_at(directory, given(options)))
     if not found and run.read(MANIFEST) is not None:
         raise InputError(f"{run.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
     return found
@@ -136,7 +135,7 @@ def follow(
         A `Step`: `number`, `path`, `metrics`, `held`, `restore(...)`, `open()`.
 
     Raises:
-        InputError: An argument is invalid.
+        InputError: An argument is invalid, or `directory` is a file.
         ManifestError: The manifest of a step is damaged.
         StorageError: The directory cannot be read.
 
@@ -148,7 +147,7 @@ def follow(
         [(10, 10), (20, 20)]
     """
     options = given(options)
-    run = store_at(directory, options).anchored()
+    run = run_at(directory, options)
     last = -1 if after is None else whole_number(after, "after", least=0, most=LARGEST)
     limit = None if timeout is None else seconds(timeout, "timeout")
     poll_seconds, term_seconds = seconds(poll_seconds, "poll_seconds"), seconds(term_seconds, "term_seconds")
@@ -202,4 +201,4 @@ def _step(run: Store, number: int, held: bool, options: Options) -> Step | None:
     except NotACheckpointError:
         return None
     metrics = {} if manifest.step is None else manifest.step.metrics
-    return Step(number, child.url, MappingProxyType(metrics), held, options)
+    return Step(number, child.url, dict(metrics), held, options)

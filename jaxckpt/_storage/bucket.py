@@ -473,7 +473,8 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
     except ValueError as error:
         raise InputError(
-            f"path {url!r} is not a URL that tensorstore accepts: {str(error).partition(' [')[0]}"
+            f"path {url!r} is not a URL that tensorstore accepts: {str(error).partition(' [')[0]}."
+            " Percent-encode special characters in names, for example % as %25"
         ) from None
     if spec["driver"] == "s3":
         environment = os.environ.get
@@ -493,6 +494,6 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"Options.storage must not have {name!r}: the path {url!r} determines it")
     try:
         ts.KvStore.Spec({**spec, **storage})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"Options.storage does not fit {url!r}: {readable(str(error))}") from None
     return {**spec, **storage}

@@ -37,7 +37,7 @@ from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import MOST_BYTES, ArrayReader, ArrayWriter, Objects, Pending
 from jaxckpt._storage.store import Writer
-from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
+from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, local_store, open_array
 from jaxckpt._storage.workers import All, Then, submit
 
 _LOCK_SECONDS = 300.0
@@ -150,7 +150,7 @@ class Folder:
         return self.io == "auto" and stack.compression is None
 
     def _open_array(self, data: str, stack: Stack, *, sync: bool) -> ts.TensorStore:
-        return open_array({"driver": "file", "path": self._path(data, stack.name, "")}, stack, _context(sync=sync))
+        return open_array(local_store(self._path(data, stack.name, "")), stack, _context(sync=sync))
 
     # Objects as bytes -------------------------------------------------------------------------------------
 

@@ -20,9 +20,18 @@ def store_at(path: Path, options: Options) -> Store:
     """The store at a local path, or at a URL that tensorstore's kvstore takes. Raises InputError."""
     local, text = local_path(path), os.fspath(path)
     if local is None:
+        _require_plain_key(text)
         return Bucket.at(text.rstrip("/"), options)
     _require_no_dangling_link(local)
     return Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io)
+
+
+def run_at(path: Path, options: Options) -> Store:
+    """The store of a run's directory, which need not exist yet. Raises InputError."""
+    run = store_at(path, options).anchored()
+    if run.is_file():
+        raise InputError(f"{run.url} is a file; give the directory of a Checkpointer, which holds steps")
+    return run
 
 
 def local_path(path: Path, what: str = "path, the first argument,") -> str | None:
@@ -48,6 +57,16 @@ def local_path(path: Path, what: str = "path, the first argument,") -> str | Non
             f" file:///{rest.lstrip('/')} for an absolute path, or omit file://"
         )
     return os.path.abspath("/" + urllib.parse.unquote(below))
+
+
+def _require_plain_key(url: str) -> None:
+    """Raise InputError if a URL has a segment that a client or a server may change, so that it means another key."""
+    for segment in urllib.parse.unquote(url.partition("?")[0]).split("/")[3:]:
+        if segment in (".", "..") or re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", segment):
+            raise InputError(
+                f"the path, a URL, has the segment {segment!r}: an object store has no '.' or '..', and allows no"
+                " control characters in names"
+            )
 
 
 def _require_no_dangling_link(path: str) -> None:

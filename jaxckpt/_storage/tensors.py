@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +15,23 @@ from jaxckpt._format import zarr
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.errors import DataError
+from jaxckpt._runtime.errors import DataError, StorageError
 from jaxckpt._storage.errors import readable, storage_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 
 # One parent context, so that memory:// paths refer to the same memory in every call.
 ROOT_CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+
+def local_store(path: str) -> dict[str, str]:
+    """tensorstore's spec of a folder. Raises StorageError if its path is not valid UTF-8."""
+    if re.search("[\ud800-\udfff]", path):
+        raise StorageError(
+            errno.EILSEQ,
+            f"tensorstore cannot open {path!r}, which is not valid UTF-8: rename it, or save without compression and"
+            ' with Options.io="auto"',
+        )
+    return {"driver": "file", "path": path}
 
 
 def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStore:
@@ -76,8 +89,8 @@ class ArrayFolder:
     def _spec(self, name: str = "") -> dict[str, Any]:
         below = f"{name}/" if name else ""
         if not self.ocdbt:
-            return {"driver": "file", "path": f"{self.path}/{below}"}
-        base = {"driver": "file", "path": f"{self.path}/"}
+            return local_store(f"{self.path}/{below}")
+        base = local_store(f"{self.path}/")
         return {"driver": "ocdbt", "base": base, "path": below, "cache_pool": "cache_pool#ocdbt"}
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:

@@ -140,6 +140,16 @@ def test_rm_deletes_what_is_its_own_alone(tmp_path: Path) -> None:
     run("rm", str(path), "--yes", code=4)
 
 
+def test_rm_reports_data_that_it_could_not_delete(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    jaxckpt.save(path, {"w": np.zeros(3)})
+    (data,) = path.glob("data-*")
+    with (data / "writer.json").open("w") as note:  # as of a writer that is alive, so that nothing may delete it
+        fcntl.flock(note, fcntl.LOCK_EX)
+        assert f"{data.name} in it could not be deleted" in run("rm", str(path), "--yes", code=5).stderr
+    assert os.listdir(path) == [data.name]
+
+
 def test_rm_refuses_what_is_not_ours(here: Path, tmp_path: Path) -> None:
     reported = run("rm", "run1/exported.safetensors", "--yes", code=2).stderr
     assert reported == "jaxckpt: " + os.path.abspath("run1/exported.safetensors") + (

@@ -431,6 +431,22 @@ def test_an_interrupt_while_a_folder_is_replaced_leaves_the_old_or_the_new(
     assert jaxckpt.load_numpy(at)["w"].tolist() == [1.0 + after] * 5
 
 
+def test_an_interrupt_while_the_destination_is_locked_leaves_no_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+
+    def interrupted(*arguments: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(destination.fcntl, "flock", interrupted)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyboardInterrupt):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz")
+    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir(tmp_path) == ["from"]
+
+
 @pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
 def test_a_folder_of_something_else_is_never_deleted(tmp_path: Path, to: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})

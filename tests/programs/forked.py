@@ -80,6 +80,9 @@ with jaxckpt.Checkpointer(folder / "run", keep_last=1) as checkpoints:
     checkpoints.wait()
     fork("terminated", lambda: time.sleep(60), stop)
 
+    fork("close after the save", checkpoints.close)
+    found["ended"] = (folder / "run" / "_run" / "ended.json").exists()
+
     held = jaxckpt.open(folder / "run").hold()
     held.__enter__()
     fork("held", lambda: exit_while_holding(held))

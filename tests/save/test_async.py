@@ -272,6 +272,8 @@ if child:
 def test_forks_neither_wait_for_their_parents_work_nor_undo_it(tmp_path: Path, run_python: RunPython) -> None:
     found = json.loads(run_python(PROGRAMS / "forked.py", args=[str(tmp_path)], timeout=180).splitlines()[-1])
     assert found["terminated"] == [-signal.SIGTERM, ""]
+    assert found["close after the save"] == [0, ""]
+    assert not found["ended"]
     assert found["held"] == [0, ""]
     assert found["leases"] == 1
     for name in ("wait", "close"):

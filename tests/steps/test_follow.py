@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -175,6 +177,21 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # nothing is left to do
         checkpoints.restore_or_init(lambda: state(0))
     assert ended()
+
+
+def test_a_step_can_be_sent_to_another_process(run: str) -> None:
+    fill(run, 10)
+    (step,) = jaxckpt.follow(run)
+    for copied in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
+        assert copied == step
+        assert copied.restore()["step"] == 10
+
+
+def test_a_file_is_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for use in (jaxckpt.steps, jaxckpt.latest_step, jaxckpt.follow, jaxckpt.subscribe, jaxckpt.Checkpointer):
+        with pytest.raises(jaxckpt.InputError, match=r"file is a file; give the directory of a Checkpointer"):
+            list(use(tmp_path / "file", timeout=0.01) if use is jaxckpt.subscribe else use(tmp_path / "file"))
 
 
 def test_following_ends_at_the_timeout(run: str) -> None:

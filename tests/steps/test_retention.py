@@ -433,6 +433,8 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
             checkpoints.save(step, {"w": np.full(3, step), "opt": np.full(5, step)})
             if step == 1:
                 assert jaxckpt.pin(tmp_path, "first") == 1
+    (pin,) = (tmp_path / "_run").glob("pin-*")
+    assert pin.stat().st_size == 0  # on a full disk, a pin with content would exist although it raised an error
     assert jaxckpt.steps(tmp_path) == [1, 3, 4]
     assert ["opt" in jaxckpt.open(f"{tmp_path}@{name}") for name in ("first", "3", "latest")] == [True, False, True]
     with pytest.raises(jaxckpt.InputError, match=r"no step named 'frist'.*did you mean 'first'"):

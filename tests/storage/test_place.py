@@ -87,6 +87,12 @@ def test_a_link_to_nothing_is_reported_as_such(tmp_path: Path) -> None:
         ("s3://me:HUSH@bucket/x", "credentials"),
         ("http://HUSH@127.0.0.1/x", "credentials"),
         ("nonsense://bucket/x", "not a URL"),
+        ("s3://bucket/50%", "not a URL.*% as %25"),
+        ("s3://bucket/../other/x", r"segment '\.\.'"),
+        ("gs://bucket/a/%2e%2E/x", r"segment '\.\.'"),
+        ("memory://a/./x", r"segment '\.'"),
+        ("s3://bucket/a\nb", r"segment 'a\\nb'"),
+        ("gs://bucket/\udcff", r"segment '\\udcff'"),
         ("file://tmp/x", r"is not absolute.*file:///tmp/x"),
         ("file://./x", "is not absolute"),
         ("file://~/x", "is not absolute"),
@@ -101,7 +107,24 @@ def test_a_value_that_is_not_a_path_is_reported_without_secrets(path: Any, reaso
         assert "HUSH" not in str(caught.value)
 
 
-@pytest.mark.parametrize("storage", [{"endpont": "x"}, {"aws_region": 5}, {"bucket": "other"}, {"path": "x"}])
+def test_a_local_path_need_not_be_utf_8(tmp_path: Path) -> None:
+    path = f"{tmp_path}/\udcff"
+    jaxckpt.save(path, {"w": np.arange(3.0)})
+    for name, form in (("x.npz", None), ("x.safetensors", None), ("x.zarr", None), ("orbax", "orbax")):
+        jaxckpt.convert(path, f"{path}-{name}", format=form)
+        assert os.path.exists(f"{path}-{name}")
+    assert jaxckpt.load_numpy(f"{path}-x.npz")["w"].tolist() == [0, 1, 2]
+    assert r"\udcff" in jaxckpt.report(path).encode().decode()
+    for options in (jaxckpt.Options(compression="zstd"), jaxckpt.Options(io="tensorstore")):
+        with pytest.raises(jaxckpt.StorageError, match="which is not valid UTF-8: rename it, or save without"):
+            jaxckpt.save(f"{path}-z", {"w": np.arange(3.0)}, options=options)
+    with pytest.raises(jaxckpt.StorageError, match="which is not valid UTF-8"):
+        jaxckpt.load_numpy(f"{path}-orbax")
+
+
+@pytest.mark.parametrize(
+    "storage", [{"endpoint": "\udcff"}, {"endpont": "x"}, {"aws_region": 5}, {"bucket": "other"}, {"path": "x"}]
+)
 def test_what_storage_cannot_be_is_an_input_error(storage: dict[str, Any]) -> None:
     with pytest.raises(jaxckpt.InputError, match=r"Options\.storage"):
         jaxckpt.open("s3://bucket/x", options=jaxckpt.Options(storage=storage))

@@ -78,7 +78,7 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
     }
     write_json(f"{path}/{TREE_FILE}", item)
     write_json(f"{path}/{STEP_FILE}", step)
-    with open(f"{path}/{COMMITTED_MARK}", "w") as file:
+    with open(f"{path}/{COMMITTED_MARK}", "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"Checkpoint commit was successful to {path}")
 
 
