@@ -19,8 +19,9 @@ from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.restore_plan import RestorePlan, plan_restore
 from jaxckpt._restore.goals import resolve
+from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
 from jaxckpt._restore.source import Location, Native, Source, source_at, step_of
-from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
+from jaxckpt._restore.target import Request, require_request
 from jaxckpt._runtime.errors import NotACheckpointError, counted, show
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
