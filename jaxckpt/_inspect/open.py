@@ -248,7 +248,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         Raises:
             MismatchError, SpecError, LayoutError: As `restore` would.
         """
-        devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1)
+        devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1, most=1 << 31)
         options = self._options if options is None else given(options)
         planned = None if isinstance(mesh, Mesh) else devices_per_process
         request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned)

@@ -408,7 +408,7 @@ def test_a_plan_refuses_what_the_restore_would_refuse(weights: tuple[Path, dict[
         checkpoint.plan(mesh={"data": 5})
     with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
         checkpoint.plan(mesh={"x": 4})
-    for wrong in (0, "8", 1.5, True):
+    for wrong in (0, "8", 1.5, True, 10**30):
         with pytest.raises(jaxckpt.InputError, match="devices_per_process must be a whole number above zero"):
             checkpoint.plan(mesh={"data": 2}, devices_per_process=wrong)  # pyright: ignore[reportArgumentType]
     for wrong in ({"data": 0}, {"data": True}, {1: 8}):
