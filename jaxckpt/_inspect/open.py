@@ -174,7 +174,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
     def __getitem__(self, path: str) -> LazyLeaf:
         if path not in self._numbers:
             below = [leaf for leaf in self._numbers if leaf.startswith(f"{path}/")]
-            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(path, self._numbers)
+            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(str(path), self._numbers)
             raise KeyError(f"no leaf {show(path)} in {self.path}{hint}")
         return self._leaf(self._numbers[path])
 

@@ -152,9 +152,10 @@ def test_the_value_of_a_numpy_scalar_is_one(tmp_path: Path) -> None:
         ("params", "leaves below it: params/h, params/w"),
         ("zzz", "no leaf 'zzz' in "),
         ("", "no leaf ''"),
+        (3, "no leaf 3"),
     ],
 )
-def test_a_wrong_path_is_a_key_error_with_a_hint(wrong: str, hint: str, path: Path) -> None:
+def test_a_wrong_path_is_a_key_error_with_a_hint(wrong: Any, hint: str, path: Path) -> None:
     with pytest.raises(KeyError, match=re.escape(hint)):
         jaxckpt.open(path)[wrong]
 
