@@ -150,6 +150,19 @@ def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     assert np.array_equal(restored["host"], bits)
 
 
+def test_large_leaves_are_put_together_whatever_the_callers_mesh_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
+    value = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    value[3, 5] = np.nan
+    tree = {"f": jax.device_put(value, NamedSharding(mesh_of(4), P("x"))), "h": jnp.asarray(value, jnp.bfloat16)}
+    jaxckpt.save(tmp_path / "c", tree, options=jaxckpt.Options(chunk_bytes=64, object_bytes=512))
+    with jax.set_mesh(mesh_of(2, 4)), jax.debug_nans(True), jax.transfer_guard("disallow"):
+        restored = jaxckpt.restore(tmp_path / "c", options=jaxckpt.Options(host_bytes=600))
+    assert all(np.asarray(restored[name]).tobytes() == np.asarray(tree[name]).tobytes() for name in tree)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "complex128", ">f4"])
 def test_a_cast_is_made_in_the_array_that_is_returned(dtype: str, tmp_path: Path) -> None:
     saved = np.arange(12.0).reshape(3, 4)

@@ -24,8 +24,8 @@ from jaxckpt._format.records import LayoutRecord, MeshRecord
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Alike, Specs, lay_out, mesh_axes, require_fit, resolve_specs
 from jaxckpt._restore.reading import Stored
+from jaxckpt._restore.renaming import Renaming, narrowed, renamed_source, split_rename
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
-from jaxckpt._restore.target import Renaming, narrowed, renamed_source, split_rename
 from jaxckpt._runtime.errors import InputError, show
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.processes import Call, Group

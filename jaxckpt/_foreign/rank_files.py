@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from operator import index
+from typing import Any
 
 import jax
 import numpy as np
@@ -141,7 +142,7 @@ def assemble(
     axes = mesh_axes({"rank": max(held) + 1} if mesh_shape is None else mesh_shape)
     if math.prod(axes.values()) > MAX_RANKS:
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
-    boxes = _boxes(arrays, offsets or {}, shapes or {})
+    boxes = _boxes(arrays, _mapping(offsets, "offsets"), _mapping(shapes, "shapes"))
     firsts = {name: next(iter(shards.values())) for name, shards in arrays.items() if name not in boxes}
     leaves = [(name, jax.ShapeDtypeStruct(one.shape, DTYPES.get(one.dtype, np.uint8))) for name, one in firsts.items()]
     if isinstance(specs, Mapping):  # of names, which are no paths: in them a "/" is a "/"
@@ -170,24 +171,38 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
     return arrays, values
 
 
+def _mapping(given: Mapping[Any, Any] | None, what: str) -> Mapping[Any, Any]:
+    """An argument that may be omitted. Raises InputError unless it is a mapping."""
+    if given is not None and not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"{what} is of type {type(given).__name__}; expected a mapping")
+    return given or {}
+
+
+def _integers(given: Any) -> list[int] | None:
+    """A sequence of integers, or None if it is anything else."""
+    try:
+        return list(map(index, given))
+    except TypeError:
+        return None
+
+
 def _boxes(
     arrays: Mapping[str, Mapping[int, ForeignArray]], offsets: Offsets, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, dict[int, Box]]:
     """The box of each array with offsets that each rank holds. Raises InputError."""
-    named = {name for starts in offsets.values() for name in starts}
+    by_rank = {rank: _mapping(starts, f"offsets[{rank!r}]") for rank, starts in offsets.items()}
+    named = {name for starts in by_rank.values() for name in starts}
     problems = [f"{show(name)}{closest(name, arrays)}: no rank has it" for name in sorted(named - arrays.keys())]
     problems += [f"{show(name)} has offsets and no shape" for name in sorted(named - shapes.keys())]
     problems += [f"{show(name)} has a shape and no offsets" for name in sorted(shapes.keys() - named)]
     boxes: dict[str, dict[int, Box]] = {}
     for name in sorted(named & arrays.keys() & shapes.keys()):
         for rank, shard in arrays[name].items():
-            starts = offsets.get(rank, {}).get(name)
-            try:
-                start = list(map(index, () if starts is None else starts))
-            except TypeError:
-                start = []
-            if starts is None or not len(start) == len(shard.shape) == len(shapes[name]):
+            starts = by_rank.get(rank, {}).get(name)
+            start, sizes = _integers(starts), _integers(shapes[name])
+            if start is None or sizes is None or not len(start) == len(shard.shape) == len(sizes):
                 given = "no offset" if starts is None else f"offset {starts!r}"
+                given += f" in the shape {shapes[name]!r}"
                 problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {given}")
                 continue
             boxes.setdefault(name, {})[rank] = box_at(start, shard.shape)

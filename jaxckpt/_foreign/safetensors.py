@@ -164,7 +164,7 @@ def _tensor_files(names: Collection[str]) -> list[str]:
 
 
 def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
-    if any("/" in name for name in tensors):
+    if any("/" in name for name in tensors) or [*tensors] == [""]:  # "" is a tree of one leaf
         try:
             return nested(tensors)
         except TreeError:  # one name is both a leaf and a container of others

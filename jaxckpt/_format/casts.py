@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxckpt._format.dtypes import DTYPES, dtype_name, lossless
 from jaxckpt._format.paths import closest, longest_head
@@ -63,7 +64,7 @@ def resolve_casts(
 
 def _wanted(asked: Dtypes, leaves: Sequence[Castable]) -> list[tuple[Castable, np.dtype[Any]]]:
     """(leaf, dtype) of each leaf for which a dtype is requested."""
-    if callable(asked) and not _is_dtype(asked) and jax.tree_util.all_leaves([asked]):
+    if callable(asked) and not _is_dtype(asked) and not isinstance(asked, Mesh) and jax.tree_util.all_leaves([asked]):
         answers = [(one, asked(one.path, one.leaf)) for one in leaves if one.dtype is not None]
         return [(one, _dtype(answer, one.path)) for one, answer in answers if answer is not None]
     by_prefix = {entry.path: _dtype(entry.value, entry.path) for entry in flatten(asked)[0]}

@@ -103,6 +103,8 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     """The spec of each leaf for which `specs` has one. Raises SpecError, naming leaves or misplaced prefixes."""
     if specs is None:
         return {}
+    if isinstance(specs, Mesh):  # which can be called, as a decorator
+        raise SpecError("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
         return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}
     by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in flatten(specs)[0]}

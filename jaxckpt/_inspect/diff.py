@@ -18,8 +18,8 @@ from jaxckpt._format.tree import Structure, prune
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.reading import read_box
+from jaxckpt._restore.renaming import Renaming, renamed_source
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._restore.target import Renaming, renamed_source
 from jaxckpt._runtime.errors import counted, listing, show
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.progress import reporting

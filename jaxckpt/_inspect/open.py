@@ -20,8 +20,9 @@ from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.restore_plan import RestorePlan, plan_restore
 from jaxckpt._restore.goals import resolve
+from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
 from jaxckpt._restore.source import Location, Native, Source, source_at, step_of
-from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
+from jaxckpt._restore.target import Request, require_request
 from jaxckpt._runtime.errors import NotACheckpointError, counted, show
 from jaxckpt._runtime.options import Options, given, whole_number
 from jaxckpt._runtime.progress import show_bytes
@@ -174,7 +175,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
     def __getitem__(self, path: str) -> LazyLeaf:
         if path not in self._numbers:
             below = [leaf for leaf in self._numbers if leaf.startswith(f"{path}/")]
-            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(path, self._numbers)
+            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(str(path), self._numbers)
             raise KeyError(f"no leaf {show(path)} in {self.path}{hint}")
         return self._leaf(self._numbers[path])
 
@@ -250,7 +251,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         Raises:
             MismatchError, SpecError, LayoutError: As `restore` would.
         """
-        devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1)
+        devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1, most=1 << 31)
         options = self._options if options is None else given(options)
         planned = None if isinstance(mesh, Mesh) else devices_per_process
         request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype)

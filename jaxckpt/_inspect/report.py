@@ -51,7 +51,7 @@ from jaxckpt._inspect.restore_plan import RestorePlan, Where, draw_plan, saved_w
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Location, Source, source_at
 from jaxckpt._runtime.errors import counted
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 
 MOST_DRAWINGS = 400
@@ -112,7 +112,7 @@ def report(
     drawings = _Drawings(LAYOUT_WIDTH if plan is None else LAYOUT_WIDTH // 2 - 6)  # two are side by side
     data = _data(source.manifest, plan, drawings)
 
-    data["histograms"] = _histograms(source, options) if histograms else {}
+    data["histograms"] = _histograms(source, options) if flag(histograms, "histograms") else {}
     data["meanings"] = MEANINGS
     restore = Markup() if plan is None else _section("Restore plan", draw_plan(plan, MOST_BARS))
     sections = [_save_section(source.manifest), restore, _about_section(source.manifest)]

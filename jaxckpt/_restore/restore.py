@@ -20,8 +20,9 @@ from jaxckpt._restore.gathering import require_agreement
 from jaxckpt._restore.goals import Goal, host_goals, resolve
 from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.pooled import Pooled
+from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
 from jaxckpt._restore.source import Location, source_at
-from jaxckpt._restore.target import Renaming, Request, renamed_source, require_request, split_rename
+from jaxckpt._restore.target import Request, require_request
 from jaxckpt._runtime.errors import InputError, PeersDisagreeError
 from jaxckpt._runtime.events import finished
 from jaxckpt._runtime.options import Options, given

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import msgspec
@@ -19,7 +19,7 @@ from jaxckpt._format.leaf_types import LeafType, leaf_type
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest, component, heads, longest_head
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.select import Rename, Select, Selector, origins, renamed, selector
+from jaxckpt._format.select import Rename, Select, Selector, origins, selector
 from jaxckpt._format.specs import Specs, mesh_axes
 from jaxckpt._format.tree import (
     Container,
@@ -29,24 +29,17 @@ from jaxckpt._format.tree import (
     bare,
     flatten,
     keys_of,
-    nested,
     numbers_of,
     objects_of,
-    paths_of,
     prune,
-    structure_of,
     subtree,
     unflatten,
 )
-from jaxckpt._restore.objects import TargetObject, asked_below, revived, with_objects
-from jaxckpt._restore.pooled import Pooled
+from jaxckpt._restore.objects import TargetObject, asked_below, revived
+from jaxckpt._restore.renaming import renamed_tree, require_single_root, selected
 from jaxckpt._restore.rules import Rules
-from jaxckpt._restore.source import Foreign, Native
 from jaxckpt._runtime.errors import InputError, Problem, show
 from jaxckpt._runtime.options import Options, flag
-
-Renaming = Rename | Rules
-"""The argument rename=: new names, or rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,36 +125,6 @@ class Match:
 # Choosing saved leaves ------------------------------------------------------------------------------------
 
 
-def selected(manifest: Manifest, select: Selector | None) -> Sequence[int]:
-    """Numbers of the leaves that are selected by their saved paths. Raises TreeError if an entry selects none."""
-    numbers = range(len(manifest.leaves))
-    return numbers if select is None else [*itertools.compress(numbers, select.choose(manifest.numbers))]
-
-
-def _renamed(manifest: Manifest, rename: Rename | None) -> tuple[Structure, dict[str, int]]:
-    """The requested structure, and the number of each leaf by its requested path. Raises TreeError."""
-    if rename is None:
-        return manifest.tree, manifest.numbers
-    empty = {path: node for path, node in objects_of(manifest.tree) if next(numbers_of(node), None) is None}
-    paths = renamed(rename, [*manifest.numbers, *empty])
-    numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
-    units = with_objects(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
-    return structure_of(nested(units)), numbers
-
-
-def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
-    """The manifest of only the selected leaves, with their new paths; the data is unchanged. Raises TreeError."""
-    structure, _ = _renamed(manifest, rename)
-    chosen = selected(manifest, None if select is None else selector(select))
-    structure = prune(structure, {number: number for number in chosen})
-    paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
-    leaves = [
-        msgspec.structs.replace(manifest.leaves[number], path=path) for path, number in zip(paths, numbers, strict=True)
-    ]
-    tree = prune(structure, {old: new for new, old in enumerate(numbers)})
-    return msgspec.structs.replace(manifest, tree=tree, leaves=leaves)
-
-
 def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[int]) -> Build:
     """Builds the tree of only the chosen leaves."""
     some = len(chosen) < len(manifest.leaves)
@@ -195,13 +158,14 @@ def match_paths(manifest: Manifest, request: Request) -> tuple[Match, list[Probl
     """
     select = None if request.select is None else selector(request.select)
     chosen = selected(manifest, select)
-    structure, numbers = _renamed(manifest, request.rename)
+    structure, numbers = renamed_tree(manifest, request.rename, chosen)
     wanted = numbers
     if len(chosen) < len(numbers):
         among = set(chosen)
         wanted = {path: number for path, number in numbers.items() if number in among}
     if request.target is None:
         asks = Asks([*wanted], [*wanted.values()], [None] * len(wanted))
+        require_single_root(manifest, numbers, chosen)
         return Match(asks, build_selected(structure, manifest, chosen)), []
     return _Matching(manifest, request, select, structure, numbers, wanted).match()
 
@@ -217,7 +181,7 @@ class _Matching:
     """The tree of the checkpoint, renamed."""
 
     numbers: Mapping[str, int]
-    """Number of each leaf of that tree by path."""
+    """Number of each leaf of the checkpoint by its new path."""
 
     wanted: Mapping[str, int]
     """The same for the selected leaves."""
@@ -310,7 +274,8 @@ class _Matching:
         except KeyError:
             saved = None
         if saved is None:
-            return self.request.strict and self._is_selected(leaf.path)
+            left_out = leaf.path in self.numbers or self._below(leaf.path, self.numbers)
+            return self.request.strict and not left_out and self._is_selected(leaf.path)
         numbers = [*numbers_of(saved)]
         left = [number for number in numbers if number not in by_number]
         if len(left) == len(numbers) > 0 or not (numbers or self._is_selected(leaf.path)):
@@ -482,18 +447,3 @@ def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
             yield path, f"an empty {node.name or node.type}"
         for key, child in zip(keys_of(node), node.children, strict=True):
             yield from _empty_places(child, f"{path}/{component(key)}" if path else component(key))
-
-
-def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
-    """(new names, rules) of the argument `rename=`; at most one of the two is set."""
-    return (None, rename) if isinstance(rename, Rules) else (rename, None)
-
-
-_Opened = TypeVar("_Opened", bound=Native | Foreign | Pooled)
-
-
-def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | Foreign:
-    """A checkpoint with renamed leaves, or its view through rules. Raises MismatchError, TreeError."""
-    if isinstance(rename, Rules):
-        return rename.over(source)
-    return source if rename is None else replace(source, manifest=narrowed(source.manifest, None, rename))

@@ -10,8 +10,10 @@ import atexit
 import contextlib
 import functools
 import logging
+import numbers
 import os
 import queue
+import reprlib
 import signal
 import sys
 import threading
@@ -119,6 +121,8 @@ class PendingSave:
             )
         if not self.done and threading.get_ident() == _writer:
             raise InputError(f"wait() for the save to {self.path} was called from its own callback")
+        if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout == timeout):  # pyright: ignore
+            raise InputError(f"timeout must be a number of seconds or None, found {reprlib.repr(timeout)}")
         wake()
         if not self._await_end(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")

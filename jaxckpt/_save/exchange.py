@@ -44,6 +44,18 @@ def moving_bits(mesh: Mesh | None) -> Generator[None]:
         yield
 
 
+def own_mesh(array: jax.Array) -> Mesh:
+    """The mesh for calls with an array on one device: this device, or no device if the array is uncommitted, because on
+    a mesh it would become committed."""
+    (device,) = array.sharding.device_set
+    return _mesh_of(device) if array.committed else Mesh(np.empty((), object), ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _mesh_of(device: Any) -> Mesh:
+    return Mesh(np.array([device]), ("own",))
+
+
 def links(devices: Sequence[Any]) -> int:
     """How many devices of a process send bytes: one on CPUs, where all share one memory and one connection."""
     return 1 if devices[0].platform == "cpu" else len(devices)

@@ -32,7 +32,7 @@ from jaxckpt._format.grid import Box, contains, extent, intersection, volume, wh
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces, assign
 from jaxckpt._save.describe import Draft, Value
-from jaxckpt._save.exchange import box_everywhere, moving_bits
+from jaxckpt._save.exchange import box_everywhere, moving_bits, own_mesh
 from jaxckpt._save.plan import Object, SavePlan
 
 STACK_PIECES = 512
@@ -258,15 +258,10 @@ def _caster(sides: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     return jax.jit(cut)
 
 
-@functools.lru_cache(maxsize=4096)
-def _mesh_of(device: Any) -> Mesh:
-    return Mesh(np.array([device]), ("own",))
-
-
 def _cast(array: Any, here: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
     """A part of an array on one device, cast there to another dtype. All parts of a shape share one program."""
     sides = tuple(cut.stop - cut.start for cut in here)
-    with moving_bits(_mesh_of(next(iter(array.sharding.device_set)))):
+    with moving_bits(own_mesh(array)):
         return _caster(sides, dtype)(array, [np.int64(cut.start) for cut in here])
 
 

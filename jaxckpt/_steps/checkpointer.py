@@ -16,8 +16,9 @@ from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.pooled import DamagedError
+from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import carry_out
-from jaxckpt._restore.target import Renaming, Request, split_rename
+from jaxckpt._restore.target import Request
 from jaxckpt._runtime.errors import InputError, JaxckptError
 from jaxckpt._runtime.options import Options, flag, given, seconds
 from jaxckpt._runtime.processes import Call, Group
@@ -94,8 +95,7 @@ class Checkpointer:
             by its sharding are sent to one over the devices' interconnect.
         local_domains: The failure domain of each process, such as its rack: one label for each process. By default
             each host is a domain; if all processes are on one host, each process is one.
-        local_bytes_per_second: Limit of the rate at which each process flushes; by default
-            `Options.max_bytes_per_second`.
+        local_bytes_per_second: Limit of the rate of each process's flushes; by default `Options.max_bytes_per_second`.
         options: See `Options`.
 
     Examples:

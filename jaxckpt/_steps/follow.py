@@ -18,8 +18,9 @@ from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import carry_out
-from jaxckpt._restore.target import Renaming, Request, split_rename
+from jaxckpt._restore.target import Request
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, given, seconds, whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold

@@ -42,7 +42,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
         40
         >>> jaxckpt.unpin("/tmp/jaxckpt-doc/pinned@paper")
     """
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", name) or name in ("latest", "best"):
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", name)) or name in ("latest", "best"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(
             f"name must consist of letters, digits, '_', '-' and '.', start with a letter, and not be 'latest' or"
             f" 'best'; found {name!r}"

@@ -33,7 +33,7 @@ def own_state(source: Store | Pooled, name: str, resplit: Resplit | None, option
             states = [decode_state(source.state(number)) for number in numbers]
     else:
         states = load_states(source, manifest, numbers)
-    if not states or any(name not in state for state in states):
+    if not isinstance(name, str) or not states or any(name not in state for state in states):  # pyright: ignore[reportUnnecessaryIsInstance]
         found = sorted(states[0]) if states else "none"
         raise InputError(f"{source.url} has no process_state {name!r}; it has {found}")
     items = [state[name] for state in states]

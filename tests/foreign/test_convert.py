@@ -242,6 +242,13 @@ def test_safetensors_out_and_in(tmp_path: Path) -> None:
     assert jaxckpt.verify(tmp_path / "to.safetensors").ok
 
 
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_a_tree_of_one_leaf_is_still_one_leaf(name: str, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", np.arange(3))
+    jaxckpt.convert(tmp_path / "from", tmp_path / name)
+    assert same(jaxckpt.load_numpy(tmp_path / name), np.arange(3))
+
+
 def test_theirs_is_read_onto_a_mesh(tmp_path: Path) -> None:
     numpy = pytest.importorskip("safetensors.numpy")
     tensors = {f"model.layers.{n}.weight": bits(jnp.bfloat16, (24, 8), n) for n in range(5)}

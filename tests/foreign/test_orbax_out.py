@@ -181,6 +181,7 @@ def test_names_that_orbax_would_confuse_are_listed(tmp_path: Path) -> None:
         "x": np.ones(2),
         "x/c/0": np.ones(3),
         "_METADATA": np.ones(1),
+        "manifest.json": np.ones(1),
         "..": np.ones(1),
         "big": 1 << 70,
         "~": "text",
@@ -190,11 +191,12 @@ def test_names_that_orbax_would_confuse_are_listed(tmp_path: Path) -> None:
     with pytest.raises(TreeError) as error:
         convert(tmp_path / "ours", tmp_path / "theirs", format="orbax")
     for message in (
-        "8 of these leaves",
+        "9 of these leaves",
         "'a/b', 'a.b' would all be named 'a.b'",
         "'a/c' is a bytes",
         "'x~1c~10' would be in the folder of 'x'",
         "'_METADATA' has a name",
+        "'manifest.json' has a name",
         "'..' has a name",
         "'big' is an int beyond 64 bits",
         "'~0' is a str with a '~' in its name",

@@ -158,6 +158,13 @@ def test_arguments_that_do_not_fit_are_reported(tmp_path: Path) -> None:
         jaxckpt.rank_files(files, offsets={0: {"weight": (0,)}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
     with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 0, with offset 'ab'"):
         jaxckpt.rank_files(files, offsets={0: {"weight": "ab"}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
+    with pytest.raises(InputError, match=r"with offset \(0, 0\) in the shape 8"):
+        jaxckpt.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes={"weight": 8})  # pyright: ignore[reportArgumentType]
+    for wrong in ([1], {0: (0, 0)}):
+        with pytest.raises(InputError, match=r"offsets(\[0\])? is of type (list|tuple); expected a mapping"):
+            jaxckpt.rank_files(files, offsets=wrong, shapes={"weight": (8, 6)})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match=r"shapes is of type tuple; expected a mapping"):
+        jaxckpt.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes=(8, 6))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"files is of type list; expected {rank: path}"):
         jaxckpt.rank_files(list(files.values()))
     with pytest.raises(SpecError, match="names mesh axis 'model'; the mesh has"):

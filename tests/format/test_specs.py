@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jaxckpt
-from jaxckpt._format.specs import Alike, lay_out
+from jaxckpt._format.specs import Alike, lay_out, resolve_specs
 
 AXES = {"data": 4, "model": 2}
 OPTIONS = jaxckpt.Options()
@@ -42,3 +44,8 @@ def test_a_mesh_without_any_of_the_axes_is_an_error_that_names_the_leaves() -> N
         lay_out(AXES, groups, OPTIONS)
     assert caught.value.paths == ("a", "b")
     lay_out({"data": 1}, groups, OPTIONS)  # one device holds everything anyway
+
+
+def test_a_mesh_in_place_of_specs_is_an_error() -> None:
+    with pytest.raises(jaxckpt.SpecError, match="specs is a mesh: pass it as mesh="):
+        resolve_specs(Mesh(np.empty((), object), ()), [])

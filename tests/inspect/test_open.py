@@ -152,9 +152,10 @@ def test_the_value_of_a_numpy_scalar_is_one(tmp_path: Path) -> None:
         ("params", "leaves below it: params/h, params/w"),
         ("zzz", "no leaf 'zzz' in "),
         ("", "no leaf ''"),
+        (3, "no leaf 3"),
     ],
 )
-def test_a_wrong_path_is_a_key_error_with_a_hint(wrong: str, hint: str, path: Path) -> None:
+def test_a_wrong_path_is_a_key_error_with_a_hint(wrong: Any, hint: str, path: Path) -> None:
     with pytest.raises(KeyError, match=re.escape(hint)):
         jaxckpt.open(path)[wrong]
 
@@ -411,7 +412,7 @@ def test_a_plan_refuses_what_the_restore_would_refuse(weights: tuple[Path, dict[
         checkpoint.plan(mesh={"data": 5})
     with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
         checkpoint.plan(mesh={"x": 4})
-    for wrong in (0, "8", 1.5, True):
+    for wrong in (0, "8", 1.5, True, 10**30):
         with pytest.raises(jaxckpt.InputError, match="devices_per_process must be a whole number above zero"):
             checkpoint.plan(mesh={"data": 2}, devices_per_process=wrong)  # pyright: ignore[reportArgumentType]
     for wrong in ({"data": 0}, {"data": True}, {1: 8}):

@@ -94,6 +94,9 @@ def test_it_returns_before_it_is_written_and_reports_its_progress(tmp_path: Path
     assert pending.progress.total_bytes == 8080
     with pytest.raises(TimeoutError, match=r"not done after 0\.01 s: save: 0 B of 7\.9 KiB"):
         pending.wait(0.01)
+    for wrong in ("1", float("nan")):
+        with pytest.raises(jaxckpt.InputError, match="timeout must be a number of seconds or None"):
+            pending.wait(wrong)  # pyright: ignore[reportArgumentType]
     assert "in progress" in repr(pending)
     gate.opened.set()
     info = pending.wait(60)

@@ -177,6 +177,7 @@ def test_a_function_sees_the_number_of_dimensions(tmp_path: Path) -> None:
         (jnp.complex64, "no leaf there has that kind of number"),
         ("bf16", "expected a dtype such as jnp.bfloat16"),
         (3, "expected a dtype such as jnp.bfloat16"),
+        (jax.sharding.Mesh(np.empty((), object), ()), "expected a dtype such as jnp.bfloat16"),
         (lambda path, leaf: 3, "expected a dtype such as jnp.bfloat16"),
         (np.dtype("U3"), "expected a dtype such as jnp.bfloat16"),
     ],

@@ -29,6 +29,7 @@ from jaxckpt._foreign.orbax.records import (
 )
 from jaxckpt._format.chunking import cut_to
 from jaxckpt._format.grid import Box, Spec, extent, pieces_along
+from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
 from jaxckpt._format.tree import Container, Structure, bare, keys_of
@@ -39,7 +40,7 @@ from jaxckpt._runtime.errors import TreeError, listing, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
-_RESERVED = {TREE_FILE, STEP_FILE, SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER, COMMITTED_MARK}
+_RESERVED = {TREE_FILE, STEP_FILE, SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER, COMMITTED_MARK, MANIFEST}
 _UNKNOWN_DTYPES = {"float8_e4m3", "uint2", "uint4"}
 """Dtypes that tensorstore's zarr3 driver, and therefore Orbax, does not support."""
 
@@ -146,7 +147,7 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
         if entry.keys and (
             not {"", ".", ".."}.isdisjoint(folders) or not {"\0", "\\"}.isdisjoint(name) or folders[0] in _RESERVED
         ):
-            problems.append(f"{shown} has a name that Orbax reserves, or that cannot name a folder")
+            problems.append(f"{shown} has a name that Orbax or jaxckpt reserves, or that cannot name a folder")
         elif any(len(folder.encode()) > 255 for folder in folders):
             problems.append(f"{shown} has a name of more than 255 bytes")
         if leaf.kind == "bytes" or (leaf.kind == "str" and "~" in name):

@@ -1,0 +1,83 @@
+"""Leaves that `select=` chooses, and the tree that `rename=` makes of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from jaxckpt._format.records import Manifest
+from jaxckpt._format.select import Rename, Select, Selector, renamed, selector
+from jaxckpt._format.tree import Structure, nested, numbers_of, objects_of, paths_of, prune, structure_of
+from jaxckpt._restore.objects import with_objects
+from jaxckpt._restore.pooled import Pooled
+from jaxckpt._restore.rules import Rules
+from jaxckpt._restore.source import Foreign, Native
+from jaxckpt._runtime.errors import TreeError, show
+
+Renaming = Rename | Rules
+"""The argument rename=: new names, or rules."""
+
+
+def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
+    """(new names, rules) of the argument `rename=`; at most one of the two is set."""
+    return (None, rename) if isinstance(rename, Rules) else (rename, None)
+
+
+_Opened = TypeVar("_Opened", bound=Native | Foreign | Pooled)
+
+
+def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | Foreign:
+    """A checkpoint with renamed leaves, or its view through rules. Raises MismatchError, TreeError."""
+    if isinstance(rename, Rules):
+        return rename.over(source)
+    return source if rename is None else replace(source, manifest=narrowed(source.manifest, None, rename))
+
+
+def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
+    """The manifest of only the selected leaves, with their new paths; the data is unchanged. Raises TreeError."""
+    chosen = selected(manifest, None if select is None else selector(select))
+    structure, new_paths = renamed_tree(manifest, rename, chosen)
+    require_single_root(manifest, new_paths, chosen)
+    structure = prune(structure, {number: number for number in chosen})
+    paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
+    leaves = [
+        msgspec.structs.replace(manifest.leaves[number], path=path) for path, number in zip(paths, numbers, strict=True)
+    ]
+    tree = prune(structure, {old: new for new, old in enumerate(numbers)})
+    return msgspec.structs.replace(manifest, tree=tree, leaves=leaves)
+
+
+def selected(manifest: Manifest, select: Selector | None) -> Sequence[int]:
+    """Numbers of the leaves that are selected by their saved paths. Raises TreeError if an entry selects none."""
+    numbers = range(len(manifest.leaves))
+    return numbers if select is None else [*itertools.compress(numbers, select.choose(manifest.numbers))]
+
+
+def renamed_tree(manifest: Manifest, rename: Rename | None, chosen: Sequence[int]) -> tuple[Structure, dict[str, int]]:
+    """The requested structure, and the number of each leaf by its requested path. Raises TreeError.
+
+    A renamed structure lacks the leaves that are not chosen, except in objects: their new paths may be in the way.
+    """
+    if rename is None:
+        return manifest.tree, manifest.numbers
+    empty = {path: node for path, node in objects_of(manifest.tree) if next(numbers_of(node), None) is None}
+    paths = renamed(rename, [*manifest.numbers, *empty])
+    numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
+    units = with_objects(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
+    among = set(chosen)
+    units = {path: unit for path, unit in units.items() if not isinstance(unit, int) or unit in among}
+    return structure_of(nested(units)), numbers
+
+
+def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: Sequence[int]) -> None:
+    """Raise TreeError if a chosen leaf would be the root of a tree that also has others."""
+    root = numbers.get("")
+    if root is not None and root in chosen and len(chosen) > 1:
+        raise TreeError(
+            f"rename= makes leaf {show(manifest.leaves[root].path)} the whole tree, but {len(chosen)} leaves are"
+            " selected: give it a name, or select only this leaf"
+        )
