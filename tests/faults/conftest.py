@@ -67,6 +67,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("--campaign"):
+        reliability.circumstances()  # asks git, which no test without the mark `child` may start
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--campaign"):
         reliability.write()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
@@ -85,7 +86,7 @@ class Row:
 def record(row: Row) -> None:
     """Put a row into results.json, in the place of what the same test counted before."""
     rows = [found for found in _load() if found["test"] != row.test]
-    rows.append({**asdict(row), **_circumstances()})
+    rows.append({**asdict(row), **circumstances()})
     rows.sort(key=lambda found: (found["number"], found["system"], found["test"]))
     _RESULTS.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
@@ -125,7 +126,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _circumstances() -> dict[str, str]:
+@functools.cache
+def circumstances() -> dict[str, str]:
+    """The date, the commit and the versions that a row was counted with."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=_PAGE.parent, capture_output=True, text=True, check=False
     )

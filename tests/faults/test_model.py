@@ -205,6 +205,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def only_what_must_be_there_is_listed(self) -> None:
         if self.checkpointer.pending is None or self.checkpointer.pending.done:
+            self.checkpointer.wait()  # for the deletion of old steps
             assert self.checkpointer.steps() == sorted(self.steps)
 
     def teardown(self) -> None:
