@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 
 from peer import args, at, attempt, await_notes, count, make, meet, note, operate, path, process_id, tell, there
+from phases import PHASES
 
 import jaxckpt
 from jaxckpt._runtime import processes
 
+# Before the first read: a sleep inside of one would be a storage that hangs, which is an error.
+PHASES["fetching"] = "restore", "_restore.restore.fetch"
 operate("save", 0, 60)
 for number, (what, victim) in enumerate(args["rounds"], 1):
     meet(f"ready{number}")
@@ -16,7 +19,7 @@ for number, (what, victim) in enumerate(args["rounds"], 1):
     kind = "restore" if "restore" in what else "save"
     if process_id == victim:
         if what.startswith("slow"):
-            back = at("reading" if kind == "restore" else "writing", lambda: time.sleep(3 * args["timeout"]))
+            back = at("fetching" if kind == "restore" else "writing", lambda: time.sleep(3 * args["timeout"]))
         elif what == "makes no call":
             await_notes(f"told{number}", set(range(count)) - {victim})
             processes.Group.current(None, processes.Call.of("save", path))  # as if it had called and raised
