@@ -173,7 +173,7 @@ class Saver:
 
     def _leave(self, step: int, saved: bool) -> None:
         here = saved and self.last.wait(self.notice.seconds_left())
-        in_time = self.flushed.wait(self.notice.seconds_left()) and here  # else `close` would wait for it, for ever
+        in_time = self.flushed.wait(self.notice.seconds_left()) and here  # otherwise `close` would wait for it forever
         outcome = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
         if here and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"

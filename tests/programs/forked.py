@@ -46,8 +46,8 @@ def fork(name: str, child: Callable[[], object], meanwhile: Callable[[int], obje
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    with open(ours, "rb") as told:
-        found[name] = os.waitstatus_to_exitcode(status[1]), told.read().decode()
+    with open(ours, "rb") as output:
+        found[name] = os.waitstatus_to_exitcode(status[1]), output.read().decode()
 
 
 def exit_in_the_block(checkpoints: jaxckpt.Checkpointer) -> None:

@@ -280,9 +280,9 @@ def test_forks_neither_wait_for_their_parents_work_nor_undo_it(tmp_path: Path, r
     assert found["held"] == [0, ""]
     assert found["leases"] == 1
     for name in ("wait", "close"):
-        status, told = found[name]
+        status, message = found[name]
         assert status == 1
-        assert re.search(r"the save to .*2 runs in process \d+, from which this process was forked", told)
+        assert re.search(r"the save to .*2 runs in process \d+, from which this process was forked", message)
     assert found["exit"] == [5, ""]
     assert found["deleting"] == [0, ""]
     assert found["steps"] == [3]
