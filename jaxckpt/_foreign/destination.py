@@ -135,9 +135,7 @@ def _clear(path: str) -> None:
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
-                old = os.path.join(folder, _OLD)
-                if os.path.lexists(old) and not os.path.lexists(path):
-                    os.rename(old, path)
+                _move_back(os.path.join(folder, _OLD), path)
                 _discard(folder, path)
             finally:
                 os.close(lock)
@@ -154,9 +152,14 @@ def _put_in_place(draft: str, path: str) -> None:
         os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
         os.rename(draft, path)
     except BaseException:  # an interrupt may come right after either
-        if os.path.lexists(old) and not os.path.lexists(path):
-            os.rename(old, path)
+        _move_back(old, path)
         raise
+
+
+def _move_back(old: str, path: str) -> None:
+    """Move the previous content back to the destination, if it was moved away and nothing has replaced it."""
+    if os.path.lexists(old) and not os.path.lexists(path):
+        os.rename(old, path)
 
 
 _OLD = ".old"

@@ -68,9 +68,8 @@ def publish(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) -> P
             meeting.group.check()  # the last moment at which it can be cancelled
             with watch.doing(f"publishing {meeting.group.call.where}"):
                 save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
-            stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
             reused_bytes = sum(share.linked_bytes for share in shares)
-            published = Published(stored_bytes, reused_bytes, hashlib.sha256(content).hexdigest())
+            published = Published(_stored_bytes(manifest), reused_bytes, hashlib.sha256(content).hexdigest())
     with clock.timed("barrier"):
         return msgspec.json.decode(meeting.share(msgspec.json.encode(published).decode()), type=Published)
 
@@ -97,8 +96,11 @@ def publish_own(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) 
         save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
     with clock.timed("barrier"):
         meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
-    stored_bytes = sum(length for record in manifest.stacks for length, _ in record.objects.values())
-    return Published(stored_bytes, 0, hashlib.sha256(content).hexdigest())
+    return Published(_stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
+
+
+def _stored_bytes(manifest: Manifest) -> int:
+    return sum(length for record in manifest.stacks for length, _ in record.objects.values())
 
 
 def compose(save_id: str, plan: SavePlan, draft: Draft, request: SaveRequest, shares: Sequence[Share]) -> Manifest:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 
 from jaxckpt._format.paths import closest
-from jaxckpt._format.records import StepRecord
+from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,
@@ -72,12 +72,8 @@ class Directory:
         """The properties of a step from its manifest, read once; None if it is missing or damaged."""
         found = self._known.get(step)
         if found is None:
-            try:
-                manifest, _ = load_manifest(self.child(step))
-            except NotACheckpointError:
-                return None
-            except CorruptError as error:
-                _log.warning("ignoring step %d: %s", step, error)
+            manifest = self._manifest(step)
+            if manifest is None:
                 return None
             # A save that has been published in the meantime has set the current value.
             found = self._known.setdefault(step, SavedStep.of(step, manifest))
@@ -85,9 +81,15 @@ class Directory:
 
     def save_id(self, step: int) -> str | None:
         """The id of the save that a step is of; None if its manifest is missing or damaged."""
+        manifest = self._manifest(step)
+        return None if manifest is None else manifest.save_id
+
+    def _manifest(self, step: int) -> Manifest | None:
         try:
-            return load_manifest(self.child(step))[0].save_id
-        except (CorruptError, NotACheckpointError) as error:
+            return load_manifest(self.child(step))[0]
+        except NotACheckpointError:
+            return None
+        except CorruptError as error:
             _log.warning("ignoring step %d: %s", step, error)
             return None
 
