@@ -59,7 +59,7 @@ def test_one_that_fails_while_leaves_are_exchanged_does_not_hold_up_the_others(
 
 def test_a_missed_call_never_mixes_two_steps(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = PROGRAMS / "missed_call.py"
-    done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=60, check=False)
+    done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=120, check=False)
     assert [one.returncode for one in done] == [0, 0], "\n".join(map(str, done))
     assert "1 PeerTimeoutError" in done[0].stdout, str(done[0])
     if (tmp_path / "c" / "manifest.json").exists():
