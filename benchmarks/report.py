@@ -1,6 +1,6 @@
 """What the benchmarks share: where they ran, the files that their results go to, and the summary of a run of peers.py.
 
-A run is {"workload", "pairs": {peer: {"seconds": {operation: {contender: [a number a round]}}, ...}}, ...}.
+A run is {"workload", "seconds": {operation: {contender: [a number a round]}}, "cpu_seconds": the same, ...}.
 """
 
 from __future__ import annotations
@@ -112,41 +112,21 @@ def _lines(path: str) -> list[str]:
 
 
 def summed_up(run: dict[str, Any]) -> dict[str, Any]:
-    """A run without its samples: [least, median, greatest] of each figure, and of its ratio to ours within a round.
-
-    Our own samples are those of all pairs.
-    """
-    samples: dict[str, dict[str, dict[str, list[float]]]] = {}
-    pairs = run["pairs"]
-    for peer, pair in pairs.items():
-        for operation, seconds in pair.get("seconds", {}).items():
-            of, cpu_seconds = samples.setdefault(operation, {}), pair["cpu_seconds"][operation]
-            for name in (OURS, peer):
-                found = of.setdefault(name, {"seconds": [], "cpu_seconds": [], "times_jaxckpt": []})
-                found["seconds"] += seconds.get(name, [])
-                found["cpu_seconds"] += cpu_seconds.get(name, [])
-                found["times_jaxckpt"] += [
-                    other / ours for other, ours in zip(seconds.get(name, []), seconds[OURS], strict=False)
-                ]
-    return {
-        **{name: value for name, value in run.items() if name != "pairs"},
-        "title": next((pair["title"] for pair in pairs.values() if "title" in pair), "failed"),
-        "contenders": [peer for peer, pair in pairs.items() if "seconds" in pair],
-        "failed": {peer: pair["failed"] for peer, pair in pairs.items() if "failed" in pair},
-        "spreads": {
-            operation: {
-                name: {what: spread(one) for what, one in found.items()}
-                for name, found in of.items()
-                if found["seconds"]
+    """A run without its samples: [least, median, greatest] of each figure, and of its ratio to ours within a round."""
+    spreads: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for operation, seconds in run.get("seconds", {}).items():
+        spreads[operation] = {
+            name: {
+                "seconds": spread(found),
+                "cpu_seconds": spread(run["cpu_seconds"][operation][name]),
+                # A slow contender takes part in the first rounds only.
+                "times_jaxckpt": spread([other / ours for other, ours in zip(found, seconds[OURS], strict=False)]),
+                "rounds": len(found),
             }
-            for operation, of in samples.items()
-        },
-        **{
-            key: {name: count for pair in pairs.values() for name, count in pair.get(key, {}).items()}
-            for key in ("one_leaf_bytes_read", "files")
-        },
-        "over_read": next((pair["over_read"] for pair in pairs.values() if pair.get("over_read")), {}),
-    }
+            for name, found in seconds.items()
+        }
+    kept = {name: value for name, value in run.items() if name not in ("seconds", "cpu_seconds")}
+    return {**kept, "spreads": spreads}
 
 
 def spread(samples: list[float]) -> list[float]:
@@ -156,8 +136,10 @@ def spread(samples: list[float]) -> list[float]:
 
 def show(run: dict[str, Any]) -> None:
     """Milliseconds, and how many times ours: medians over rounds."""
-    for peer, why in run["failed"].items():
-        console.print(f"[red]({run['workload']}) {run['filesystem']}: {peer}: {why}")
+    if run["failed"]:
+        console.print(f"[red]({run['workload']}) {run['filesystem']}: {run['failed']}")
+    if not run["spreads"]:
+        return
     processes = f"{run['processes']} processes" if run["processes"] > 1 else "one process"
     heading = f"({run['workload']}) {run['title']}, {run['filesystem']}, {processes}"
     table = Table(title=f"{heading}: ms (× jaxckpt)")

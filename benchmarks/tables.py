@@ -3,13 +3,14 @@
     python benchmarks/tables.py [benchmarks/results/peers-<date>-tmpfs.json]     by default the newest on tmpfs
 
 One table for each workload and number of processes: jaxckpt's milliseconds, and how many times as long each other took,
-medians over rounds. Above 1, jaxckpt is faster.
+medians over rounds. Above 1, jaxckpt is faster. "level": neither was faster in all rounds.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,21 @@ def table(run: dict[str, Any]) -> str:
     ]
     for operation, found in run["spreads"].items():
         if operation not in LEFT_OUT and OURS in found:
-            ratios = [ratio(found[peer]["times_jaxckpt"][1]) if peer in found else "" for peer in peers]
+            ratios = [ratio(found[peer]["times_jaxckpt"]) if peer in found else "" for peer in peers]
             lines.append(f"| {operation} | {milliseconds(found[OURS]['seconds'][1])} | {' | '.join(ratios)} |")
-    return "\n".join([*lines, *(f"{peer}: {why}" for peer, why in run["failed"].items())])
+    return "\n".join(lines)
 
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
 
 
-def ratio(number: float) -> str:
-    return f"{number:.0f}" if number >= 10 else f"{number:.1f}" if number >= 3 else f"{number:.2f}"
+def ratio(times: Sequence[float]) -> str:
+    """[least, median, greatest] over rounds."""
+    least, median, greatest = times
+    if least < 1 < greatest:
+        return "level"
+    return f"{median:.0f}" if median >= 10 else f"{median:.1f}" if median >= 3 else f"{median:.2f}"
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
-"""One workload in one place, by jaxckpt and one other in turn: started by peers.py, once for each process.
+"""One workload in one place, by all contenders in turn: started by peers.py, once for each process.
 
-A round is: for each operation, both; every other round runs in the opposite order. The first round is not counted,
-unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what was
-saved, bit for bit.
-Memory that is freed is kept in the process (steady.py), for both alike; but of (c), which would fill 24 GiB so. Before
-each measurement, untimed, dirty pages are flushed, and memory twice as large as the tree is touched and given back: on
-a virtual machine the first touch of memory that the host has taken back is slow, and files on tmpfs are memory. Files
-are read from the page cache.
+A round is: for each operation, all contenders; every other round runs in the opposite order. The first round is not
+counted, unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what
+was saved, bit for bit.
+Freed memory stays in the process (steady.py), for all alike. Before each measurement, untimed, dirty pages are
+flushed; before each save, memory twice as large as the tree is touched and given back: on a virtual machine the first
+touch of memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page cache.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from pathlib import Path
 import steady
 
 case = json.loads(sys.argv[1])
-KEPT = case["workload"] != "c"
-steady.begin(devices=8 // case["processes"], keep_memory=KEPT)
+steady.begin(devices=8 // case["processes"])
 
-import ctypes
 import functools
 import gc
 import itertools
@@ -45,10 +42,9 @@ import jaxckpt
 
 SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
-SLOW_SECONDS = 40  # where a round of the other takes longer than this, two rounds are enough
+SLOW_SECONDS = 120  # a contender whose round takes longer than this has only SLOW_ROUNDS counted rounds
+SLOW_ROUNDS = 2
 STEP_LEAVES = 5000  # above this a step takes minutes to compile
-
-_libc = ctypes.CDLL(None)
 
 # Its own inverse, bit for bit: after two steps the tree is what it was.
 step = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnums=0)
@@ -86,25 +82,28 @@ class Turns:
             operations.append(self.parameters)
         if case["no_async"]:
             operations.remove(self.save_async)
+        order = self.contenders
         for self.round in range(case["rounds"] + 1):
-            begun = time.monotonic()
-            order = self.contenders[:: 1 if self.round % 2 else -1]
+            order, taken = order[::-1], dict.fromkeys(order, 0.0)
             for operation, contender in itertools.product(operations, order):
+                begun = time.monotonic()
                 operation(contender)
-            if jax.process_index() == 0:  # all rounds so far: where memory ends, they are not lost
+                taken[contender] += time.monotonic() - begun
+            if jax.process_index() == 0:  # all rounds so far: if memory runs out, they are not lost
                 result.write_text(json.dumps(self.found()))
             for contender in order:
                 self.remove(contender)
-            # As process 0 finds: all must go on with the same.
-            slow = multihost_utils.broadcast_one_to_all(np.array(time.monotonic() - begun > SLOW_SECONDS))
-            if slow and self.round >= 2:
-                break
+            if self.round >= SLOW_ROUNDS:
+                order = [one for one in order if self.agreed(taken[one]) < SLOW_SECONDS]
+
+    def agreed(self, seconds: float) -> float:
+        """What process 0 has found: all must continue with the same."""
+        return float(multihost_utils.broadcast_one_to_all(np.array(seconds)))
 
     def found(self) -> dict[str, Any]:
         return {
             "bytes": self.workload.nbytes,
             "title": self.workload.title,
-            "rounds_done": self.round,
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
             "files": self.files,
@@ -133,7 +132,7 @@ class Turns:
             return
         self.remove(contender)
         self.renew()
-        self.prepare(contender)
+        self.prepare(contender, saving=True)
         wait = self.clock(SAVE_ASYNC, contender, lambda: contender.save_async(self.tree))
         steps = len(self.workload.leaves) <= STEP_LEAVES
         if steps:
@@ -149,7 +148,7 @@ class Turns:
     def save(self, contender: Contender) -> None:
         self.remove(contender)
         self.renew()
-        self.prepare(contender)
+        self.prepare(contender, saving=True)
         self.clock("save", contender, lambda: contender.save(self.tree))
         if self.round == 0:
             found = [path.stat().st_size for path in contender.path.rglob("*") if path.is_file()]
@@ -171,7 +170,7 @@ class Turns:
     def one_leaf(self, contender: Contender) -> None:
         if not hasattr(contender, "one_leaf"):
             return
-        self.prepare(contender, memory=False)
+        self.prepare(contender)
         leaf = self.clock(ONE_LEAF, contender, contender.one_leaf)
         if self.round == 0:
             require(same(leaf, self.workload.value(self.workload.one)), contender, self.workload.one)
@@ -183,7 +182,7 @@ class Turns:
     def layers(self, first: int, last: int, contender: Contender) -> None:
         if not hasattr(contender, "layers"):
             return
-        self.prepare(contender, memory=False)
+        self.prepare(contender)
         operation = f"layers {first} to {last - 1}" if last - first > 1 else "one layer"
         found = self.clock(operation, contender, lambda: contender.layers(first, last))
         if self.round == 0:
@@ -203,7 +202,7 @@ class Turns:
     def open(self, contender: Contender) -> None:
         if not hasattr(contender, "open"):
             return
-        self.prepare(contender, memory=False)
+        self.prepare(contender)
         self.clock(OPEN, contender, contender.open)
 
     # What they are made of ----------------------------------------------------------------------------------
@@ -220,12 +219,10 @@ class Turns:
                 kept.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
         return result
 
-    def prepare(self, contender: Contender, *, memory: bool = True) -> None:
+    def prepare(self, contender: Contender, *, saving: bool = False) -> None:
         contender.prepare()
         gc.collect()
-        if not KEPT:
-            _libc.malloc_trim(0)
-        if memory:
+        if saving:
             with mmap.mmap(-1, 2 * max(self.workload.nbytes // jax.process_count(), 1)) as touched:
                 touched.madvise(mmap.MADV_HUGEPAGE)  # as NumPy asks for
                 np.frombuffer(touched, np.uint8)[:: mmap.PAGESIZE] = 1

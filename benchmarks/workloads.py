@@ -93,7 +93,7 @@ def _normal_numbers() -> np.ndarray[Any, Any]:
 def workload(key: str, *, quick: bool = False) -> Workload:
     """One of KEYS; `quick` makes a small one of the same kind."""
     if key == "c":
-        return _transformer(layers=2, width=64, words=256) if quick else _transformer(layers=24, width=768, words=32768)
+        return _transformer(layers=2, width=64, words=256) if quick else _transformer(layers=24, width=512, words=32768)
     if key in _SCANNED:
         layers, width, fsdp_alone = _SCANNED[key]
         return _scanned(layers=layers, width=96 if quick else width, words=768 if quick else 32768, alone=fsdp_alone)

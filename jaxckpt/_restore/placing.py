@@ -22,7 +22,7 @@ from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
-from jaxckpt._restore.blocks import carrier, come_as_blocks, place_rows
+from jaxckpt._restore.blocks import carrier, place_rows, rows_per_block
 from jaxckpt._restore.gathering import gather, needs_whole_job, require_agreement
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.passing import Arrivals, needed_by
@@ -58,29 +58,41 @@ class _Destination:
     kept: bool
     """Whether the read buffers become the arrays."""
 
+    block_rows: int = 0
+    """How many leaves are placed together; 0 if they are placed one by one."""
+
 
 class _Destinations:
     """The destination of each goal. Equal goals are computed once."""
 
-    def __init__(self, stacks: Sequence[Stack], options: Options) -> None:
+    def __init__(self, stacks: Sequence[Stack], by_stack: Mapping[int, _Rows], options: Options) -> None:
         self._stacks = stacks
+        self._by_stack = by_stack
         self._whole_bytes = min(WHOLE_BYTES, read_bytes(options.host_bytes) + 1)
         self._by_key: dict[tuple[Any, ...], _Destination] = {}
 
     def of(self, goal: Goal, stack: int) -> _Destination:
         key = (stack, goal.sharding, goal.on_devices, goal.cast)
         if key not in self._by_key:
-            self._by_key[key] = self._of(goal, self._stacks[stack])
+            self._by_key[key] = self._of(goal, self._stacks[stack], len(self._by_stack[stack]))
         return self._by_key[key]
 
-    def _of(self, goal: Goal, stack: Stack) -> _Destination:
-        if goal.sharding is None:
-            return _Destination((whole(stack.shape),), ((None,),), True, kept(goal))
-        n_bytes = volume(whole(stack.shape)) * _wanted_dtype(stack, goal).itemsize
-        if goal.sharding.is_fully_addressable and n_bytes < self._whole_bytes:  # pyright: ignore
-            return _Destination((whole(stack.shape),), ((),), True, kept(goal))
-        places = local_boxes(goal.sharding, stack.shape)  # pyright: ignore[reportArgumentType]
-        return _Destination(tuple(places), tuple(map(tuple, places.values())), False, kept(goal))
+    def _of(self, goal: Goal, stack: Stack, n_leaves: int) -> _Destination:
+        dtype, sharding = _wanted_dtype(stack, goal), goal.sharding
+        n_bytes = volume(whole(stack.shape)) * dtype.itemsize
+        places, is_whole = dict[Box, Sequence[Any]](), True
+        if sharding is None:
+            places[whole(stack.shape)] = (None,)
+        elif sharding.is_fully_addressable and n_bytes < self._whole_bytes:  # pyright: ignore
+            places[whole(stack.shape)] = ()
+        else:
+            places, is_whole = local_boxes(sharding, stack.shape), False  # pyright: ignore[reportArgumentType]
+        block_rows = 0
+        if goal.on_devices and not isinstance(sharding, PlannedSharding):
+            boxes = None if is_whole else list(places)
+            block_rows = rows_per_block(sharding, stack.shape, dtype, boxes, n_leaves)
+        devices = tuple(map(tuple, places.values()))
+        return _Destination(tuple(places), devices, is_whole, kept(goal) and not block_rows, block_rows)
 
 
 def kept(goal: Goal) -> bool:
@@ -166,8 +178,8 @@ def _planned(
     stores the results in `values`. Values in the manifest are stored immediately."""
     manifest = source.manifest
     stacks = manifest.arrays
-    destinations = _Destinations(stacks, options)
     by_stack: dict[int, _Rows] = {}
+    destinations = _Destinations(stacks, by_stack, options)
     for number, goal in goals.items():
         record = manifest.leaves[number]
         if record.stack is None or record.row is None:
@@ -305,9 +317,10 @@ class _Leaves:
                 elif not goal.on_devices:
                     for leaf, view in zip(leaves, rows[0], strict=True):
                         self._values[leaf] = on_host(view, goal.kind, self._manifest.leaves[leaf].path)
-                elif come_as_blocks(goal.sharding, parts):
+                elif destination.block_rows:
                     devices = None if destination.whole else destination.devices
-                    for leaf, arrays in zip(leaves, place_rows(parts, goal.sharding, devices), strict=True):
+                    placed = place_rows(parts, goal.sharding, devices, destination.block_rows)
+                    for leaf, arrays in zip(leaves, placed, strict=True):
                         self._finish(leaf, goal, step.stack, arrays)
                         blocks.extend(arrays)
                 elif destination.whole:

@@ -42,9 +42,11 @@ def _translated(error: Exception, what: str, *, reading: bool) -> StorageError |
     status = text.partition(":")[0]
     system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
     code = int(system[1]) if system else _CODES.get(status, errno.EIO)
-    if isinstance(error, NotImplementedError) or "ignored by server" in text:  # to write or to list over HTTP; ranges
+    unsupported = isinstance(error, NotImplementedError)  # to write or to list over HTTP, for example
+    # An OCDBT database has no status. The decoder of blosc reports damage as "Reader::Seek() backwards not supported".
+    decoding = "Error decoding" in text or (unsupported and "Error reading shard entry" in text)
+    if (unsupported and not decoding) or "ignored by server" in text:
         return StorageError(errno.ENOTSUP, f"{what}: {text}")
-    decoding = "Error decoding" in text  # of an OCDBT database, without a status
     damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if system else decoding or status in _DAMAGED
     return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
 

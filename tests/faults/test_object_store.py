@@ -297,6 +297,7 @@ def test_a_server_that_ignores_conditions(fault: Fault, bucket: Bucket) -> None:
     )
 
 
+@pytest.mark.child
 @pytest.mark.fault(24, "s3://: s3rver, which ignores conditions", "refused, with the reason", quick=1, full=None)
 def test_s3rver(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fault.campaign:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import shutil
@@ -36,17 +35,10 @@ Written = Callable[[int], Path]
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """The folder of what a job of so many processes wrote."""
-
-    @functools.cache
-    def write(count: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"dcp{count}")
-        program = Path(__file__).parents[1] / "programs" / "dcp_writer.py"
-        commands = [[str(program), str(rank), str(count), str(folder)] for rank in range(count)]
-        processes.run_together(commands, timeout=180)
-        return folder
-
-    return write
+    """The folder of what a job of one, two or four processes wrote."""
+    folder = tmp_path_factory.mktemp("dcp")
+    processes.run_python(processes.PROGRAMS / "dcp_writer.py", args=[str(folder), "1", "2", "4"], timeout=240)
+    return lambda count: folder / str(count)
 
 
 def expected(folder: Path, kind: str) -> dict[str, np.ndarray]:

@@ -1,14 +1,17 @@
-"""Real checkpoints of torch.distributed.checkpoint: one process of a gloo job. Run by test_dcp.py, which has no torch.
+"""Real checkpoints of torch.distributed.checkpoint, from gloo jobs. Run by test_dcp.py, which does not import torch.
 
-    python dcp_writer.py RANK PROCESSES FOLDER
+    python dcp_writer.py FOLDER PROCESSES...
 
-Next to each checkpoint, rank 0 writes what is in it: the bytes of each global tensor, by its path, as an .npz file.
+Runs one job for each number of processes, in the folder FOLDER/PROCESSES. Next to each checkpoint, rank 0 writes what
+is in it: the bytes of each global tensor, by its path, as an .npz file. Each process is a fork, so that torch is
+imported once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -150,16 +153,33 @@ def of_safetensors(folder: Path, count: int) -> None:
     expect(folder / "safetensors.npz", flat(state))
 
 
-def main(rank: int, count: int, folder: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=count)
-    for write in (of_dtensors, of_training, of_safetensors):
-        write(folder, count)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads abort a process now and then that ends on its own
+def job(count: int, folder: Path) -> None:
+    """Run a job of so many processes. Raises if one of them fails."""
+    folder.mkdir()
+    ranks = [fork(rank, count, folder) for rank in range(count)]
+    failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
+    assert not failed, f"ranks {failed} of {count} failed"
+
+
+def fork(rank: int, count: int, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=count)
+        for write in (of_dtensors, of_training, of_safetensors):
+            write(folder, count)
+        dist.barrier()
+        dist.destroy_process_group()
+        os._exit(0)  # gloo's threads abort a process now and then that ends on its own
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    for number in map(int, sys.argv[2:]):
+        job(number, Path(sys.argv[1], str(number)))

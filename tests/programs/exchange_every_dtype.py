@@ -15,9 +15,11 @@ from jaxckpt._save.exchange import box_everywhere
 
 SPECS = [P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")]
 BOXES = [((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))]
-IN_EVERY_WAY = {"float32", "complex64"}
+EVERY_WAY = list(itertools.product(SPECS, BOXES))
+WAYS = {"float32": EVERY_WAY, "complex64": list(zip(SPECS, itertools.cycle(BOXES)))}
 """A dtype decides how values become unsigned integers, with one more dimension if it is complex. The spec and the box
-decide which of these integers are taken: for the other dtypes, one spec and one box show that the bits are right."""
+decide which of these integers are taken. A complex dtype comes with each spec and with each box; for the other dtypes,
+one spec and one box show that the bits are right."""
 
 mesh, other = jax.make_mesh((2, 2), ("a", "b")), jax.make_mesh((4,), ("x",))
 rng = np.random.default_rng(0)  # the same in every process
@@ -29,8 +31,7 @@ for name, dtype in DTYPES.items():
         raw &= 1
     small = "int4" in name or "int2" in name
     host = (raw % 2).astype(dtype) if small else (raw % 16).view(dtype) if "float4" in name else raw.view(dtype)
-    every = name in IN_EVERY_WAY
-    for spec, box in itertools.product(SPECS if every else SPECS[:1], BOXES if every else BOXES[:1]):
+    for spec, box in WAYS.get(name, EVERY_WAY[:1]):
         array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
         with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of them
             got = box_everywhere(array, box)

@@ -1,12 +1,13 @@
-"""Saves steps into local folders, as the arguments say, and prints what this process knows of them as JSON.
+"""Saves steps into local folders, as each of the arguments says, and prints what this process knows of them as JSON.
 
-`{"path", "local", "options": of the Checkpointer, "tree": a name in TREES, "steps": [...], "plain": a path for a save}`
+args: [{"path", "local", "options": of the Checkpointer, "tree": its name, "steps": [...], "plain": a path for a save}]
+Prints one line for each, in their order. If one fails, the line says how, and the next is tried.
 """
 
 from __future__ import annotations
 
 import json
-import resource
+import traceback
 from typing import Any
 
 import jax
@@ -27,8 +28,7 @@ def laid(shape: tuple[int, ...], *spec: Any, dtype: Any = np.float32) -> jax.Arr
     return jax.make_array_from_callback(shape, sharding, lambda index: values[index].astype(dtype))
 
 
-def tree(name: str, step: int) -> dict[str, Any]:
-    size = args.get("rows", 64)
+def tree(name: str, step: int, size: int) -> dict[str, Any]:
     fsdp = {
         "w": laid((size, 96), ("data", "model")),
         "b": [laid((size * 2,), ("data", "model"), dtype=jnp.bfloat16) for _ in range(3)],
@@ -61,37 +61,39 @@ def counted(self: Any, pairs: Any, n_bytes: int, given: Any) -> Any:
 
 
 peers.Permutations.run = counted
-options = args.get("options", {})
-if "options" in options:
-    options["options"] = jaxckpt.Options(**options["options"])
-with jaxckpt.Checkpointer(args["path"], local=args["local"], on_preemption="ignore", **options) as steps:
-    infos, done = {}, []
-    for step in args["steps"]:
-        state = {"position": f"{process_id}-{step}"}
-        saved = steps.save(
-            step,
-            tree(args["tree"], step),
-            process_state=state,
-            metrics={"loss": 1 / (1 + step)},
-            on_done=lambda info, step=step: infos.update({step: info}),
-        )
-        done.append(saved)
-        if args.get("wait", True):
-            steps.wait()
-    held = steps.local_bytes(tree(args["tree"], 0))
-    info = {step: {"blocked": found.blocked_seconds, "path": found.path} for step, found in infos.items()}
-if "plain" in args:
-    jaxckpt.save(args["plain"], tree(args["tree"], args["steps"][-1]), process_state=state)
-print(
-    json.dumps(
-        {
-            "infos": info,
-            "saved": done,
-            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-            "passed": passed,
-            "own": held.own_bytes,
-            "copied": held.copied_bytes,
-            "sent": held.sent_bytes,
-        }
-    )
-)
+
+
+def run_one(given: dict[str, Any]) -> dict[str, Any]:
+    global passed
+    passed = 0
+
+    def state(step: int) -> dict[str, Any]:
+        return tree(given["tree"], step, given.get("rows", 64))
+
+    options = given.get("options", {})
+    if "options" in options:
+        options["options"] = jaxckpt.Options(**options["options"])
+    with jaxckpt.Checkpointer(given["path"], local=given["local"], on_preemption="ignore", **options) as steps:
+        done = []
+        for step in given["steps"]:
+            own = {"position": f"{process_id}-{step}"}
+            done.append(steps.save(step, state(step), process_state=own, metrics={"loss": 1 / (1 + step)}))
+            if given.get("wait", True):
+                steps.wait()
+        held = steps.local_bytes(state(0))
+    if "plain" in given:
+        jaxckpt.save(given["plain"], state(given["steps"][-1]), process_state=own)
+    return {
+        "saved": done,
+        "passed": passed,
+        "own": held.own_bytes,
+        "copied": held.copied_bytes,
+        "sent": held.sent_bytes,
+    }
+
+
+for given in args:
+    try:
+        print(json.dumps(run_one(given)), flush=True)
+    except Exception:
+        print(json.dumps({"error": traceback.format_exc()}), flush=True)

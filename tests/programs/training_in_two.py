@@ -1,4 +1,8 @@
-"""examples/training_loop.py in the processes of a job, of which process 1 receives SIGTERM in a step; 0: in none."""
+"""examples/training_loop.py in the processes of a job, once for each of the folders in turn.
+
+args: [[folder, steps, stop], …]. Process 1 receives SIGTERM in the step `stop`, or in none if it is 0. All runs use the
+functions that the first one has jitted, so that they compile once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,14 @@ import training_loop
 from joined import args, process_id
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # the example sets 8 when it is imported
-folder, steps, stop = Path(args[0]), args[1], args[2]
+stop = 0
+jitted: dict[str, Any] = {}
+jit = training_loop.jax.jit
+
+
+def jit_once(function: Any, **options: Any) -> Any:
+    own = getattr(function, "__module__", "") == training_loop.__name__
+    return jitted.setdefault(function.__name__, jit(function, **options)) if own else jit(function, **options)
 
 
 class Stopped(training_loop.jaxckpt.Checkpointer):
@@ -24,5 +35,7 @@ class Stopped(training_loop.jaxckpt.Checkpointer):
         return super().save(step, *rest, **named)
 
 
+training_loop.jax.jit = jit_once
 training_loop.jaxckpt.Checkpointer = Stopped
-training_loop.train(folder, steps)
+for folder, steps, stop in args:  # noqa: B007 (Stopped reads it)
+    training_loop.train(Path(folder), steps)

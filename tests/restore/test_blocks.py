@@ -109,6 +109,28 @@ def test_leaves_in_pinned_host_memory_are_not_stacked(tmp_path: Path, transfers:
     assert transfers == {"to_host": 0, "to_devices": 0}
 
 
+@pytest.mark.parametrize("where", ["split", "one device", "uncommitted", "replicated"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float4_e2m1fn", "bool"])
+def test_cpu_devices_take_blocks_of_thousands_of_leaves(
+    where: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    sharding = {
+        "split": NamedSharding(mesh, P("b", "a")),
+        "one device": SingleDeviceSharding(jax.devices()[3]),
+        "uncommitted": None,
+        "replicated": NamedSharding(mesh, P()),
+    }[where]
+    found, place_rows = list[int](), placing.place_rows
+    monkeypatch.setattr(placing, "place_rows", lambda *given: found.append(given[-1]) or place_rows(*given))
+    hosts = [bits(DTYPES[name], (8, 6), number) for number in range(LEAVES)]
+    for enough in (LEAVES + 1, LEAVES):
+        monkeypatch.setattr(blocks, "CPU_BLOCK_LEAVES", enough)
+        there_and_back(hosts, sharding, tmp_path / f"c{enough}")
+        # A replicated leaf is placed without a copy for each device.
+        assert found == ([] if enough > LEAVES or where == "replicated" else [blocks.CPU_BLOCK_ROWS])
+
+
 def test_cpu_devices_take_leaves_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "place_rows", lambda *given: pytest.fail("blocks do not pay there"))
     hosts = [np.float32([number]) for number in range(LEAVES)]

@@ -9,5 +9,6 @@ from jaxckpt._format.dtypes import DTYPES
 
 def test_every_dtype_keeps_its_bits(run_processes: RunProcesses) -> None:
     done = run_processes(PROGRAMS / "exchange_every_dtype.py", processes=2, devices_per_process=2, timeout=200)
-    shards = 2 * (len(DTYPES) - 2 + 2 * 15)  # two dtypes with every spec and box, the others with one of each
+    # One dtype with every spec and box, a complex one with every spec, the others with one spec and box.
+    shards = 2 * (15 + 5 + len(DTYPES) - 2)
     assert [one.stdout for one in done] == [f"{shards}\n"] * 2

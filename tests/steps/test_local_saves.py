@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import PROGRAMS, RunProcesses
+from processes import PROGRAMS, RunProcesses, run_processes
 
 import jaxckpt
 from jaxckpt._format.names import MANIFEST
@@ -18,12 +18,60 @@ from jaxckpt._format.names import MANIFEST
 SAVES = PROGRAMS / "local_saves.py"
 
 
-def run(run_processes: RunProcesses, folder: Path, tree: str, steps: list[int], **args: Any) -> list[dict[str, Any]]:
-    options = {"every": 100, **args.pop("options", {})}
-    given = {"path": str(folder / "run"), "local": str(folder / "local"), "tree": tree, "steps": steps, **args}
-    given["options"] = options
-    done = run_processes(SAVES, processes=4, devices_per_process=2, args=given)
-    return [json.loads(one.stdout) for one in done]
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp": {"tree": "fsdp", "steps": [10], "plain": True},
+    "data": {"tree": "data", "steps": [10], "plain": True},
+    "mixed": {"tree": "mixed", "steps": [10], "plain": True},
+    "two copies": {"tree": "mixed", "steps": [10], "options": {"copies": 2}},
+    "domains": {"tree": "mixed", "steps": [10], "options": {"local_domains": ["left", "left", "right", "right"]}},
+    "no copies": {"tree": "mixed", "steps": [10], "options": {"copies": 0}, "plain": True},
+    "large": {"tree": "fsdp", "steps": [10], "rows": 1 << 14},
+    "four steps": {"tree": "data", "steps": [10, 20, 30, 40]},
+    "flushed": {"tree": "mixed", "steps": [90, 100], "plain": True},
+    "slow flush": {
+        "tree": "fsdp",
+        "steps": [40, 50, 60, 70],
+        "options": {
+            "every": 40,
+            "local_bytes_per_second": 5000,
+            "options": {"object_bytes": 4096, "chunk_bytes": 1024},
+        },
+        "wait": False,
+        "rows": 320,
+    },
+}
+"""What one job of four processes saves, one after another."""
+
+
+class Saves:
+    """What the job saved, and what its processes know of it. No test changes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        given = [
+            {
+                **case,
+                "path": str(folder / name / "run"),
+                "local": str(folder / name / "local"),
+                "options": {"every": 100, **case.get("options", {})},
+                **({"plain": str(folder / name / "plain")} if "plain" in case else {}),
+            }
+            for name, case in CASES.items()
+        ]
+        done = run_processes(SAVES, processes=4, devices_per_process=2, args=given, timeout=200)
+        self._found = [dict(zip(CASES, map(json.loads, one.stdout.splitlines()), strict=True)) for one in done]
+
+    def of(self, case: str) -> tuple[Path, list[dict[str, Any]]]:
+        """The folder of a case, and what each process knows of it."""
+        found = [one[case] for one in self._found]
+        for process, one in enumerate(found):
+            assert "error" not in one, f"process {process}: {one['error']}"
+        return self._folder / case, found
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(tmp_path_factory.mktemp("saves"))
 
 
 def files(folder: Path) -> dict[str, Path]:
@@ -49,63 +97,70 @@ def described(path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.child
 @pytest.mark.parametrize("tree", ["fsdp", "data", "mixed"])
-def test_any_folder_may_be_lost(run_processes: RunProcesses, tmp_path: Path, tree: str) -> None:
-    plain = tmp_path / "plain"
-    run(run_processes, tmp_path, tree, [10], plain=str(plain))
+def test_any_folder_may_be_lost(saves: Saves, tmp_path: Path, tree: str) -> None:
+    folder, _ = saves.of(tree)
+    plain = folder / "plain"
     for lost in range(4):
-        whole = union(tmp_path / "local", 10, (lost,), tmp_path / f"without-{lost}")
+        whole = union(folder / "local", 10, (lost,), tmp_path / f"without-{lost}")
         assert described(whole) == described(plain)
         assert jaxckpt.verify(whole).ok
         assert jaxckpt.diff(whole, plain).identical
-    manifests = {(tmp_path / f"local/process-{process}/00000010/{MANIFEST}").read_bytes() for process in range(4)}
+    manifests = {(folder / f"local/process-{process}/00000010/{MANIFEST}").read_bytes() for process in range(4)}
     assert len(manifests) == 1
 
 
-def test_two_copies_in_two_other_domains(run_processes: RunProcesses, tmp_path: Path) -> None:
-    run(run_processes, tmp_path, "mixed", [10], options={"copies": 2})
+@pytest.mark.child
+def test_two_copies_in_two_other_domains(saves: Saves, tmp_path: Path) -> None:
+    folder, _ = saves.of("two copies")
     for lost in itertools.combinations(range(4), 2):
-        assert jaxckpt.verify(union(tmp_path / "local", 10, lost, tmp_path / f"without-{lost}")).ok
+        assert jaxckpt.verify(union(folder / "local", 10, lost, tmp_path / f"without-{lost}")).ok
 
 
-def test_copies_lie_in_another_domain(run_processes: RunProcesses, tmp_path: Path) -> None:
-    run(run_processes, tmp_path, "mixed", [10], options={"local_domains": ["left", "left", "right", "right"]})
+@pytest.mark.child
+def test_copies_lie_in_another_domain(saves: Saves, tmp_path: Path) -> None:
+    folder, _ = saves.of("domains")
     for lost in ((0, 1), (2, 3)):
-        assert jaxckpt.verify(union(tmp_path / "local", 10, lost, tmp_path / f"without-{lost}")).ok
+        assert jaxckpt.verify(union(folder / "local", 10, lost, tmp_path / f"without-{lost}")).ok
 
 
-def test_without_copies_each_object_is_written_once(run_processes: RunProcesses, tmp_path: Path) -> None:
-    found = run(run_processes, tmp_path, "mixed", [10], options={"copies": 0}, plain=str(tmp_path / "plain"))
+@pytest.mark.child
+def test_without_copies_each_object_is_written_once(saves: Saves) -> None:
+    folder, found = saves.of("no copies")
     assert sum(one["passed"] for one in found) == 0
-    objects = [name for process in range(4) for name in files(tmp_path / f"local/process-{process}") if "/c/" in name]
-    assert len(objects) == len(set(objects)) == sum("/c/" in name for name in files(tmp_path / "plain"))
+    objects = [name for process in range(4) for name in files(folder / f"local/process-{process}") if "/c/" in name]
+    assert len(objects) == len(set(objects)) == sum("/c/" in name for name in files(folder / "plain"))
 
 
-def test_what_passes_between_processes_is_what_needs_a_copy(run_processes: RunProcesses, tmp_path: Path) -> None:
-    found = run(run_processes, tmp_path, "fsdp", [10], rows=1 << 14)
+@pytest.mark.child
+def test_what_passes_between_processes_is_what_needs_a_copy(saves: Saves) -> None:
+    _, found = saves.of("large")
     needed = sum(one["own"] for one in found)
     assert sum(one["sent"] for one in found) == sum(one["copied"] for one in found) == needed
     assert 1.0 <= sum(one["passed"] for one in found) / needed < 1.01
 
 
-def test_at_most_two_steps_stay(run_processes: RunProcesses, tmp_path: Path) -> None:
-    run(run_processes, tmp_path, "data", [10, 20, 30, 40])
+@pytest.mark.child
+def test_at_most_two_steps_stay(saves: Saves) -> None:
+    folder, _ = saves.of("four steps")
     for process in range(4):
-        own = tmp_path / f"local/process-{process}"
+        own = folder / f"local/process-{process}"
         assert sorted(path.name for path in own.iterdir()) == ["00000030", "00000040", "run.json"]
-    assert not (tmp_path / "run/00000010").exists()
+    assert not (folder / "run/00000010").exists()
 
 
-def test_a_flushed_step_is_an_ordinary_checkpoint(run_processes: RunProcesses, tmp_path: Path) -> None:
-    plain, stored = tmp_path / "plain", tmp_path / "run/00000100"
-    run(run_processes, tmp_path, "mixed", [90, 100], plain=str(plain))
+@pytest.mark.child
+def test_a_flushed_step_is_an_ordinary_checkpoint(saves: Saves) -> None:
+    folder, _ = saves.of("flushed")
+    plain, stored = folder / "plain", folder / "run/00000100"
     assert jaxckpt.verify(stored).ok
     assert described(stored) == described(plain)
     (data,), (expected,) = stored.glob("data-*"), plain.glob("data-*")
     assert {name: path.read_bytes() for name, path in files(data).items()} == {
         name: path.read_bytes() for name, path in files(expected).items()
     }
-    assert (stored / MANIFEST).read_bytes() == (tmp_path / f"local/process-1/00000100/{MANIFEST}").read_bytes()
+    assert (stored / MANIFEST).read_bytes() == (folder / f"local/process-1/00000100/{MANIFEST}").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -130,13 +185,13 @@ def test_whichever_process_is_killed_the_older_or_the_new_step_is_complete(
         assert step == 20 or phase != "published" or lost
 
 
-def test_a_third_step_is_not_saved_while_the_first_is_flushed(run_processes: RunProcesses, tmp_path: Path) -> None:
-    options = {"every": 40, "local_bytes_per_second": 5000, "options": {"object_bytes": 4096, "chunk_bytes": 1024}}
-    found = run(run_processes, tmp_path, "fsdp", [40, 50, 60, 70], options=options, wait=False, rows=320)
+@pytest.mark.child
+def test_a_third_step_is_not_saved_while_the_first_is_flushed(saves: Saves) -> None:
+    folder, found = saves.of("slow flush")
     assert [one["saved"] for one in found] == [[True, True, False, False]] * 4
-    assert jaxckpt.verify(tmp_path / "run/00000040").ok
+    assert jaxckpt.verify(folder / "run/00000040").ok
     for process in range(4):
-        own = tmp_path / f"local/process-{process}"
+        own = folder / f"local/process-{process}"
         assert sorted(path.name for path in own.iterdir()) == ["00000040", "00000050", "run.json"]
 
 

@@ -88,19 +88,21 @@ def test_on_sigterm_it_saves_the_step_it_is_in(run_python: RunPython, tmp_path: 
 
 
 def test_one_of_two_processes_gets_sigterm(run_processes: RunProcesses, tmp_path: Path) -> None:
-    def train(folder: Path, message: int, status: int) -> dict[int, str]:
-        args = [str(folder), STEPS, message]
+    def train(runs: list[tuple[Path, int]], status: int) -> list[dict[int, str]]:
+        args = [[str(folder), STEPS, message] for folder, message in runs]
         job = PROGRAMS / "training_in_two.py"
         done = run_processes(job, processes=2, devices_per_process=4, args=args, check=False)
         assert [one.returncode for one in done] == [status, status], "\n".join(map(str, done))
-        first, second = (losses_of(one.stdout) for one in done)
+        first, second = ([losses_of(f"from{run}") for run in one.stdout.split("from")[1:]] for one in done)
         assert first == second
+        assert len(first) == len(runs)
         return first
 
-    expected = train(tmp_path / "whole", message=0, status=0)
-    losses = train(tmp_path / "message", message=7, status=143)
-    assert newest(tmp_path / "message") == max(losses) < STEPS
-    again = train(tmp_path / "message", message=0, status=0)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    expected, losses = train([(whole, 0), (stopped, 7)], status=143)
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert newest(stopped) == max(losses) < STEPS
+    (again,) = train([(stopped, 0)], status=0)
     assert min(again) == max(losses) + 1
     assert losses | again == expected
 

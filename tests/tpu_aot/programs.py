@@ -110,7 +110,7 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
         along = NamedSharding(mesh, P(None, *spec))
         yield "stack", name, staging._stack(along), [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS]
         block = abstract((blocks.BLOCK_ROWS, *SMALL), blocks.carrier(np.dtype(dtype)), along)
-        yield "split", name, blocks.splitter(split, np.dtype(dtype)), [block]
+        yield "split", name, blocks.splitter(split, np.dtype(dtype), blocks.BLOCK_ROWS), [block]
         part = tuple(side // n for side, n in zip(LARGE, mesh.devices.shape, strict=True))
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which copies without a program where it can; this is the program where not.
