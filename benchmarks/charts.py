@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -14,26 +12,14 @@ matplotlib.use("svg")
 matplotlib.rcParams.update({"svg.hashsalt": "jaxckpt", "svg.fonttype": "none"})  # equal figures give equal files
 
 import matplotlib.pyplot as plt
-
-RESULTS = Path(__file__).parent / "results"
-
-LABELS = {
-    "Orbax OCDBT": "Orbax",
-    "DCP one thread": "DCP",
-    "Orbax no OCDBT": "Orbax, no OCDBT",
-    "Orbax raw": "Orbax, not compressed",
-}
-"""The names of contenders as the tables of the page have them."""
+from tables import LABELS, newest
 
 
 def charts() -> dict[str, str]:
     """Each chart as SVG, by file name."""
-    (run,) = (run for run in _newest("peers-*-tmpfs.json")["runs"] if (run["workload"], run["processes"]) == ("a", 1))
-    return {"peers-a.svg": _peers(run), "planning.svg": _planning(_newest("planning-*.json"))}
-
-
-def _newest(pattern: str) -> Any:
-    return json.loads(max(RESULTS.glob(pattern)).read_text())
+    found = newest("peers-????-??-??-tmpfs.json")["runs"]
+    (run,) = (run for run in found if (run["workload"], run["processes"]) == ("e", 1))
+    return {"peers.svg": _peers(run), "planning.svg": _planning(newest("planning-*.json"))}
 
 
 def _svg(figure: Any) -> str:

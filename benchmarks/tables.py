@@ -1,57 +1,129 @@
-"""The tables of docs/performance.md, as Markdown, from what peers.py has written.
+"""The tables of docs/performance.md, from what peers.py has written.
 
-    python benchmarks/tables.py [benchmarks/results/peers-<date>-tmpfs.json]     by default the newest on tmpfs
+    python benchmarks/tables.py            print them
+    python benchmarks/tables.py --write    write them into the page
 
-One table for each workload and number of processes: jaxckpt's milliseconds, and how many times as long each other took,
-medians over rounds. Above 1, jaxckpt is faster. "level": neither was faster in all rounds.
+One table for each workload, place and number of processes: jaxckpt's milliseconds, and each other's time relative to
+it. Then the CPU time of the larger workloads, and what several processes read.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-OURS = "jaxckpt"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- written by benchmarks/tables.py -->", "<!-- end of the tables -->"
+
+OURS, FLOOR, RAW = "jaxckpt", "one plain file", "Orbax raw"
+LABELS = {
+    "Orbax OCDBT": "Orbax",
+    "Orbax no OCDBT": "Orbax, no OCDBT",
+    "Orbax raw": "Orbax, not compressed",
+    "Orbax chunks": "Orbax, chunks of 1 MiB",
+    "DCP one thread": "DCP",
+}
+"""The names of contenders on the page."""
+
 LEFT_OUT = ("a step just after it", "a step alone")
+LARGE = ("a", "c", "e", "f")
+
+Run = Mapping[str, Any]
 
 
-def table(run: dict[str, Any]) -> str:
+def newest(pattern: str) -> Any:
+    """The newest results whose file names match; the date is in the name."""
+    return json.loads(max(RESULTS.glob(pattern)).read_text())
+
+
+def runs() -> list[Run]:
+    """All runs of the newest sitting: on tmpfs, and on a disk."""
+    return [*newest("peers-????-??-??-tmpfs.json")["runs"], *newest("peers-????-??-??.json")["runs"]]
+
+
+def pages() -> str:
+    """The part of the page that is written."""
+    found = sorted(runs(), key=lambda run: (run["filesystem"] != "tmpfs", run["processes"], run["workload"]))
+    tables = [table(run) for run in found]
+    return "\n\n".join([*tables, cpu_table(found), over_read_table(found)])
+
+
+def table(run: Run) -> str:
     peers = run["contenders"]
+    where = "" if run["filesystem"] == "tmpfs" else f", on a disk ({run['filesystem']})"
     processes = f", {run['processes']} processes" if run["processes"] > 1 else ""
-    place = "" if run["filesystem"] == "tmpfs" else f", {run['filesystem']}"
-    lines = [
-        f"| ({run['workload']}) {run['title']}{processes}{place} | {OURS}, ms | {' | '.join(peers)} |",
-        f"|---|{'---:|' * (1 + len(peers))}",
-    ]
-    for operation, found in run["spreads"].items():
-        if operation not in LEFT_OUT and OURS in found:
-            ratios = [ratio(found[peer]["times_jaxckpt"]) if peer in found else "" for peer in peers]
-            lines.append(f"| {operation} | {milliseconds(found[OURS]['seconds'][1])} | {' | '.join(ratios)} |")
-    return "\n".join(lines)
+    rows = (
+        [operation, milliseconds(found[OURS]["seconds"][1]), *(ratio(found.get(peer)) for peer in peers)]
+        for operation, found in run["spreads"].items()
+        if operation not in LEFT_OUT and OURS in found
+    )
+    names = [LABELS.get(peer, peer) for peer in peers]
+    return markdown([f"({run['workload']}) {run['title']}{processes}{where}", f"{OURS}, ms", *names], rows)
+
+
+def cpu_table(found: Sequence[Run]) -> str:
+    """CPU seconds for a GiB of saves and restores, in one process on tmpfs."""
+    some = [run for run in found if run["workload"] in LARGE and (run["processes"], run["filesystem"]) == (1, "tmpfs")]
+
+    def rows() -> Iterator[list[str]]:
+        for run in some:
+            for operation, spreads in run["spreads"].items():
+                if operation == "save" or operation.startswith(("restore", "load")):
+                    yield [
+                        f"({run['workload']}) {operation}",
+                        *(
+                            f"{spreads[name]['cpu_seconds'][1] * 2**30 / run['bytes']:.2f}" if name in spreads else ""
+                            for name in (OURS, RAW, FLOOR)
+                        ),
+                    ]
+
+    return markdown(["CPU seconds for a GiB", OURS, LABELS[RAW], FLOOR], rows())
+
+
+def over_read_table(found: Sequence[Run]) -> str:
+    """What each of several processes reads, in relation to what it needs."""
+    return markdown(
+        ["bytes read ÷ bytes needed, by four processes", "least of the four", "most"],
+        (
+            [f"({run['workload']}) onto {layout}", f"{min(by_process):.2f}", f"{max(by_process):.2f}"]
+            for run in found
+            if run["processes"] > 1
+            for layout, by_process in run["over_read"].items()
+        ),
+    )
+
+
+def markdown(heading: Sequence[str], rows: Iterator[list[str]]) -> str:
+    lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
 
 
-def ratio(times: Sequence[float]) -> str:
-    """[least, median, greatest] over rounds."""
-    least, median, greatest = times
+def ratio(found: Run | None) -> str:
+    """The median over rounds; "level" if neither was faster in all rounds."""
+    if found is None:
+        return ""
+    least, median, greatest = found["times_jaxckpt"]
     if least < 1 < greatest:
         return "level"
     return f"{median:.0f}" if median >= 10 else f"{median:.1f}" if median >= 3 else f"{median:.2f}"
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else max(RESULTS.glob("peers-*-tmpfs.json"))
-    result = json.loads(path.read_text())
-    print(f"{path.name}: {result['machine']['cpu']}, {result['machine']['cores']} cores, {result['date']}\n")
-    for run in result["runs"]:
-        print(f"{run['rounds']} rounds\n\n{table(run)}\n")
+    if "--write" in sys.argv:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{pages()}\n\n{END}{after}")
+    else:
+        print(pages())
 
 
 if __name__ == "__main__":
