@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ def _svg(figure: Any) -> str:
 def _peers(run: Mapping[str, Any]) -> str:
     """Time relative to jaxckpt of each contender, operation by operation."""
     operations = [name for name in run["spreads"] if not name.startswith("a step")]
-    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.55 * len(operations)), layout="constrained")
+    # Narrow, so that its text can be read on a phone.
+    figure, axes = plt.subplots(figsize=(5.5, 1.6 + 0.5 * len(operations)), layout="constrained")
     for place, peer in enumerate(run["contenders"]):
         spreads = {row: run["spreads"][name].get(peer) for row, name in enumerate(operations)}
         ratios = {row: found["times_jaxckpt"] for row, found in spreads.items() if found}
@@ -52,9 +54,9 @@ def _peers(run: Mapping[str, Any]) -> str:
     axes.set_yticks(range(len(operations)), operations)
     axes.invert_yaxis()
     axes.grid(axis="x", which="both", linewidth=0.3)
-    axes.set_xlabel("time relative to jaxckpt (higher is slower): median and range of paired runs")
-    axes.set_title(f"({run['workload']}) {run['title']}, {run['filesystem']}", fontsize="medium")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    axes.set_xlabel("time relative to jaxckpt (higher is slower):\nmedian and range over rounds")
+    axes.set_title(textwrap.fill(f"({run['workload']}) {run['title']}", 40), fontsize="medium")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return _svg(figure)
 
 
