@@ -10,7 +10,7 @@ import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the shell ignores it for background jobs
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells make background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable, Iterator

@@ -826,6 +826,6 @@ def test_it_stays_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for step in range(4):
             checkpoints.save(step, {"x": step})
             monkeypatch.chdir(tmp_path / "b")
-        jaxckpt.save("run/00000003", {"x": 999})  # of another writer
+        jaxckpt.save("run/00000003", {"x": 999})  # in another directory
         assert checkpoints.restore() == {"x": 3}
     assert names_in(tmp_path / "a/run") == ["00000002", "00000003"]

@@ -100,7 +100,7 @@ def test_a_step_that_is_saved_again_while_it_is_deleted(
     )
     for step in range(4):
         checkpoints.save(step, state(step))
-    assert gate.reached.wait(60)  # of step 0
+    assert gate.reached.wait(60)  # the deletion of step 0
     threading.Timer(0.3, gate.open.set).start()
     again = 0 if begun else 1
     saved = checkpoints.save(again, state(100), metrics={"good": 1}, overwrite=True)

@@ -117,7 +117,7 @@ def test_a_reader_and_a_deletion_that_begin_at_once_see_each_other(
 
         reader = threading.Thread(target=read)
         reader.start()
-        time.sleep(0.0001 * 2 ** (round_number % 10))  # includes delays for slow machines
+        time.sleep(0.0001 * 2 ** (round_number % 10))  # on a slow machine, the longer delays make both meet
         with Leases(store).condemned([1]) as spared:
             if not spared:
                 store.child("00000001").unpublish(sync=False)
