@@ -1,26 +1,26 @@
 """A save and a restore in a job of thousands of processes, by simulation: requests, bytes and seconds of each phase.
 
     python benchmarks/cluster.py      # 64, 4,096 and 16,384 processes; a few minutes
-    python benchmarks/meetings.py     # what JAX's coordination service does in a second, on this machine
+    python benchmarks/meetings.py     # requests per second of JAX's coordination service, on this machine
 
-What is run for real: the planner, for one process at the full size of the job; the meetings of the processes, message
-by message, against a coordination service in memory; and in process 0 the agreement on 16,384 trees, the manifest of
-all objects, its encoding, and its decoding as each process does it. What is counted: requests to the store and to the
-coordination service. tests/test_cluster.py compares these counts with those of real jobs of 2, 4 and 8 processes.
+The real code runs for: the planner, for one process at the full size of the job; the meetings of the processes, message
+by message, with a coordination service in memory; and in process 0 the agreement on 16,384 trees, and the manifest of
+all objects with its encoding and the decoding that each process does. The simulation counts requests to the store and
+the coordination service. tests/test_cluster.py compares these counts with those of real jobs of 2, 4 and 8 processes.
 
-Counts become seconds by stated rates, as if a phase had nothing to wait for but its own worst limit:
+Stated rates convert counts to seconds. Each phase takes as long as its slowest limit:
 
-    Amazon S3   3,500 PUT, COPY, POST, DELETE and 5,500 GET, HEAD a second for a partitioned prefix
+    Amazon S3   3,500 PUT, COPY, POST, DELETE and 5,500 GET, HEAD per second for a partitioned prefix
                 (docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html)
-    Google      1,000 writes and 5,000 reads a second for a bucket at first, doubled within 20 minutes at best, and one
-                write a second of one object (cloud.google.com/storage/docs/request-rate, …/quotas)
-    latency     50 ms for a request of a small object, an assumption for both
-    network     25 Gb/s for each process, and so for process 0, in which the coordination service runs: an assumption
-    service     what meetings.py measures
+    Google      initially 1,000 writes and 5,000 reads per second for a bucket, at best doubled within 20 minutes, and
+                one write per second of one object (cloud.google.com/storage/docs/request-rate, …/quotas)
+    latency     50 ms for a request for a small object: an assumption for both stores
+    network     25 Gb/s for each process, including process 0, which runs the coordination service: an assumption
+    service     as measured by meetings.py
 
 The state is that of a dense model of 70 billion parameters (the shapes of Llama 3 70B) with Adam: parameters in
-bfloat16, two moments in float32, 706 GB, as 2,170 leaves, or as 37 where the layers are scanned. A process has 4
-devices. Matrices are split over fsdp × tensor, at most 256 × 8 devices, and the rest of the devices are replicas.
+bfloat16, two moments in float32, 706 GB, in 2,170 leaves, or in 37 if the layers are scanned. A process has 4 devices.
+Matrices are split over fsdp × tensor, at most 256 × 8 devices; the remaining devices are replicas.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ LATENCY_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Rates:
-    """What a store takes in a second."""
+    """The number of requests that a store handles per second."""
 
     name: str
     writes: float
@@ -103,7 +103,7 @@ class Job:
 
 
 def job_of(processes: int, *, scanned: bool) -> Job:
-    """The job of 70 billion parameters on so many processes."""
+    """The job of 70 billion parameters with this number of processes."""
     tensor, devices = 8, processes * 4
     fsdp = min(256, devices // tensor)
     mesh = (("replica", devices // (tensor * fsdp)), ("fsdp", fsdp), ("tensor", tensor))
@@ -111,13 +111,13 @@ def job_of(processes: int, *, scanned: bool) -> Job:
 
 
 def small_job(processes: int) -> Job:
-    """A job that a test can run for real: two devices in each process, and replicas if there are more than two."""
+    """A job that a test can run for real: two devices per process, and replicas if it has more than two processes."""
     mesh = (("replica", processes // 2), ("fsdp", 2), ("tensor", 2))
     return Job(processes, mesh, 2, layers=3, width=64, hidden=128, heads=32, vocabulary=96)
 
 
 def leaves_of(job: Job) -> dict[str, tuple[str, tuple[int, ...], Spec]]:
-    """(dtype, shape, spec) of each leaf by its path."""
+    """(dtype, shape, spec) of each leaf, by path."""
     into, out_of, whole = (("fsdp",), ("tensor",)), (("tensor",), ("fsdp",)), ()
     width, hidden, heads = job.width, job.hidden, job.heads
     layer = {
@@ -162,7 +162,7 @@ def own_boxes(job: Job, process: int, shape: tuple[int, ...], spec: Spec) -> tup
 
 
 def plan_for(job: Job, process: int) -> SavePlan:
-    """What one process plans to save."""
+    """One process's plan of a save."""
     layout_of: dict[tuple[tuple[int, ...], Spec], Layout] = {}
     arrays: list[ArrayLeaf] = []
     for number, (dtype, shape, spec) in enumerate(leaves_of(job).values()):
@@ -173,7 +173,7 @@ def plan_for(job: Job, process: int) -> SavePlan:
 
 
 def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
-    """(requests for objects, bytes) of one process onto the mesh that the job saved from, from an object store."""
+    """(requests for objects, bytes) of one process that restores from an object store onto the mesh of the save."""
     specs = [(shape, spec) for _, shape, spec in leaves_of(job).values()]
     wants = [
         Want(stack, (row, row + 1), own_boxes(job, process, *specs[leaf]), None, False)
@@ -194,7 +194,7 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
         n_bytes += sum(one.length for one in fetched.values())
         for box in itertools.chain.from_iterable(boxes):
             for index, part, _ in indexed_objects_of(stack, box):
-                if index not in fetched:  # its index, and each chunk, as if none were read together
+                if index not in fetched:  # one request for the index and one per chunk, as if none were merged
                     chunks = math.prod(stop - start for start, stop in touched(part, stack.chunk))
                     requests += 1 + chunks
                     n_bytes += chunks * stack.chunk_stored_bytes
@@ -202,7 +202,7 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
 
 
 def shares_of(job: Job, plan: SavePlan) -> list[Share]:
-    """What each process reports to have written, if all wrote about as many objects; lengths and digests invented."""
+    """The reports of all processes if each wrote about as many objects; lengths and digests are invented."""
     objects = [
         (number, "/".join(map(str, index)), stored_bytes(stack), f"{order:08x}", "")
         for number, stack in enumerate(plan.stacks)
@@ -214,7 +214,7 @@ def shares_of(job: Job, plan: SavePlan) -> list[Share]:
 
 
 def stored_bytes(stack: Stack) -> int:
-    """Of a whole object."""
+    """Bytes of one complete object."""
     return stack.chunks_per_object * stack.chunk_stored_bytes + stack.index_bytes
 
 
@@ -230,7 +230,7 @@ def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
     return compose("0" * 32, plan, draft, SaveRequest("/ckpt"), shares)
 
 
-# All of it ------------------------------------------------------------------------------------------------
+# Simulation -----------------------------------------------------------------------------------------------
 
 
 def agreement_of(_: int) -> str:
@@ -240,17 +240,17 @@ def agreement_of(_: int) -> str:
 
 @dataclass(frozen=True)
 class Counted:
-    """Requests to the store by kind and key, as tests/support/servers.py names them."""
+    """Requests to the store by kind and key, named as in tests/support/servers.py."""
 
     save: dict[str, int]
     restore: dict[str, int]
 
 
 def store_requests(job: Job, plan: SavePlan, read_objects: int) -> Counted:
-    """Requests of a save into a new path, by a process that has saved to the bucket before, and of a restore.
+    """Requests of a save to a new path, by a process that has saved to the bucket before, and of a restore.
 
-    `read_objects` is what all processes ask of objects. The note of the writer is made, and turned twice; the manifest
-    is written once.
+    `read_objects` is the number of requests for objects by all processes. The writer's note is created and replaced
+    twice; the manifest is written once.
     """
     stacks = len(plan.stacks)
     save = {
@@ -309,7 +309,7 @@ def simulate(job: Job) -> dict[str, Any]:
 
 
 def encoded(manifest: Manifest) -> bytes:
-    """As `manifests.encode`, which refuses one that is too long to be read."""
+    """Like `manifests.encode`, but without its limit of the length."""
     try:
         return manifests.encode(manifest)
     except manifests.InputError:

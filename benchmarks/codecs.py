@@ -1,8 +1,8 @@
-"""What codecs make of a trained model's state: the bytes that are left, and the CPU time, of one core, both ways.
+"""Codecs on a trained model's state: the compressed size, and the CPU time of one core to encode and decode.
 
-A transformer learns to predict the next byte of this project's own pages and sources, by Adam. Its state is then
-encoded and decoded by tensorstore, in memory, in chunks of 512 KiB with checksums, as a checkpoint's are. Two to three
-minutes on two cores.
+A transformer learns with Adam to predict the next byte of this project's pages and sources. tensorstore then encodes
+and decodes the model's state in memory, in chunks of 512 KiB with checksums, as in a checkpoint. This takes two to
+three minutes on two cores.
 
     python benchmarks/codecs.py [steps]
 """
@@ -45,7 +45,7 @@ class Transformer(nn.Module):
 
 
 def trained(steps: int) -> tuple[Any, Any]:
-    """Parameters and the state of Adam after so many steps."""
+    """Parameters and Adam's state after this number of steps."""
     root = Path(__file__).parents[1]
     files = sorted([*root.glob("docs/*.md"), *root.glob("jaxckpt/**/*.py")])
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
@@ -88,7 +88,7 @@ def codecs(itemsize: int) -> dict[str, dict[str, Any] | None]:
 
 
 def measured(values: Array, codec: dict[str, Any] | None) -> tuple[float, float, float]:
-    """(bytes left of each, CPU seconds to encode a GiB, to decode one), the fastest of some rounds."""
+    """(compressed share of the size, CPU seconds per GiB to encode, to decode); the best of several rounds."""
     held = values.view(f"u{values.itemsize}") if values.dtype == ml_dtypes.bfloat16 else values
     encodings, decodings, left = [], [], 0
     for _ in range(ROUNDS):

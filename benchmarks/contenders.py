@@ -1,18 +1,18 @@
-"""Those that are compared: each does what its own users would do. What one cannot do, it does not define.
+"""The contenders: each saves and restores as its own users would. A method that a contender lacks is not defined.
 
     save(tree)              returns when the tree is stored
-    save_async(tree)        returns when the caller may go on, with a function that waits for the rest
+    save_async(tree)        returns when the caller may continue, with a function that waits for the rest
     restore(wanted)         the tree, as JAX arrays in the wanted shardings
     load_numpy()            the tree, as NumPy arrays
     one_leaf()              one leaf of many, as a NumPy array
-    one_leaf_by_read()      the same, every byte by a read call, for the kernel counts only these
+    one_leaf_by_read()      the same with a read call for every byte, because the kernel counts only these
     layers(first, last)     some layers of every scanned parameter, as NumPy arrays by path
     parameters(wanted)      one subtree of the tree, the parameters, in the wanted shardings
     open()                  what is known before any values are read: at least names, shapes and dtypes
 
-Durability: jaxckpt fsyncs its files and every folder above, Orbax 0.12.8 its data files and their folders (not its JSON
-files nor the folder of its last rename), DCP its data files and its metadata. safetensors does not; its file is fsynced
-here. The floor is fsynced.
+Durability: jaxckpt fsyncs its files and all folders above them. Orbax 0.12.8 fsyncs its data files and their folders,
+but not its JSON files or the folder of its last rename. DCP fsyncs its data files and its metadata. safetensors does
+not fsync, so this module fsyncs its file. The floor is fsynced.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Contender:
         self.workload = workload
 
     def prepare(self) -> None:
-        """Before each measurement."""
+        """Called before each measurement."""
 
     def remove(self) -> None:
         if jax.process_index() == 0:
@@ -95,14 +95,14 @@ class Jaxckpt(Contender):
 
 
 class JaxckptByTensorstore(Jaxckpt):
-    """The same, with tensorstore moving all bytes."""
+    """jaxckpt with all bytes moved by tensorstore."""
 
     name = "jaxckpt, io=tensorstore"
     options = jaxckpt.Options(io="tensorstore")
 
 
 class Floor(Contender):
-    """The same bytes as one plain file a process."""
+    """The same number of bytes in one plain file per process."""
 
     name = "one plain file"
 
@@ -166,7 +166,7 @@ class Safetensors(Contender):
 
 
 class Dcp(Contender):
-    """PyTorch's distributed checkpoint, of CPU tensors that share the memory of NumPy arrays."""
+    """PyTorch's distributed checkpoint of CPU tensors that share the memory of NumPy arrays."""
 
     name = "PyTorch DCP"
     processes = (1,)
@@ -209,15 +209,16 @@ class Dcp(Contender):
 
 
 class DcpOneThread(Dcp):
-    """With torch's default, a thread a core, each copy of a tensor waits for all threads: where the cores are busy,
-    milliseconds, however small it is. torchrun starts several processes with one thread each."""
+    """DCP with one torch thread. With torch's default of one thread per core, each copy of a tensor waits for all
+    threads, which takes milliseconds on busy cores, even for small tensors. torchrun also sets one thread if it starts
+    several processes."""
 
     name = "DCP one thread"
     threads = 1
 
 
 class DcpShards(DcpOneThread):
-    """DCP in a job of several processes: each gives its part of every leaf as a DTensor's local tensor."""
+    """DCP in a job of several processes: each passes its part of every leaf as a DTensor's local tensor."""
 
     processes = (4,)
 
@@ -225,7 +226,7 @@ class DcpShards(DcpOneThread):
         super().__init__(folder, workload)
         count = jax.process_count()
         dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=jax.process_index(), world_size=count)
-        # By rows of the mesh of devices: the processes lie on it as their devices do.
+        # by the number of rows of the device mesh; the processes have the same order as their devices
         self.meshes = {rows: dist.init_device_mesh("cpu", (rows, count // rows)) for rows in (2, 4)}
 
     def restore(self, wanted: Tree) -> Tree:
@@ -263,7 +264,7 @@ class DcpShards(DcpOneThread):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The box of a leaf that this process holds, and where in it the pieces of its devices lie."""
+    """The box of a leaf that this process holds, and the places of its devices' pieces in it."""
 
     shape: tuple[int, ...]
     pieces: dict[jax.Device, tuple[slice, ...]]
@@ -288,7 +289,7 @@ class _Part:
 
 
 def _tensor(host: Array) -> Any:
-    if host.dtype == jnp.bfloat16:  # which NumPy and torch each have their own of
+    if host.dtype == jnp.bfloat16:  # NumPy and torch have different bfloat16 types
         return torch.from_numpy(host.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(host)
 
@@ -311,7 +312,7 @@ class Orbax(Contender):
         return self.background.wait_until_finished
 
     def save_args(self, tree: Tree) -> Tree:
-        """Options of each leaf."""
+        """Save options of each leaf."""
         return None
 
     def restore(self, wanted: Tree) -> Tree:
@@ -336,7 +337,7 @@ class Orbax(Contender):
         return flat(self.checkpointer.restore(self.path, args=arguments))
 
     def layers(self, first: int, last: int) -> dict[str, Array]:
-        """Orbax reads whole leaves."""
+        """Layers of whole leaves, because Orbax reads only these."""
         return {path: leaf[first:last] for path, leaf in self.some(self.workload.scanned).items()}
 
     def parameters(self, wanted: Tree) -> Tree:
@@ -350,21 +351,21 @@ class Orbax(Contender):
 
 
 class OrbaxFiles(Orbax):
-    """A file for each chunk of each leaf."""
+    """One file for each chunk of each leaf."""
 
     name = "Orbax no OCDBT"
     settings: ClassVar = {"use_ocdbt": False}
 
 
 class OrbaxRaw(Orbax):
-    """OCDBT, not compressed."""
+    """OCDBT without compression."""
 
     name = "Orbax raw"
     settings: ClassVar = {"use_compression": False}
 
 
 class OrbaxChunks(OrbaxRaw):
-    """OCDBT, not compressed, in chunks of about 1 MiB."""
+    """OCDBT without compression, in chunks of about 1 MiB."""
 
     name = "Orbax chunks"
 

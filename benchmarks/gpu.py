@@ -1,11 +1,11 @@
-"""What only a machine with a GPU can show: that every path is right there, then how fast. Started by `make gpu`.
+"""Checks and measurements that need a GPU: first that every path is right, then how fast it is. Run by `make gpu`.
 
     python benchmarks/gpu.py [--smoke] [--out FOLDER]        JAXCKPT_GPU_SMOKE=1 is --smoke, GPU_OUT is --out
 
 Correctness comes first, then the link's own rates, then jaxckpt and Orbax in turn, on /dev/shm and on the disk. Each
-figure is printed as soon as it is known, and results.json is written again after each section, so that what was
-measured before a time limit is kept. No section begins once BUDGET_SECONDS are used up. `--smoke` runs the same code
-with small arrays on any device, such as JAX's CPU devices: it shows that the script works; its figures mean nothing.
+figure is printed as soon as it is known, and results.json is rewritten after each section, so that a time limit loses
+no completed measurements. No section begins after BUDGET_SECONDS. `--smoke` runs the same code with small arrays on any
+device, such as JAX's CPU devices: it shows that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Else JAX takes most of the GPU's memory at once, and peaks of its own cannot be seen.
+# By default, JAX preallocates most of the GPU's memory, which would hide its peaks.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -51,7 +51,7 @@ Results = dict[str, Any]
 
 
 class Sizes:
-    """Bytes of what is saved; small ones for a smoke test."""
+    """Sizes in bytes; small ones for a smoke test."""
 
     def __init__(self, smoke: bool) -> None:
         self.streamed = 8 << 20 if smoke else 1 << 30
@@ -70,14 +70,14 @@ def gib_per_second(n_bytes: int, seconds: float) -> float:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """(seconds, what it returned) once all arrays in it are ready."""
+    """(seconds, result), measured until all arrays in the result are ready."""
     begun = time.perf_counter()
     found = jax.block_until_ready(call())
     return time.perf_counter() - begun, found
 
 
 class Peaks:
-    """Memory in use, looked at every 5 ms while the block runs: the most above what was in use before it."""
+    """Peak memory while the block runs, above the memory in use before it; sampled every 5 ms."""
 
     def __enter__(self) -> Peaks:
         gc.collect()
@@ -105,11 +105,11 @@ class Peaks:
         return {"peak_host_mib": host, "peak_device_mib": device}
 
 
-# Right or wrong ------------------------------------------------------------------------------------------
+# Correctness ---------------------------------------------------------------------------------------------
 
 
 def any_bits(dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
-    """Random bits: of floats, NaNs with payloads, infinities and subnormals are among them."""
+    """Random bits. For floats, they include NaNs with payloads, infinities and subnormals."""
     rng = np.random.default_rng(0)
     if dtype.name == "bool":
         return rng.integers(0, 2, count).astype(bool)
@@ -130,7 +130,7 @@ def memory_kinds() -> set[str]:
 
 
 def every_dtype(folder: Path, sizes: Sizes) -> Results:
-    """Each dtype that the device takes, saved both ways, restored to the device, and read as NumPy."""
+    """Each dtype that the device supports, saved both ways, restored to the device, and read as NumPy."""
     refused: dict[str, str] = {}
     done: list[str] = []
     for name, dtype in DTYPES.items():
@@ -153,10 +153,10 @@ def every_dtype(folder: Path, sizes: Sizes) -> Results:
 
 
 def donated(folder: Path, sizes: Sizes) -> Results:
-    """Arrays that are donated as soon as save_async returns."""
+    """Arrays that are donated immediately after save_async returns."""
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 2 + 1, tree), donate_argnums=0)
     tree = state(4, sizes.streamed // 4)
-    jax.block_until_ready(step(state(4, sizes.streamed // 4)))  # compiled before, so that nothing lies between
+    jax.block_until_ready(step(state(4, sizes.streamed // 4)))  # compiled before the save
     wanted = {name: np.array(leaf) for name, leaf in tree.items()}
     pending = jaxckpt.save_async(folder / "c", tree)
     for _ in range(10):
@@ -169,7 +169,7 @@ def donated(folder: Path, sizes: Sizes) -> Results:
 
 
 def pinned_leaves(folder: Path, sizes: Sizes) -> Results:
-    """Leaves in the host memory that the device reaches come back to it."""
+    """Leaves in pinned host memory are restored to it."""
     if "pinned_host" not in memory_kinds():
         return {"not run": f"the device has {sorted(memory_kinds())} only"}
     pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -184,7 +184,7 @@ def pinned_leaves(folder: Path, sizes: Sizes) -> Results:
 
 
 def streamed(folder: Path, sizes: Sizes) -> Results:
-    """A leaf larger than `host_bytes`, of a dtype with NaNs that programs may alter and of one without."""
+    """A leaf larger than `host_bytes`: of a dtype whose NaNs programs may alter, and of one without that problem."""
     options = jaxckpt.Options(host_bytes=sizes.streamed // 16, object_bytes=sizes.streamed // 32, chunk_bytes=64 << 10)
     found: Results = {}
     for name in ("float32", "bfloat16"):
@@ -200,7 +200,7 @@ def streamed(folder: Path, sizes: Sizes) -> Results:
 
 
 def many_small(folder: Path, sizes: Sizes) -> Results:
-    """Thousands of leaves, and PRNG keys, empty arrays, scalars and NumPy arrays among them."""
+    """Thousands of leaves, including PRNG keys, empty arrays, scalars and NumPy arrays."""
     host = any_bits(np.dtype(np.uint16), sizes.small_leaves * 256).reshape(-1, 256)
     tree: dict[str, Any] = {f"leaf{n}": leaf for n, leaf in enumerate(jax.device_put(list(host.view(jnp.bfloat16))))}
     jaxckpt.save(folder / "c", tree | {"key": jax.random.key(7), "empty": jnp.zeros((0, 3)), "numpy": np.arange(5)})
@@ -223,7 +223,7 @@ def state(leaves: int, n_bytes: int) -> Tree:
 
 
 def link(folder: Path, sizes: Sizes) -> Results:
-    """The link's own rates, by JAX alone: what a save or a restore could reach at most."""
+    """The link's own rates with JAX alone: the upper limit for a save or a restore."""
     host = aligned_empty((sizes.link // 4,), np.dtype(np.float32))
     host[...] = 1
     device = jax.block_until_ready(jax.device_put(host))
@@ -241,7 +241,7 @@ def link(folder: Path, sizes: Sizes) -> Results:
         seconds = [timed(way)[0] for _ in range(4)][1:]
         found[f"{name}_gib_s"] = gib_per_second(sizes.link, min(seconds))
     seconds = []
-    for _ in range(4):  # JAX keeps the copy of an array that was looked at
+    for _ in range(4):  # new arrays, because JAX caches the host copy of an array
         fresh = jax.block_until_ready(device + 0)
         begun = time.perf_counter()
         np.asarray(fresh)
@@ -293,7 +293,7 @@ CONTENDERS = {"jaxckpt": Jaxckpt, "orbax v0": OrbaxV0, "orbax v1": OrbaxV1}
 
 
 class Training:
-    """Steps of matrix products, each some tens of milliseconds, queued one after the other."""
+    """Matrix-product steps of some tens of milliseconds each, queued one after another."""
 
     def __init__(self, side: int) -> None:
         self._step = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
@@ -305,7 +305,7 @@ class Training:
 
 
 def beside_orbax(large: bool, folder: Path, sizes: Sizes) -> Results:
-    """Each operation by each library in turn; the first round warms up if there are several."""
+    """Run each operation with each library in turn. If there are several rounds, the first one is a warm-up."""
     leaves, n_bytes = (sizes.large_leaves, sizes.large) if large else (sizes.small_leaves, 0)
     n_bytes = n_bytes or leaves * sizes.small
     tree = jax.block_until_ready(state(leaves, n_bytes // leaves))
@@ -353,13 +353,13 @@ def beside_orbax(large: bool, folder: Path, sizes: Sizes) -> Results:
 
 
 def blocks_or_one_by_one(folder: Path, sizes: Sizes) -> Results:
-    """Small leaves stacked for their transfers and not, in turn: what SEND_PIECES and BLOCK_PIECES should be."""
+    """Small leaves with and without stacking for transfers, in turn: shows the right SEND_PIECES and BLOCK_PIECES."""
     usual = staging.SEND_PIECES, blocks.BLOCK_PIECES
     found: Results = {}
     for leaves in (sizes.small_leaves // 4, sizes.small_leaves):
         laps: dict[str, list[float]] = {}
         for turn in range(2 * sizes.rounds):
-            # A shape that no other part of this run has: the first turn compiles, as it does in a training job.
+            # No other section uses this shape, so the first turn compiles, as in a training job.
             tree = {name: leaf[:-1] for name, leaf in state(leaves, max(8192, sizes.small)).items()}
             jax.block_until_ready(tree)
             kind = "one_by_one" if turn % 2 else "blocks"
@@ -376,7 +376,7 @@ def blocks_or_one_by_one(folder: Path, sizes: Sizes) -> Results:
 
 
 def one_trace(out: Path, folder: Path, sizes: Sizes) -> Results:
-    """A trace of one save_async with steps behind it: whether copies and steps overlap can be seen in it."""
+    """A trace of one save_async with steps behind it: shows whether copies and steps overlap."""
     tree = jax.block_until_ready(state(sizes.large_leaves, sizes.large // sizes.large_leaves // 4))
     training = Training(sizes.side)
     with jax.profiler.trace(folder / "trace"):
@@ -388,7 +388,7 @@ def one_trace(out: Path, folder: Path, sizes: Sizes) -> Results:
     return {"step_ms": statistics.median(steps), "file": "save_async.trace.json.gz"}
 
 
-# All of it ------------------------------------------------------------------------------------------------
+# All sections --------------------------------------------------------------------------------------------
 
 _begun = time.monotonic()
 
@@ -417,7 +417,7 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     sizes = Sizes(asked.smoke)
     memory, disk = Path("/dev/shm"), Path(tempfile.gettempdir())
-    # (name, whether an error in it fails the whole, where it writes, what it does)
+    # (name, whether an error in it fails the run, the folder it writes to, the function)
     sections: list[tuple[str, bool, Path, Callable[[Path, Sizes], Results]]] = [
         ("every dtype", True, disk, every_dtype),
         ("donated after save_async", True, disk, donated),
@@ -452,7 +452,7 @@ def main() -> int:
             try:
                 with scratch(where) as folder:
                     results[name] = section(folder, sizes)
-            except Exception as error:  # the other sections are worth their time
+            except Exception as error:  # continue with the other sections
                 results[name] = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
                 log.write(f"{name}\n{traceback.format_exc()}\n")
                 wrong += must_pass

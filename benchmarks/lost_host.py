@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def lose(asked: argparse.Namespace, folder: Path, kind: str, victim: int) -> tuple[str, float, float]:
-    """Save, kill, delete and start again: the step, seconds from kill to restored, and those of the call."""
+    """Save, kill, delete and start again. Returns the step, the seconds from kill to restore, and those of the call."""
     (folder / "turn").write_bytes(struct.pack("d", 0.0))
     for name in ("storage", *(f"host-{host}" for host in range(PROCESSES))):
         (folder / name).mkdir()
@@ -79,7 +79,7 @@ def lose(asked: argparse.Namespace, folder: Path, kind: str, victim: int) -> tup
             said = next((line for line in process.stdout if line.startswith("{")), None)
             if said is None:
                 return "it fails: see stderr", float("nan"), float("nan")
-    killed = time.monotonic()  # the same clock in all processes
+    killed = time.monotonic()  # all processes have the same clock
     shutil.rmtree(folder / f"host-{victim}")
     (folder / f"host-{victim}").mkdir()
     with job(asked, folder, kind, "restore") as processes:
@@ -111,7 +111,7 @@ def job(asked: argparse.Namespace, folder: Path, kind: str, what: str) -> Any:
 
 
 def capped(folder: Path, rate: float) -> Callable[..., int]:
-    """os.preadv, which waits when it reads from the storage."""
+    """A replacement of os.preadv that limits the rate of reads from the storage."""
     preadv, turn, storage = os.preadv, os.open(folder / "turn", os.O_RDWR), str(folder / "storage")
 
     def read(file: int, *arguments: Any) -> int:
@@ -135,7 +135,7 @@ def work(asked: argparse.Namespace) -> None:
     jax.distributed.initialize(address, num_processes=PROCESSES, process_id=int(index))
     mesh = Mesh(np.reshape(jax.devices(), (2, -1)), ("replica", "model"))
     sharding = NamedSharding(mesh, P("model"))
-    rows = asked.mib << 5  # of 4 KiB, in each of 8 leaves
+    rows = asked.mib << 5  # number of 4 KiB rows in each of 8 leaves
 
     def state(step: int) -> dict[str, jax.Array]:
         def value(place: Any) -> np.ndarray:

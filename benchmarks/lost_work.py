@@ -1,16 +1,16 @@
-"""Lost work a day in a large job, with and without the local tier, by simulation.
+"""Lost work per day in a large job, with and without the local tier, by simulation.
 
     python benchmarks/lost_work.py [--hosts 1024] [--state-gb 5670] [--days 20000]
 
 Hosts fail at random, as often as in the training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384
 GPUs, which are 2,048 hosts (The Llama 3 Herd of Models, 2024, section 3.3.4,
-https://arxiv.org/abs/2407.21783). The state is
-that of a model of 405 billion parameters with Adam: 14 bytes each.
+https://arxiv.org/abs/2407.21783). The state is that of a model of 405 billion parameters with Adam: 14 bytes per
+parameter.
 
-Lost work is all time that the job does not spend on new steps: the seconds that saves block it, the steps that are done
-again after a failure, and the restore. The time to find a failure and to start processes is the same with either, and
-is left out. The simulation is first compared with Daly's exact formula (A higher order estimate of the optimum
-checkpoint interval for restart dumps, 2006, equation 13), for saves that block until they end.
+Lost work is all time that the job does not spend on new steps: the seconds that saves block the job, repeated steps
+after a failure, and the restore. It excludes the time to detect a failure and to start processes, which is the same
+with and without the tier. The simulation is first compared with Daly's exact formula (A higher order estimate of the
+optimum checkpoint interval for restart dumps, 2006, equation 13), for saves that block until they end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HOST_DAYS_PER_FAILURE = 2048 * 54 / 419
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """How steps are saved in one place, and restored from it. All in seconds."""
+    """How steps are saved to one place and restored from it. All values are in seconds."""
 
     interval: float
     """Work between two saves."""
@@ -59,7 +59,7 @@ def young(blocked: float, between_failures: float) -> float:
 
 
 def daly(tier: Tier, between_failures: float) -> float:
-    """Lost seconds a day by Daly's formula: for a save that blocks until it is published."""
+    """Lost seconds per day by Daly's formula, for a save that blocks until it is published."""
     m = between_failures
     wall = m * math.exp(tier.restore / m) * math.expm1((tier.interval + tier.blocked) / m) / tier.interval
     return DAY * (1 - 1 / wall)
@@ -68,8 +68,9 @@ def daly(tier: Tier, between_failures: float) -> float:
 def simulate(
     storage: Tier, local: Tier | None, *, between_failures: float, hosts: int, both_lost: float, days: float, seed: int
 ) -> Lost:
-    """Failures one after another. With a local tier, a failure takes the storage's step if it takes two hosts that hold
-    the same objects at once (`both_lost`), or if it hits the only other holder before the next local save."""
+    """Simulate one failure after another. With a local tier, a failure falls back to the storage's step if it takes two
+    hosts that hold the same objects at once (`both_lost`), or if it takes the only other holder before the next local
+    save."""
     chance = random.Random(seed)
     tier = local or storage
     elapsed = work = in_storage = in_tier = 0.0
@@ -88,7 +89,7 @@ def simulate(
             continue
         left = up - restore
         cycle = tier.interval + tier.blocked
-        # A step counts once it is published; the time that its save blocks lies before that.
+        # A step counts once it is published. The time that its save blocks precedes that.
         done = max(0, math.floor((left - tier.behind) / cycle))
         in_tier = begin + done * tier.interval
         protected = done > 0 or not restore

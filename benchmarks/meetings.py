@@ -1,8 +1,8 @@
-"""The meetings of the processes of a job, held by the library's own code against a coordination service in memory.
+"""Simulates the meetings of a job's processes with the library's own code and a coordination service in memory.
 
-It counts what the processes ask of JAX's coordination service, at any number of processes: all but process 0 are alike.
+Counts the requests to JAX's coordination service for any number of processes; all except process 0 behave alike.
 
-    python benchmarks/meetings.py     # measures the service itself: 8 processes that ask without a pause
+    python benchmarks/meetings.py     # measures the real service: 8 processes that send requests without a pause
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CALLS = {"save": ("agree", "look", "publish"), "restore": ("open", "end")}
 
 
 class Service:
-    """JAX's coordination service in memory, which counts what it is asked: for one process after the other."""
+    """JAX's coordination service in memory, with counts of requests. It serves one process after another."""
 
     def __init__(self) -> None:
         self.kept: dict[str, str] = {}
@@ -99,14 +99,14 @@ class Service:
         self._sorted = None
 
     def _below(self, key: str) -> list[str]:
-        """As a sorted map finds them: 16,384 keys are not looked at for each request."""
+        """The keys with a prefix, found as in a sorted map, so that a request does not search 16,384 keys."""
         self._sorted = self._sorted or sorted(self.kept)
         return self._sorted[bisect.bisect_left(self._sorted, key) : bisect.bisect_left(self._sorted, key + "\x7f")]
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a meeting takes, if no process comes late."""
+    """The cost of a meeting if no process is late."""
 
     processes: int
     by_first: collections.Counter[str]
@@ -130,24 +130,24 @@ class Meeting:
 
     @property
     def requests(self) -> int:
-        """Of all processes."""
+        """Requests of all processes."""
         return self.first + self.by_other.total() * (self.processes - 1)
 
     @property
     def seconds(self) -> float:
-        """Process 0's own requests, and those of all others, which come while it works."""
+        """The estimated duration: process 0's own requests or the service's total work, plus the transfers."""
         served = self.requests / SERVICE_PER_SECOND
         return max(served, self.first * SERVICE_SECONDS) + self.bytes / NETWORK_BYTES
 
 
 def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
-    """A process of a call that it came to, in its first meeting or in a later one."""
+    """A process in a call: in its first meeting, or in a later one."""
     call = Call.of("save", "s3://checkpoints/1234abcd")
     return Group(index, count, 300.0, service, "jaxckpt/0", call, Watch(300.0), meetings=0 if first else 1)
 
 
 def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:
-    """Hold a meeting: what every process gives, and what process 0 shares with all."""
+    """Hold a meeting with what every process gives, and what process 0 shares with all."""
     service = Service()
 
     def process(index: int) -> Group:
@@ -173,7 +173,7 @@ def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = 
 
 
 class Clock(Service):
-    """The service as a process finds it that waits for process 0: what is posted when, by the end of its key."""
+    """The service as a process that waits for process 0 sees it: `posted` says when each key appears."""
 
     def __init__(self, posted: Mapping[str, tuple[float, str]]) -> None:
         super().__init__()
@@ -205,8 +205,8 @@ def _end(key: str) -> str:
 
 
 def wait(count: int, seconds: float) -> tuple[float, float]:
-    """What waiting for process 0 takes, such as for the slowest write of a save: requests of all processes a second,
-    and bytes that requests keep in the service at most."""
+    """The cost of waiting for process 0, such as for the slowest write of a save: requests of all processes per second,
+    and the most bytes that pending requests keep in the service."""
     interval = min(max(5.0, count / 2000), 15.0)
     beats = int(seconds / interval)
     posted = {f"/out/{beat}": (beat * interval, '{"beat": 1}') for beat in range(1, beats + 1)}
@@ -228,7 +228,7 @@ ASKING, TIMES = 8, 2_000
 
 
 def ask(process: int, address: str) -> None:
-    """One of the processes that ask."""
+    """One of the processes that send requests."""
     distributed.global_state.initialize(address, ASKING, process, initialization_timeout=60)
     client: Any = distributed.global_state.client
 

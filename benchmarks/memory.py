@@ -1,21 +1,21 @@
-"""Host memory that a save and a restore take beside the tree: jaxckpt against Orbax, in one run.
+"""Host memory of a save and a restore in addition to the tree: jaxckpt compared with Orbax, in one run.
 
     python benchmarks/memory.py [--gib 2] [--dir DIR]
 
-A float32 tree of 2 GiB (four leaves of 1/8 and one of 1/2 of it) on a 2×4 mesh of simulated CPU devices is saved and
-restored. Each measurement is a child process of its own: VmHWM, the most memory that the process ever had resident,
-pages of mapped files among it, is set back just before the call, and what is told is
+Saves and restores a float32 tree of 2 GiB (four leaves of 1/8 and one of 1/2 of it) on a 2×4 mesh of simulated CPU
+devices. Each measurement is a separate child process. VmHWM is the peak resident memory of a process, including pages
+of mapped files. It is reset just before the call, and the result is
 
-    for a save       VmHWM after it - VmRSS before it, the tree being alive all the time
+    for a save       VmHWM after it - VmRSS before it; the tree is alive all the time
     for a restore    VmHWM after it - VmRSS before it - bytes of the arrays returned
 
-A replica on a CPU device shares its memory with the others, so a replicated leaf counts once. Before the call the
-child compiles a small program on each device, so that JAX itself is not measured, and glibc gives back what was freed
+A replica on a CPU device shares its memory with the others, so a replicated leaf counts once. Before the call, the
+child compiles a small program on each device, so that JAX itself is not measured, and glibc returns freed memory
 (malloc_trim). Each child checks what it restored.
-Orbax runs with its default settings, both its checkpointers.
+Orbax runs with default settings, with both of its checkpointers.
 
-The folder should be on a disk: pages of tmpfs that are mapped count as memory of the process, though they are the
-file's. `Options.host_bytes` is left at its default, 256 MiB; with --host-mib it is another.
+The folder should be on a disk: mapped pages of tmpfs count as memory of the process, although they belong to the file.
+`Options.host_bytes` has its default of 256 MiB, or the value of --host-mib.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MIB = 1 << 20
 
 OURS, PYTREE, STANDARD = "jaxckpt", "Orbax PyTreeCheckpointer", "Orbax StandardCheckpointer"
 CASES = {
-    # what is wanted, and of whom: Orbax returns JAX arrays on shardings that it is given
+    # who can do each case; Orbax returns only JAX arrays, on given shardings
     "as saved, 2×4": (OURS, PYTREE, STANDARD),
     "onto 3×2": (OURS, PYTREE, STANDARD),
     "rows → columns": (OURS, PYTREE, STANDARD),
@@ -71,7 +71,7 @@ def mesh_of(*sizes: int) -> Mesh:
 
 
 def shapes_of(gib: float) -> dict[str, tuple[int, int]]:
-    """Sides that 24 divides, so that a 2×4, a 3×2 and a mesh of 8 divide them."""
+    """Shapes with sides that are multiples of 24, so that meshes of 2×4, 3×2 and 8 divide them."""
     columns = 8208
     rows = round(gib * (1 << 30) / 8 / (4 * columns) / 24) * 24
     return {**{f"leaf{number}": (rows, columns) for number in range(4)}, "large": (4 * rows, columns)}
@@ -79,7 +79,7 @@ def shapes_of(gib: float) -> dict[str, tuple[int, int]]:
 
 def expected(shape: tuple[int, int], rows: slice) -> np.ndarray[Any, Any]:
     start, stop, _ = rows.indices(shape[0])
-    # Whole numbers first: a range of float32 depends on where it starts.
+    # Make integers first: the values of a float32 range depend on its start.
     return np.arange(start * shape[1], stop * shape[1]).astype(np.float32).reshape(stop - start, shape[1])
 
 
@@ -95,7 +95,7 @@ def make_tree(gib: float, sharding: NamedSharding) -> Tree:
 
 
 def require_equal(tree: Tree, gib: float) -> None:
-    """Shard by shard, a band of rows at a time, so that checking takes little memory of its own."""
+    """Compare each shard in bands of rows, so that the check needs little memory."""
     for name, shape in shapes_of(gib).items():
         leaf = tree[name]
         shards = [(leaf, (slice(None), slice(None)))]
@@ -110,11 +110,11 @@ def require_equal(tree: Tree, gib: float) -> None:
                     raise SystemExit(f"{name} was restored with other values than were saved")
 
 
-# In a child -----------------------------------------------------------------------------------------------
+# In a child process ---------------------------------------------------------------------------------------
 
 
 def status(name: str) -> int:
-    """A size of this process, in bytes."""
+    """A value of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -122,11 +122,11 @@ def status(name: str) -> int:
 
 
 def measured(call: Callable[[], Tree]) -> tuple[Tree, int, float]:
-    """What a call returns, how far the process's memory rose meanwhile, and seconds."""
+    """(result of a call, rise of the process's memory during the call in bytes, seconds)."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not be taken again unseen
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the call could reuse freed memory, which would not count
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     begun = time.perf_counter()
     result = call()
     jax.block_until_ready(result)
@@ -135,7 +135,7 @@ def measured(call: Callable[[], Tree]) -> tuple[Tree, int, float]:
 
 
 def unique_bytes(tree: Tree) -> int:
-    """Bytes of memory of a tree's leaves, replicas that share it once."""
+    """Bytes of memory of a tree's leaves; replicas that share memory count once."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):

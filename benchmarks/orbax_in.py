@@ -1,4 +1,4 @@
-"""Restoring what Orbax wrote: through jaxckpt and through Orbax, in turns; medians of 3 rounds after one that warms up.
+"""Restores an Orbax checkpoint with jaxckpt and with Orbax, in turn; medians of 3 rounds after a warm-up round.
 
 2,000 leaves of 64 KiB over 8 simulated CPU devices, on the mesh 2×4 and then 4×2, as Orbax writes them by default
 (OCDBT, Zarr v2, zstd), and all on one device. Takes two to three minutes.

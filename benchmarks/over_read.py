@@ -1,11 +1,11 @@
-"""What readers read for each byte that they want, by the plan alone: no devices, no data.
+"""The number of bytes read per byte wanted, from the plan alone: without devices or data.
 
     python benchmarks/over_read.py
 
-Leaves as large models have them, saved by one process or by four of two devices each; readers of one layer, of half the
-layers, and of a mesh that splits one dimension 2, 4 or 8 times finer: by a process of one device, and by four processes
-that have all devices between them. Then the workloads of peers.py, saved and restored by four processes. Of several
-processes the one that reads most for what it wants is shown.
+The leaves are like those of large models, saved by one process or by four with two devices each. The readers want one
+layer, half the layers, or a mesh that splits one dimension 2, 4 or 8 times finer; a reader is one process with one
+device, or four processes that share all devices. Then follow the workloads of peers.py, saved and restored by four
+processes. With several processes, the result is that of the process with the highest ratio.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def saved(leaf: Leaf, processes: int) -> SavePlan:
 
 
 def over_read(plan: SavePlan, boxes: Sequence[Box]) -> float:
-    """Bytes read for each byte wanted by a process that wants these boxes."""
+    """Bytes read per byte wanted by a process that wants these boxes."""
     host_bytes = Options().host_bytes
     steps = plan_read(plan.stacks, [Want(0, (0, 1), tuple(boxes))], host_bytes)
     cost = read_cost(plan.stacks, steps, host_bytes)
@@ -79,7 +79,7 @@ def cells(shape: Sequence[int], grid: Sequence[int]) -> list[Box]:
 
 
 def readers(leaf: Leaf) -> dict[str, list[list[Box]]]:
-    """For each reader by name, what each of its processes wants: one process, then four."""
+    """For each reader by name, the boxes that each of its processes wants: one process, then four."""
     found: dict[str, list[list[Box]]] = {}
     dim = leaf.layers
     if dim is not None:
@@ -98,7 +98,7 @@ def readers(leaf: Leaf) -> dict[str, list[list[Box]]]:
 
 
 def by_four(workload: workloads.Workload) -> dict[str, float]:
-    """For each layout of at least four devices, bytes read for each byte that a process wants."""
+    """For each layout with at least four devices, bytes read per byte that a process wants."""
     arrays: list[ArrayLeaf] = []
     for number, (path, sharding) in enumerate(workload.shardings(workload.layouts[0]).items()):
         leaf, mesh = workload.leaves[path], sharding.mesh

@@ -1,10 +1,10 @@
-"""Where the time of a save and of a restore goes, phase by phase.
+"""The time of each phase of a save and of a restore.
 
     python benchmarks/phases.py [--workload a] [--rounds 5] [--dir /dev/shm]
 
-A save tells its own phases (`SaveInfo.phase_seconds`). Of a restore the calls are timed that make up its line: the
-manifest is loaded, held against the target, a plan is made, arrays are placed by `jax.device_put`; the rest is reading.
-Medians over rounds, in milliseconds, after a first one that is not counted. Freed memory is kept; see steady.py.
+A save reports its own phases (`SaveInfo.phase_seconds`). For a restore, the benchmark times these calls: loading the
+manifest, matching it with the target, planning, and placing arrays with `jax.device_put`; the rest is reading. Prints
+medians over rounds, in milliseconds, after a warm-up round. Freed memory is kept; see steady.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLACED = ((_source, "load_manifest", "open"), (_restore, "resolve", "match"), (_
 
 @contextlib.contextmanager
 def timed(places: tuple[tuple[Any, str, str], ...], laps: dict[str, float]) -> Iterator[None]:
-    """Add up the seconds that functions take, each of (module, name, phase)."""
+    """Add up the seconds of functions, each given as (module, name, phase)."""
     originals = [getattr(module, name) for module, name, _ in places]
 
     def timing(call: Any, phase: str) -> Any:

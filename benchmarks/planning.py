@@ -1,19 +1,19 @@
-"""What it takes one process to plan: a save, and a restore onto the same mesh and onto another.
+"""The cost of planning for one process: a save, and a restore onto the same mesh and onto another.
 
     python benchmarks/planning.py
 
-A process decides who writes each object of the whole job, and lists its own, without asking anyone; so the plan of a
-job of 4,096 processes is made here, by one of them. The devices are stand-ins, of which a `jax.sharding.Mesh` asks
-only who they are: layouts and boxes come from real NamedShardings over it.
+Each process decides without communication who writes each object of the whole job, and lists its own objects. So one
+process is enough to plan for a job of 4,096 processes here. The devices are stand-ins: `jax.sharding.Mesh` needs only
+their identities. Layouts and boxes come from real NamedShardings over this mesh.
 
-The tree is a transformer's training state of up to 16,000 leaves: parameters in bfloat16, two moments in float32,
-matrices split over fsdp × tensor, norms whole on every device; all of it in four data-parallel replicas. From 4,096
-processes × 4 devices × 16,000 leaves each of the three is varied alone. Two more points are the same job without
-replicas, and a small model in replicas alone.
+The tree is a transformer's training state with up to 16,000 leaves: parameters in bfloat16, two moments in float32,
+matrices split over fsdp × tensor, norms replicated on every device; all of it in four data-parallel replicas. Starting
+at 4,096 processes × 4 devices × 16,000 leaves, each of the three numbers is varied alone. Two more points are the same
+job without replicas, and a small model with replicas only.
 
-Each point is planned in a fresh interpreter, without anything known from an earlier plan: seconds of CPU time, and
-bytes by which the peak of resident memory (VmHWM) rises; memory that was freed before is used again without being
-seen. Describing the tree (its paths, its leaves' shardings) is not in it: for that the arrays must be there.
+Each point is planned in a fresh interpreter, without any cached data of an earlier plan. The results are the seconds of
+CPU time, and the rise of the peak resident memory (VmHWM) in bytes; reuse of memory that was freed before does not
+count. The time to describe the tree (its paths, its leaves' shardings) is excluded, because it needs real arrays.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Client:
 
 
 class Device:
-    """All that a mesh asks of a device."""
+    """A stand-in with all attributes that a mesh needs from a device."""
 
     platform = "cpu"
     device_kind = "stand-in"
@@ -108,7 +108,7 @@ def saved_mesh(point: Point) -> Mesh:
 
 
 def other_mesh(point: Point) -> Mesh:
-    """Without replicas, and cut more along one side than the other; replicas alone become two pieces of each matrix."""
+    """Without replicas, and split differently. With replicas only, each matrix is split into two pieces instead."""
     if not point.replicas:
         return mesh_of(point, tensor=2, replicas=point.devices // 2)
     return mesh_of(point, tensor=4, replicas=1)
@@ -145,7 +145,7 @@ def plan_a_save(point: Point, mesh: Mesh) -> SavePlan:
 
 
 def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
-    """As a restore does onto accelerators, of which the buffers do not become the arrays."""
+    """Plan like a restore onto accelerators, where buffers do not become the arrays."""
     place = {leaf: (stack, row) for stack, rows in enumerate(plan.members) for row, leaf in enumerate(rows)}
     boxes_of: dict[tuple[int, P], Any] = {}
     wants: list[Want] = []
@@ -159,16 +159,16 @@ def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
 
 
 def shapes_alone(stacks: tuple[Stack, ...], members: tuple[tuple[int, ...], ...]) -> SavePlan:
-    """What a manifest tells of a save."""
+    """The part of a plan that a manifest contains."""
     return SavePlan(stacks, members, (), (), (), 0, ())
 
 
 def measure(point: Point, operation: str) -> dict[str, Any]:
-    """In a fresh interpreter: what one plan takes, and what is in it."""
+    """In a fresh interpreter: the cost and the size of one plan."""
     mesh = saved_mesh(point)
     call: Callable[[], Any]
     if operation == "save":
-        small = Point(leaves=30, processes=16, replicas=point.replicas)  # so that all modules are loaded
+        small = Point(leaves=30, processes=16, replicas=point.replicas)  # loads all modules
         plan_a_save(small, saved_mesh(small))
         call = lambda: plan_a_save(point, mesh)  # noqa: E731
     else:
@@ -176,7 +176,7 @@ def measure(point: Point, operation: str) -> dict[str, Any]:
         saved = shapes_alone(saved.stacks, saved.members)
         wanted = mesh if "same" in operation else other_mesh(point)
         call = lambda: plan_a_restore(point, saved, wanted)  # noqa: E731
-    # The peak is set back to what is in use now (proc(5)).
+    # Reset the peak to the current use (proc(5)).
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
     begun, wall = time.process_time(), time.perf_counter()
@@ -211,7 +211,7 @@ def measure_apart(point: Point, operation: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-# Telling --------------------------------------------------------------------------------------------------
+# Reporting ------------------------------------------------------------------------------------------------
 
 
 def show(result: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""Restores a replicated leaf in 4 processes, each reading it and sharing what it reads, from storage of a capped rate.
+"""Restores a replicated leaf in 4 processes, with read="each" and read="shared", from storage with a limited rate.
 
     python benchmarks/shared_reads.py [--mib 128] [--rate 50] [--turns 3]
 
-All processes together read at most `--rate` million bytes a second: each waits for its turn in a file that they share.
-Prints for each way of reading: bytes read from storage for each byte of the checkpoint, seconds of the slowest process,
-CPU seconds of all of them, and the most memory that a process took in addition to what it had before and to the arrays.
+All processes together read at most `--rate` million bytes per second: each waits for its turn in a shared file. Prints
+for each way of reading: bytes read from storage per byte of the checkpoint, seconds of the slowest process, CPU seconds
+of all processes, and the most additional memory of a process, not counting the arrays.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def restore(asked: argparse.Namespace) -> None:
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
             before = _memory("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins at VmRSS
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
             begun, cpu_begun = time.monotonic(), time.process_time()
             again = jaxckpt.restore(f"{folder}/checkpoint", target, options=options)
             jax.block_until_ready(again)
@@ -127,7 +127,7 @@ def restore(asked: argparse.Namespace) -> None:
 
 
 def _memory(name: str) -> int:
-    """Bytes, of this process."""
+    """A value of this process's status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) << 10
 

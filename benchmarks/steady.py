@@ -1,8 +1,8 @@
-"""Where a benchmark begins: it starts itself again with simulated devices, and with freed memory kept in the process.
+"""The start of a benchmark: it restarts itself with simulated devices, and with freed memory kept in the process.
 
-MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_: on small virtual machines memory that a process frees goes back
-to the host, and touching it again is slow; with these settings glibc keeps what was once touched, and what is measured
-is the libraries, not the hypervisor. A benchmark of memory itself does without them.
+On small virtual machines, memory that a process frees returns to the host, and touching it again is slow. With
+MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_, glibc keeps memory that was touched once, so that the benchmark
+measures the libraries and not the hypervisor. A benchmark of memory itself does not use these settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEPT_MEMORY = {
 
 
 def begin(*, devices: int = 8, keep_memory: bool = True) -> None:
-    """Before JAX is imported."""
+    """Call this before JAX is imported."""
     simulated = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
     wanted = simulated | (_KEPT_MEMORY if keep_memory else {})
     if any(os.environ.get(name) != value for name, value in wanted.items()):

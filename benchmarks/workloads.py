@@ -1,4 +1,4 @@
-"""The trees that are saved and restored: their leaves, how these lie on the mesh, and their values."""
+"""The trees that are saved and restored: their leaves, layouts on the mesh, and values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Workload:
         return {path: NamedSharding(mesh, leaf.spec) for path, leaf in self.leaves.items()}
 
     def wanted(self, layout: str) -> Tree:
-        """The tree as shapes, dtypes and shardings."""
+        """The tree with shapes, dtypes and shardings instead of arrays."""
         shardings = self.shardings(layout)
         return nested(
             {
@@ -67,13 +67,13 @@ class Workload:
         )
 
     def value(self, path: str) -> np.ndarray[Any, Any]:
-        """What a leaf holds: normal numbers, of which no codec makes much; no two leaves hold the same."""
+        """A leaf's values: normal random numbers, which codecs barely compress. No two leaves have equal values."""
         leaf, seed = self.leaves[path], zlib.crc32(path.encode())
         numbers = _normal_numbers()[seed % 4093 :][: int(np.prod(leaf.shape))]
         return (numbers * np.float32(1 + seed / 2**32)).astype(leaf.dtype).reshape(leaf.shape)
 
     def place(self) -> Tree:
-        """The tree of JAX arrays, in the layout that it is saved in."""
+        """The tree of JAX arrays, in the layout in which it is saved."""
         shardings = self.shardings(self.layouts[0])
         if jax.process_count() == 1:
             values = {path: self.value(path) for path in self.leaves}
@@ -87,11 +87,11 @@ class Workload:
 
 @functools.cache
 def _normal_numbers() -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).standard_normal(40 << 20, np.float32)  # more than the largest leaf has
+    return np.random.default_rng(0).standard_normal(40 << 20, np.float32)  # more than the largest leaf needs
 
 
 def workload(key: str, *, quick: bool = False) -> Workload:
-    """One of KEYS; `quick` makes a small one of the same kind."""
+    """One of KEYS; `quick` makes a small workload of the same kind."""
     if key == "c":
         return _transformer(layers=2, width=64, words=256) if quick else _transformer(layers=24, width=512, words=32768)
     if key in _SCANNED:
@@ -141,8 +141,8 @@ def _transformer(*, layers: int, width: int, words: int) -> Workload:
 
 
 def _scanned(*, layers: int, width: int, words: int, alone: bool) -> Workload:
-    """The state of a model whose layers are stacked for `scan`, as MaxText keeps it: FSDP × TP on the last two
-    dimensions, or FSDP alone."""
+    """The state of a model whose layers are stacked for `scan`, as in MaxText: FSDP × TP on the last two dimensions, or
+    FSDP alone."""
     into, out_of = (P(None, "a"), P(None, None, "a")) if alone else (P(None, "a", "b"), P(None, "b", "a"))
     layer = {
         **dict.fromkeys(("query", "key", "value", "gate"), ((layers, width, width), into)),
@@ -175,12 +175,12 @@ def _with_adam(parameters: Mapping[str, tuple[tuple[int, ...], P]]) -> dict[str,
 
 
 def _by_columns(leaf: Leaf) -> P:
-    """Split along the last dimension, whatever it was split along."""
+    """A spec that splits the last dimension instead of the leaf's own."""
     return P(*(None for _ in leaf.shape[1:]), "a") if len(leaf.spec) else P()
 
 
 def nested(flat: Mapping[str, Any]) -> Tree:
-    """{"a/b": 1} as {"a": {"b": 1}}."""
+    """Convert {"a/b": 1} to {"a": {"b": 1}}."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *folders, name = path.split("/")
@@ -192,7 +192,7 @@ def nested(flat: Mapping[str, Any]) -> Tree:
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a/b": 1}."""
+    """Convert {"a": {"b": 1}} to {"a/b": 1}."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -200,6 +200,6 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
 
 
 def _mesh(rows: int, columns: int) -> Mesh:
-    # Over all processes: four devices of eight are one or more of each.
+    # Spread over all processes: with four of eight devices, every process has at least one.
     devices = np.array(jax.devices())[:: len(jax.devices()) // (rows * columns)][: rows * columns]
     return Mesh(devices.reshape(rows, columns), ("a", "b"))

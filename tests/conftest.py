@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test, set before JAX is imported; child processes with a time limit, and marked."""
+"""Fixtures for all tests, which run on eight simulated devices; checks that tests which start processes are marked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a background job of a shell
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells make background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 @pytest.fixture(scope="session")
 def run_python() -> processes.RunPython:
-    """Runs a program in a child process with its own number of simulated devices; returns what it printed."""
+    """Runs a program in a child process with its own number of simulated devices; returns its output."""
     return processes.run_python
 
 
@@ -43,7 +43,7 @@ def run_processes() -> processes.RunProcesses:
 
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Tells how much has been read of objects on the file system, in this process, so far."""
+    """A function that returns the bytes of objects that this process has read from the file system so far."""
     counts: list[int] = []
     preadv = os.preadv
 
@@ -64,7 +64,7 @@ def _filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(_filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of checkpoints for command lines, the current one; no test changes them."""
+    """The current folder, filled with checkpoints for command lines; no test changes them."""
     monkeypatch.chdir(_filled)
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -73,14 +73,14 @@ def here(_filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[stores.Server]:
-    """An S3 server, for as long as the tests run."""
+    """An S3 server that runs during the test session."""
     with stores.moto() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def storage_testbench() -> Iterator[stores.Server]:
-    """Google's own server for tests of its Cloud Storage, for as long as the tests run."""
+    """Google's test server for its Cloud Storage; it runs during the test session."""
     with contextlib.ExitStack() as running:
         try:
             server = running.enter_context(stores.storage_testbench())
@@ -91,21 +91,21 @@ def storage_testbench() -> Iterator[stores.Server]:
 
 @pytest.fixture
 def s3(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
-    """A fresh s3:// path, where a proxy counts the requests and spoils them on demand."""
+    """A new s3:// path behind a proxy, which counts the requests and can make them fail."""
     with servers.bucket(moto, monkeypatch) as found:
         yield found
 
 
 @pytest.fixture
 def gs(storage_testbench: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
-    """A fresh gs:// path, with a proxy as for `s3`."""
+    """A new gs:// path behind a proxy, as for `s3`."""
     with servers.bucket(storage_testbench, monkeypatch) as found:
         yield found
 
 
 @pytest.fixture(params=["s3", "gs"])
 def bucket(request: pytest.FixtureRequest) -> servers.Bucket:
-    """A fresh path on each object store in turn."""
+    """A new path on each kind of object store in turn."""
     return request.getfixturevalue(request.param)
 
 
@@ -114,7 +114,7 @@ def bucket(request: pytest.FixtureRequest) -> servers.Bucket:
 STARTS_A_CHILD = {"run_python", "run_processes", "moto", "storage_testbench", "bucket", "browser"}
 """Fixtures: a test that uses one of them has the mark `child` without writing it."""
 
-_unmarked: str | None = None  # the test that runs, if it has no such mark
+_unmarked: str | None = None  # the current test, if it does not have the mark
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Modules and tests stay until the end. The garbage collector need not search them again and again."""
+    """Exclude modules and tests from garbage collection, because they live until the end."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""The fault campaign: every test here inflicts one kind of damage many times and counts how it ended.
+"""The fault campaign: each test injects one kind of damage many times and counts the outcomes.
 
     @pytest.mark.fault(8, "any file deleted", "error that names it; never zeros", quick=6)
     def test_a_deleted_file_is_an_error(fault: Fault, tmp_path: Path) -> None:
@@ -6,8 +6,8 @@
             ...
             fault.saw("error that names it")    # or fault.silent("params/w: wrong values, and no error")
 
-`make test` runs a few rounds of each; `make faults` (pytest tests/faults --campaign) runs all of them, and writes what
-it counted to results.json and from there into the tables of docs/reliability.md.
+`make test` runs a few rounds of each test. `make faults` (pytest tests/faults --campaign) runs all of them, writes the
+counts to results.json, and writes the tables of docs/reliability.md from that file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reliability import Fault
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest) -> Iterable[Fault]:
-    """The fault that the test is marked with."""
+    """The `fault` mark of the test."""
     marker = request.node.get_closest_marker("fault")
     number, title, promise = marker.args
     if "bucket" in request.fixturenames:
@@ -69,7 +69,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("--campaign"):
-        reliability.circumstances()  # asks git, which no test without the mark `child` may start
+        reliability.circumstances()  # runs git, so it must not run in a test without the mark `child`
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

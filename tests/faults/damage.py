@@ -1,4 +1,4 @@
-"""A small checkpoint of many kinds of leaves, what each of its bytes is, and every way to read it."""
+"""A small checkpoint with many kinds of leaves, a map of its bytes, and every way to read it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TYPED = (jaxckpt.CorruptError, jaxckpt.NotACheckpointError)
 
 
 def make(version: int = 0) -> dict[str, Any]:
-    """A tree of which every value depends on the version, but those of a shape and dtype alone."""
+    """A tree in which every value depends on the version, except "zeros" and "empty"."""
     draw = np.random.default_rng(version)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 
@@ -69,7 +69,7 @@ def save(path: Path, version: int = 0, compression: Any = None) -> jaxckpt.SaveI
 
 
 def bits(leaf: Any) -> Bits:
-    """All that a leaf is but where it lies; a PRNG key's raw data."""
+    """The dtype, shape and bytes of a leaf, regardless of its location. For a PRNG key, those of its raw data."""
     if isinstance(leaf, str | bytes):
         leaf = np.frombuffer(leaf.encode() if isinstance(leaf, str) else leaf, np.uint8)
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -85,7 +85,7 @@ def bits_of(tree: Any) -> Kept:
     }
 
 
-# What lies where ------------------------------------------------------------------------------------------
+# Map of the bytes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,24 +111,24 @@ class Area:
     itemsize: int = 1
 
     def hit(self, place: int) -> dict[str, Box]:
-        """The leaves that a damaged byte hits, and what of each: one element where that can be told."""
+        """The leaves that a damaged byte affects, each with the affected box: one element if it can be determined."""
         box = self.box
         if self.sides:
             at = np.unravel_index((place - self.start) // self.itemsize, self.sides)
             element = tuple((low + int(i), low + int(i) + 1) for (low, _), i in zip(box, at, strict=True))
-            # In what pads a chunk at the array's end, it hits none; the chunk is blamed all the same.
+            # A byte in the padding of an edge chunk affects no element, but `verify` still reports the chunk.
             if all(stop <= high for (_, stop), (_, high) in zip(element, box, strict=True)):
                 box = element
         return lost(box, self.leaves)
 
 
 def lost(box: Box, leaves: dict[int, str]) -> dict[str, Box]:
-    """What of each leaf is lost with a box of its stack."""
+    """The box of each leaf that is lost if a box of its stack is lost."""
     return {leaves[row]: box[1:] for row in range(*box[0]) if row in leaves} if box else {}
 
 
 def areas(path: Path) -> list[Area]:
-    """Every byte of a checkpoint, as docs/format.md lays them out."""
+    """The areas that cover every byte of a checkpoint, as docs/format.md specifies."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     data = data_of(path)
     found = [Area("manifest", "manifest.json", 0, (path / "manifest.json").stat().st_size)]
@@ -169,7 +169,7 @@ def _object_areas(path: Path, file: str, key: str, stack: dict[str, Any], rows: 
 
 
 class Subject:
-    """A checkpoint that is damaged in place and mended again, and one like it that stays whole."""
+    """A checkpoint that is damaged in place and restored afterwards, and an undamaged copy."""
 
     def __init__(self, folder: Path, compression: Any = None, version: int = 0) -> None:
         folder.mkdir(parents=True)
@@ -191,7 +191,7 @@ class Subject:
         assert jaxckpt.verify(self.path).ok
 
     def held(self, name: str) -> dict[str, dict[str, Box]]:
-        """For a file, or each in a folder, the leaves that lie there, and what of each."""
+        """For a file, or each file in a folder, the leaves stored in it and the box of each leaf."""
         found: dict[str, dict[str, Box]] = {}
         for area in self.areas:
             if (area.file == name or area.file.startswith(f"{name}/")) and area.kind not in ("data", "chunk crc"):
@@ -200,7 +200,7 @@ class Subject:
 
     @contextlib.contextmanager
     def content(self, contents: dict[str, bytes]) -> Generator[None]:
-        """The checkpoint with other contents of files, written in their places."""
+        """Temporarily overwrite files of the checkpoint with other contents."""
         whole = {file: (self.path / file).read_bytes() for file in contents}
         try:
             for file, content in contents.items():
@@ -213,7 +213,7 @@ class Subject:
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Generator[Path]:
-        """The checkpoint without a file or folder; yields where that lies now. What takes its place goes again."""
+        """Temporarily move a file or folder out of the checkpoint; yields its new path. Deletes its replacement."""
         kept, place = self.path.parent / "kept", self.path / name
         os.rename(place, kept)
         try:
@@ -228,10 +228,10 @@ class Subject:
     def judge(
         self, fault: Fault, what: str, hits: dict[str, dict[str, Box]], *, swapped: bool = False, quick: bool = True
     ) -> None:
-        """Read the damaged checkpoint in every way, and count how that ends.
+        """Read the damaged checkpoint in every way, and count the outcome.
 
-        `hits` tells for each file that is damaged what of which leaves is hit; `swapped` that each chunk is sound but
-        not the one that was saved there; `quick` that the quick check must find it too.
+        `hits` maps each damaged file to the affected leaves and boxes. `swapped` means that each chunk is valid but
+        belongs elsewhere. `quick` means that the quick check must find the damage too.
         """
         silents: list[str] = []
         hit = {leaf for leaves in hits.values() for leaf in leaves}
@@ -247,7 +247,7 @@ class Subject:
             fault.saw("error; correct bits where the damage is not read")
 
     def _read(self, silents: list[str], hit: Collection[str], *, swapped: bool = False) -> set[str]:
-        """How the reads ended: "error", "correct bits", "other data"; wrong data is told in `silents`."""
+        """The outcomes of the reads: "error", "correct bits", "other data". Adds silent wrong data to `silents`."""
         ends = set[str]()
         for way, read in self.ways.items():
             try:
@@ -286,7 +286,7 @@ class Subject:
         return ends
 
     def _blame(self, silents: list[str], hits: dict[str, dict[str, Box]], *, quick: bool) -> None:
-        """That `verify` finds the damage, and names the file, and each leaf with a box around what is hit."""
+        """Check that `verify` names each damaged file, and each affected leaf with a box around the damage."""
         try:
             report = jaxckpt.verify(self.path)
             if quick and jaxckpt.verify(self.path, quick=True).ok:
@@ -316,7 +316,7 @@ def within(box: Box, other: Box | None) -> bool:
 
 
 class OrbaxReader:
-    """A process that reads a checkpoint of Orbax's each time it is told to, and saves it first where there is none."""
+    """A process that reads an Orbax checkpoint on request. It first saves the checkpoint if none exists."""
 
     def __init__(self, path: Path) -> None:
         self._process = subprocess.Popen(
@@ -331,7 +331,8 @@ class OrbaxReader:
         assert self.read() == self.read() == "correct bits"
 
     def read(self) -> str:
-        """How that ended, of either way in turn: "correct bits", "other values", "error", "a crash", "a hang"."""
+        """The outcome of one read, alternating between two ways: "correct bits", "other values", "error", "a crash" or
+        "a hang"."""
         assert self._process.stdin is not None
         self._process.stdin.write("read\n")
         self._process.stdin.flush()

@@ -1,10 +1,11 @@
-"""Feed forged checkpoints to the library until the time is up, and tell how each ended.
+"""Feed forged checkpoints to the library until the time is up, and record how each one ended.
 
     python tests/faults/fuzz.py FOLDER SECONDS [SEED]
 
-Guided by coverage where atheris is installed (a wheel for Linux on x86-64), else by what errors were not seen yet. Runs
-in a process of its own, as what it looks for ends processes. Every 50 inputs, and at the end, it writes
-FOLDER/outcomes.json; an input that ended as none may is left in FOLDER/crash-*.
+Coverage guides the search if atheris is installed (a wheel for Linux on x86-64); otherwise new kinds of errors do. This
+program runs in a separate process, because the bugs that it looks for can end the process. It writes
+FOLDER/outcomes.json after every 50 inputs and at the end. It keeps each input with a forbidden outcome in
+FOLDER/crash-*.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ except ImportError:
 
 
 class Session:
-    """One run: inputs tried, how they ended."""
+    """One run: the inputs tried, and their outcomes."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder = folder
@@ -48,7 +49,7 @@ class Session:
         self.begun = time.monotonic()
         self.range = hostile.Range(folder)
         self.seeds = self.range.seeds()
-        for case in self.seeds:  # warm: what is imported and cached at first is nobody's bomb
+        for case in self.seeds:  # warm-up, so that first-time imports and caches do not count as growth
             self.range.attempt(case)
         self.peak_bytes = 0
         hostile.forget_peak()
@@ -87,7 +88,7 @@ class Session:
 
 
 def guided(session: Session, seed: int) -> None:
-    """libFuzzer, through atheris: inputs that reach new lines of jaxckpt are kept and mutated again. Never returns."""
+    """Fuzz with libFuzzer through atheris: it keeps and mutates inputs that reach new lines. Never returns."""
     corpus = session.folder / "corpus"
     corpus.mkdir()
     for number, case in enumerate(session.seeds):
@@ -110,7 +111,7 @@ def guided(session: Session, seed: int) -> None:
 
 
 def unguided(session: Session, seed: int) -> None:
-    """The same mutations; an input that ended in an error not seen before is mutated again."""
+    """Fuzz with the same mutations, without coverage: keep and mutate inputs that end in a new error."""
     draw = random.Random(seed)
     pool = list(session.seeds)
     seen = set[str]()

@@ -1,7 +1,7 @@
-"""Checkpoints as an attacker would write them: who knows the format, and seals what he forges.
+"""Checkpoints from an attacker who knows the format and seals forged manifests correctly.
 
-An input of the fuzzer is a line of JSON that tells what happens to the files, and below it the manifest's body. It is
-given as text so that it can say what no JSON writer would: members that repeat, nesting without end, NaN.
+An input of the fuzzer is one line of JSON that lists changes to files, followed by the manifest's body. The body is
+text, so that it can contain what no JSON writer produces: repeated members, unlimited nesting, NaN.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import metadata as zarr_json
 
 SEAL = b',"sha256":"'
-_TWICE, _NEST, _RAW = "\0twice", "\0nest", "\0raw"  # in strings: what json.dumps cannot write, put in afterwards
+_TWICE, _NEST, _RAW = "\0twice", "\0nest", "\0raw"  # markers for text that json.dumps cannot write; replaced afterwards
 _MENDED = "mended"
 
 
 def sealed(body: bytes) -> bytes:
-    """The manifest whose JSON, up to the seal, is `body` without its closing brace."""
+    """The manifest made from `body`: its JSON up to the seal, without the closing brace."""
     return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
@@ -45,14 +45,14 @@ def body_of(path: Path) -> dict[str, Any]:
 
 
 def edited(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the manifest, and seal it anew as docs/format.md says."""
+    """Change the manifest, and recompute its seal as docs/format.md specifies."""
     manifest = body_of(path)
     edit(manifest)
     (path / "manifest.json").write_bytes(sealed(text_of(manifest)[:-1]))
 
 
 def text_of(manifest: Any) -> bytes:
-    """JSON, with what the markers in it stand for."""
+    """JSON text, with the markers replaced."""
     text = json.dumps(manifest, separators=(",", ":"))
     text = text.replace(json.dumps(_TWICE)[1:-1], "")
     while (found := text.find(f'"{json.dumps(_NEST)[1:-1]}')) >= 0:
@@ -66,21 +66,21 @@ def text_of(manifest: Any) -> bytes:
 
 
 def twice(name: str) -> str:
-    """A member's name that comes out as `name` once more."""
+    """A member's name that `text_of` writes as `name`, so that the name occurs twice."""
     return name + _TWICE
 
 
 def nest(levels: int) -> str:
-    """Comes out as so many arrays in one another."""
+    """A value that `text_of` writes as this many nested arrays."""
     return f"{_NEST}{levels}"
 
 
 def raw(text: str) -> str:
-    """Comes out as it is, without quotes."""
+    """A value that `text_of` writes as it is, without quotes."""
     return f"{_RAW}{text}"
 
 
-# Objects that are valid for whatever a stack record says ------------------------------------------------------
+# Valid objects for any stack record ---------------------------------------------------------------------------
 
 
 def crc(content: bytes) -> bytes:
@@ -88,7 +88,7 @@ def crc(content: bytes) -> bytes:
 
 
 def valid_object(stack: Stack) -> tuple[bytes, str]:
-    """An object of zeros with all its chunks, and its digest."""
+    """An object that contains all its chunks, filled with zeros, and its digest."""
     n_bytes = math.prod(stack.chunk) * stack.itemsize
     chunk = bytes(n_bytes) if stack.compression is None else zstd_zeros(n_bytes)
     chunk += crc(chunk)
@@ -98,18 +98,18 @@ def valid_object(stack: Stack) -> tuple[bytes, str]:
 
 
 def zstd_zeros(n_bytes: int) -> bytes:
-    """A frame of zstd (RFC 8878) of at most 128 KiB of zeros: one block, run-length encoded."""
+    """A zstd frame (RFC 8878) of at most 128 KiB of zeros: one run-length encoded block."""
     return struct.pack("<IBI", 0xFD2FB528, 0xA0, n_bytes) + (n_bytes << 3 | 3).to_bytes(3, "little") + b"\0"
 
 
 def mend(path: Path, manifest: dict[str, Any]) -> None:
-    """Make the rest of a checkpoint agree with the stacks of a forged manifest, as far as that takes few bytes."""
+    """Make the other files of a checkpoint agree with the stacks of a forged manifest, if that takes few bytes."""
     manifest["save_id"] = _MENDED
     for record in manifest["stacks"]:
         with contextlib.suppress(Exception):
             sides = [record["rows"], *record["shape"], *record["chunk"], *record["object"]]
             if not all(type(side) is int for side in sides):
-                continue  # a product of numbers with a text or a list is a bomb of Python's own
+                continue  # Python multiplies a text or list by a huge number: that would exhaust memory in this test
             stack = Stack(
                 record["name"],
                 record["dtype"],
@@ -150,7 +150,7 @@ OTHERS = [None, True, False, [], {}, 0.5, -0.0, 1e308, [0], [[]], {"": 0}, nest(
 
 
 def _places(node: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """(container, key) of every node below."""
+    """(container, key) of every descendant node."""
     items: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in items:
         found.append((node, key))
@@ -160,9 +160,10 @@ def _places(node: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def mutated(case: bytes, draw: random.Random, seeds: list[bytes]) -> bytes:
-    """A case that differs by a few steps; one that is not readable as JSON differs by a few bytes.
+    """A copy of a case with a few random changes. If it is not valid JSON, a few bytes are changed.
 
-    One in three is a seed with other files: only what passes the manifest's checks gets as far as reading those.
+    One third of the results are seeds in which only other files change, because few forged manifests pass the checks
+    and get as far as reading those files.
     """
     files_only = draw.random() < 0.33
     if files_only:
@@ -195,7 +196,7 @@ def _mutate_files(header: dict[str, Any], draw: random.Random) -> None:
 
 def _mutate(manifest: Any, draw: random.Random) -> None:
     places = _places(manifest, [])
-    # Stacks and the tree are most of the attack surface, leaves most of the nodes.
+    # Stacks and the tree are most of the attack surface, but most of the nodes are leaves.
     part = draw.choice(("stacks", "tree", "leaves", "meshes", "layouts", "step", "metadata", None))
     if part is not None and isinstance(manifest, dict) and isinstance(manifest.get(part), (dict, list)):
         places = _places(manifest[part], []) or places
@@ -234,7 +235,7 @@ def _mutate(manifest: Any, draw: random.Random) -> None:
 
 
 class Range:
-    """Checkpoints to start from, and a folder where cases are tried; about 2 ms each on tmpfs."""
+    """Checkpoints to start from, and a folder in which cases are tried. A case takes about 2 ms on tmpfs."""
 
     def __init__(self, folder: Path) -> None:
         self._bases: list[Path] = []
@@ -256,7 +257,7 @@ class Range:
         ]
 
     def attempt(self, case: bytes) -> str:
-        """How reading the case ends: "right data", or the name of a typed error. Anything else is raised."""
+        """The outcome of reading the case: "right data" or the name of a typed error. Raises on any other outcome."""
         head, _, body = case.partition(b"\n")
         try:
             header = json.loads(head)
@@ -310,7 +311,7 @@ def _samples() -> Iterator[tuple[jaxckpt.Options, Any]]:
 def _damage(
     originals: list[tuple[Path, bytes]], damages: list[tuple[int, str, int, int]]
 ) -> Iterator[tuple[Path, bytes]]:
-    """Damage files, and give each with what was in it."""
+    """Damage files, and yield each one with its original content."""
     for number, operation, place, value in damages:
         file, content = originals[number % len(originals)]
         yield file, content
@@ -324,7 +325,7 @@ def _damage(
         elif operation == "swap":
             made = bytearray(originals[place % len(originals)][1])
         elif operation == "index" and len(made) > 20:
-            # The last entry of the index, with a checksum that agrees as far as the index is one entry long.
+            # Change the last entry of the index. The checksum is right only if the index has one entry.
             at = len(made) - 20 + 8 * (place % 2)
             made[at : at + 8] = struct.pack("<Q", value % (1 << 64))
             made[-4:] = crc(bytes(made[-20:-4]))
@@ -332,12 +333,12 @@ def _damage(
 
 
 class TooSlow(Exception):
-    """Reading took longer than it may."""
+    """Reading exceeded the time limit."""
 
 
 @contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise TooSlow where the block takes longer; a call in C that never returns ends the process a little later."""
+    """Raise TooSlow if the block takes longer. This cannot interrupt a C call that never returns."""
 
     def late(number: int, frame: Any) -> None:
         raise TooSlow(f"over {seconds} s")
@@ -352,7 +353,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def peak_bytes() -> int:
-    """The most resident memory of this process since the last `forget_peak`."""
+    """The peak resident memory of this process since the last `forget_peak`."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
@@ -362,11 +363,11 @@ def forget_peak() -> None:
 
 
 def _read(path: Path) -> list[Any]:
-    """Read a checkpoint in every way that takes no devices, and hold each value against the manifest."""
+    """Read a checkpoint in every way that needs no devices, and check each value's shape and dtype."""
     checkpoint = jaxckpt.open(path)
     repr(checkpoint)
     found = checkpoint.leaves
-    with contextlib.suppress(jaxckpt.InputError):  # the wrong mesh for it
+    with contextlib.suppress(jaxckpt.InputError):  # the mesh may not fit
         checkpoint.plan(mesh={"a": 2, "b": 2}, options=jaxckpt.Options(indivisible="replicate"))
     whole = jax.tree.leaves(jaxckpt.load_numpy(path))
     values: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the fault campaign counts, and where it goes: results.json, and the tables of docs/reliability.md."""
+"""Counts the results of the fault campaign and writes them to results.json and docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Fault:
-    """One kind of fault: how many rounds of it to do, and how they ended."""
+    """One kind of fault: its number of rounds, and their outcomes."""
 
     def __init__(
         self, number: int, title: str, promise: str, quick: int, full: int | None, system: str, campaign: bool
@@ -43,9 +43,9 @@ class Fault:
         self._quick, self._full = quick, full
 
     def rounds(self, cases: Sequence[T] | None = None) -> Iterator[T | int]:
-        """The cases of this run: `full` of them in the campaign (all where it is None), else `quick` of them.
+        """The cases of this run: `full` of them in the campaign (all if that is None), otherwise `quick` of them.
 
-        Without cases, numbers. With more cases than rounds, those are spread evenly over them.
+        Without cases, yields numbers. If there are more cases than rounds, picks cases spread evenly over them.
         """
         wanted = self._full if self.campaign else self._quick
         if cases is None:
@@ -53,21 +53,21 @@ class Fault:
             yield from range(wanted)
             return
         count = len(cases) if wanted is None else min(wanted, len(cases))
-        # Rounding halves up: a step below one never takes a case twice.
+        # The step is at least one case, so no case is taken twice.
         yield from (cases[int((number + 0.5) * len(cases) / count)] for number in range(count))
 
     def saw(self, outcome: str) -> None:
-        """A round that ended as it may."""
+        """Count a round with an allowed outcome."""
         self.outcomes[outcome] += 1
 
     def silent(self, what: str) -> None:
-        """A round that returned wrong data, or claimed a success that was none, without an error."""
+        """Count a round that returned wrong data, or reported success without having it, without an error."""
         self.silents.append(what)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One test of the campaign, as it went."""
+    """The result of one test of the campaign."""
 
     number: int
     system: str
@@ -84,7 +84,7 @@ class Row:
 
 
 def record(row: Row) -> None:
-    """Put a row into results.json, in the place of what the same test counted before."""
+    """Write a row to results.json. It replaces the previous row of the same test."""
     rows = [found for found in _load() if found["test"] != row.test]
     rows.append({**asdict(row), **circumstances()})
     rows.sort(key=lambda found: (found["number"], found["system"], found["test"]))
@@ -128,7 +128,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 @functools.cache
 def circumstances() -> dict[str, str]:
-    """The date, the commit and the versions that a row was counted with."""
+    """The date, commit and versions at which a row was counted."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=_PAGE.parent, capture_output=True, text=True, check=False
     )

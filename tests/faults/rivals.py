@@ -1,4 +1,4 @@
-"""Savers that are no peers of each other: processes that stay, and save when they are told to."""
+"""Independent savers: long-lived processes that save on request, and are not peers in one job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes import PROGRAMS, environment, start
 
 import jaxckpt
 
-# The moments of a save at which it can be told to stop, each the call of a function.
+# The moments of a save at which a saver can stop itself. Each is a function call.
 MOMENTS = {
     "planning": ("_save.prepare", "_planned"),
     "looking at the path": ("_save.claim", "_previous"),
@@ -35,19 +35,19 @@ ORBAX_CHECKPOINTER = "rival_orbax_checkpointer"
 
 
 def version(number: int) -> dict[str, Any]:
-    """The tree that is saved as this version."""
+    """The tree that is saved for this version number."""
     leaves = [np.full(999, number), np.full(999, -number)]
     return {"version": np.full((), number), "a": np.full((64, 64), number), "b": leaves}
 
 
 def versions_in(tree: dict[str, Any]) -> list[int]:
-    """The versions whose values are in a tree: one, unless it is a mix."""
+    """The versions whose values occur in a tree: more than one if the tree is a mix."""
     found = {int(tree["version"]), *map(int, np.unique(tree["a"])), *map(int, np.unique(tree["b"][0]))}
     return sorted(found | {-int(value) for value in np.unique(tree["b"][1])})
 
 
 def versions_at(path: Path) -> list[int]:
-    """As `versions_in`, of the checkpoint at a path; none where there is none."""
+    """The same for the checkpoint at a path; empty if none exists."""
     try:
         return versions_in(jaxckpt.load_numpy(path))
     except jaxckpt.NotACheckpointError:
@@ -59,7 +59,7 @@ def data_folders(path: Path) -> list[str]:
 
 
 class Saver:
-    """A process that saves when it is told to, until the end of the `with` block."""
+    """A process that saves on request until the end of the `with` block."""
 
     def __init__(self, program: str = JAXCKPT) -> None:
         self._link, theirs = socket.socketpair()
@@ -79,23 +79,23 @@ class Saver:
         self._link.close()
 
     def tell(self, **asked: Any) -> None:
-        """Have it save: path=, version=, overwrite=, sync=; at the time start=; stop_at= a moment."""
+        """Request a save: path=, version=, overwrite=, sync=, start= (a time), stop_at= (a moment)."""
         self._link.sendall(json.dumps(asked).encode() + b"\n")
 
     def hear(self, timeout: float = 120) -> str:
-        """The next thing it says: "ready" once, then for each save "prepared" and how it ended."""
+        """The next message: "ready" once, then for each save "prepared" and its outcome."""
         self._link.settimeout(timeout)
         line = self._lines.readline()
         assert line, f"the saver ended with {self._process.wait(30)}"
         return json.loads(line)
 
     def stop(self) -> None:
-        """Suspend it, and return once it is."""
+        """Suspend the process, and wait until it is suspended."""
         self._process.send_signal(signal.SIGSTOP)
         self.stopped()
 
     def stopped(self) -> None:
-        """Wait until it is suspended."""
+        """Wait until the process is suspended."""
         deadline = time.monotonic() + 60
         while "T (stopped)" not in Path(f"/proc/{self.pid}/status").read_text():
             assert time.monotonic() < deadline, "it does not stop"

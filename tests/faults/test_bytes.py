@@ -1,4 +1,4 @@
-"""Stored bytes that are not what was saved: flipped, lost, swapped, edited."""
+"""Stored bytes that differ from what was saved: flipped, missing, swapped or edited."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_is_deleted(fault: Fault, tmp_path: Path) -> None:
     for subject, file in fault.rounds(cases):
         with subject.aside(file):
             subject.judge(fault, f"{file} deleted", subject.held(file))
-            if any(subject.held(file).values()):  # of a zero-size array nothing is read
+            if any(subject.held(file).values()):  # a zero-size array has no data to read
                 with pytest.raises(jaxckpt.DataError) as caught:
                     jaxckpt.load_numpy(subject.path)
                 said = str(caught.value)
@@ -141,7 +141,7 @@ def test_what_is_swapped(fault: Fault, tmp_path: Path) -> None:
 
 
 def _swaps(subject: Subject) -> Iterator[dict[str, bytes]]:
-    """Two files of one checkpoint that change places: objects of a stack, of two stacks, any two others."""
+    """Pairs of files in one checkpoint with swapped contents: objects of one or two stacks, other files."""
     content = {file: (subject.path / file).read_bytes() for file in subject.files if file != "manifest.json"}
     for one, other in itertools.combinations(content, 2):
         (stack, _, place), (other_stack, _, other_place) = one.partition("/c/"), other.partition("/c/")
@@ -151,7 +151,7 @@ def _swaps(subject: Subject) -> Iterator[dict[str, bytes]]:
 
 
 def _taken(subject: Subject, other: Subject) -> Iterator[dict[str, bytes]]:
-    """What another checkpoint of the same tree has: single files, whole stacks, the whole data folder."""
+    """Contents from another checkpoint of the same tree: single files, whole stacks, the whole data folder."""
     found: dict[str, bytes] = {}
     for file, other_file in zip(subject.files, other.files, strict=True):
         content = (other.path / other_file).read_bytes()
@@ -232,7 +232,7 @@ def test_an_edited_manifest_that_is_sealed_anew(fault: Fault, tmp_path: Path) ->
 
 
 def _meaning(fault: Fault, subject: Subject, what: str) -> str:
-    """How a checkpoint reads of which the manifest was edited by one who sealed it anew."""
+    """The outcome of reading a checkpoint whose manifest was edited and sealed again."""
     wrong = set[str]()
     for read in (jaxckpt.load_numpy, jaxckpt.restore):
         try:
@@ -257,7 +257,7 @@ Edit = tuple[str, Callable[[], bytes]]
 
 
 def _edits(text: bytes, values: list[Any]) -> Iterator[Edit]:
-    """JSON with one member changed, left out, added, or another order."""
+    """JSON in which one member was changed, removed, extended or reordered."""
     whole = json.loads(text)
 
     def made(path: tuple[Any, ...], edit: Callable[[Any, Any], Any]) -> bytes:
@@ -288,7 +288,7 @@ def _edits(text: bytes, values: list[Any]) -> Iterator[Edit]:
 
 
 def _others(value: Any, values: list[Any]) -> list[Any]:
-    """Values that one by mistake could write for another."""
+    """Plausible wrong values for a value."""
     match value:
         case bool():
             return [not value, None]
@@ -305,7 +305,7 @@ def _others(value: Any, values: list[Any]) -> list[Any]:
 
 
 def _order(value: Any) -> Iterator[str]:
-    """The members' names, in order."""
+    """All member names, in order."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, dict | list):
@@ -314,6 +314,6 @@ def _order(value: Any) -> Iterator[str]:
 
 
 def _sealed(text: bytes) -> bytes:
-    """A manifest with the seal that docs/format.md asks for."""
+    """A manifest with the seal that docs/format.md specifies."""
     body = text[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'

@@ -1,4 +1,4 @@
-"""Deleting: killed in the midst of it, read in the midst of it, and told another time of day."""
+"""Deletion: interrupted by a kill, concurrent with reads, and with a wrong clock."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_killed_while_it_deletes(fault: Fault, tmp_path: Path) -> None:
 )
 def test_restored_while_it_is_deleted(fault: Fault, tmp_path: Path) -> None:
     rounds = sum(1 for _ in fault.rounds())
-    options = jaxckpt.Options(chunk_bytes=4096, object_bytes=16384, sync=False)  # saves, and deletes, more often
+    options = jaxckpt.Options(chunk_bytes=4096, object_bytes=16384, sync=False)  # faster saves and deletions
     with jaxckpt.Checkpointer(tmp_path / "steps", keep_last=1, background=False, options=options) as checkpoints:
         for steps, path in ((False, tmp_path / "one"), (True, tmp_path / "steps")):
             numbers = itertools.count(1)
@@ -100,12 +100,12 @@ def test_restored_while_it_is_deleted(fault: Fault, tmp_path: Path) -> None:
 
 @needs_strace
 def test_a_folder_taken_away_as_the_saver_goes_in(tmp_path: Path) -> None:
-    """A Checkpointer that is made elsewhere takes the empty folder of a step for what a killed run left."""
+    """Another Checkpointer treats the empty folder of a new step as the remains of a killed run, and deletes it."""
     with_steps(tmp_path / "steps", (1,))
     with Saver(victims.keep_steps, str(tmp_path / "steps"), 2) as saver:
         with victims.traced(
             saver, tmp_path / "log", "mkdir", "delay_exit=200000:when=1"
-        ):  # µs after the folder is made
+        ):  # microseconds, after the folder was made
             saver.go()
             while not saver.ended:
                 jaxckpt.Checkpointer(tmp_path / "steps").close()

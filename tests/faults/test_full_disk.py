@@ -1,4 +1,4 @@
-"""File systems that are full, or may not be written."""
+"""File systems that are full or read-only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.child
 
 
 def in_a_mount(folder: Path, options: str, program: str, *args: str) -> str:
-    """What one of `programs` prints in a namespace of its own, where a small file system is mounted at a folder."""
+    """The output of one of `programs` in a separate mount namespace, with a small file system mounted at a folder."""
     mount = f'mount -t tmpfs -o {options} none "$0"'
     unshare = [shutil.which("unshare") or "false", "-m", "sh", "-c"]
     if subprocess.run([*unshare, mount, str(folder)], capture_output=True, check=False).returncode:

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to do harm: a typed error within bounds of memory and time, or the right data."""
+"""Malicious checkpoints: a typed error within limits of memory and time, or the right data."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from jaxckpt._storage.folder import Folder
 
 PROMISE = "typed error within limits of memory and time"
 GROWTH_BYTES = 64 << 20
-GROWTH_FACTOR = 25  # besides, for each byte of the manifest
-SECONDS = 30  # a bound of hangs, on a machine that others use too
+GROWTH_FACTOR = 25  # additional bytes per byte of the manifest
+SECONDS = 30  # detects hangs; generous, because the machine may be busy
 
 
 def make() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hostile") / "ckpt"
     jaxckpt.save(path, make(), options=SMALL, process_state={"rows": 3}, metadata={"a": 1})
     hostile.edited(path, lambda manifest: None)
-    jaxckpt.load_numpy(path)  # sealed anew but not changed: fine
+    jaxckpt.load_numpy(path)  # sealed again without a change: valid
     return path
 
 
@@ -78,7 +78,7 @@ def readers(path: Path) -> list[Callable[[], Any]]:
 
 
 def require_refusal(fault: Fault, name: str, path: Path, read: Callable[[], Any]) -> None:
-    """Count how a forged checkpoint is refused."""
+    """Check that a forged checkpoint is refused, and count the outcome."""
     manifest = path / "manifest.json"
     most_bytes = GROWTH_BYTES + GROWTH_FACTOR * (manifest.stat().st_size if manifest.is_file() else 0)
     hostile.forget_peak()
@@ -108,7 +108,7 @@ def deep(levels: int) -> Any:
 
 
 def stack_of(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The stack whose name holds `name`."""
+    """A function that returns the stack whose name contains `name`."""
     return lambda manifest: next(stack for stack in manifest["stacks"] if name in stack["name"])
 
 
@@ -116,7 +116,7 @@ square, vector, first = stack_of("float32-32x32"), stack_of("float32-64"), stack
 
 
 def forged(stack: dict[str, Any], **changes: Any) -> None:
-    """Change a stack and make its zarr.json's digest and its objects' lengths agree."""
+    """Change a stack, and make the digest of its zarr.json match."""
     stack.update(changes)
     record = {**stack, "objects": {}}
     made = _manifest.msgspec.convert(record, _records.StackRecord).stack()
@@ -124,41 +124,41 @@ def forged(stack: dict[str, Any], **changes: Any) -> None:
 
 
 def tiny_chunks(manifest: dict[str, Any]) -> None:
-    """An index of 2^36 entries in an object that claims to be long enough (a sparse file is)."""
+    """An index of 2^36 entries, in an object whose recorded length is large enough (a sparse file could have it)."""
     stack = stack_of("int64-7")(manifest)
     forged(stack, shape=[1 << 36], chunk=[1, 1], object=[1, 1 << 36])
     stack["objects"] = {"0/0": [1 << 45, "00000000"]}
 
 
 def zstd_bomb(manifest: dict[str, Any]) -> None:
-    """A chunk of 2^40 bytes in an object of 100."""
+    """A chunk of 2^40 bytes in an object of 100 bytes."""
     stack = stack_of("int64-7")(manifest)
     forged(stack, shape=[1 << 37], chunk=[1, 1 << 37], object=[1, 1 << 37], compression="zstd")
     stack["objects"] = {"0/0": [100, "00000000"]}
 
 
 def huge_claim(manifest: dict[str, Any]) -> None:
-    """An array of 2^40 bytes in an object of 100."""
+    """An array of 2^40 bytes in an object of 100 bytes."""
     stack = stack_of("int64-7")(manifest)
     forged(stack, shape=[1 << 37], chunk=[1, 1 << 37], object=[1, 1 << 37])
     stack["objects"] = {"0/0": [100, "00000000"]}
 
 
 def long_chunk(manifest: dict[str, Any]) -> None:
-    """A chunk that sticks out of the array without end."""
+    """A chunk that extends far beyond the array."""
     stack = stack_of("int64-7")(manifest)
     forged(stack, chunk=[1, 1 << 40], object=[1, 1 << 40])
     stack["objects"] = {"0/0": [(8 << 40) + 24, "00000000"]}
 
 
 def many_paths(manifest: dict[str, Any]) -> None:
-    """A long key above many containers: their paths together would take 100 GB."""
+    """A long key above many containers: all their paths together would take 100 GB."""
     manifest["tree"] = {"type": "dict", "keys": ["k" * (1 << 20)], "children": [
         {"type": "list", "children": [{"type": "list", "children": []}] * 100_000}]}  # fmt: skip
 
 
 def equal_hashes(manifest: dict[str, Any]) -> None:
-    """Keys that all have one hash: a dict of them would take an hour."""
+    """Keys with equal hashes: a dict of them would take an hour to build."""
     keys = [{"tuple": [-1 - (number >> bit & 1) for bit in range(17)]} for number in range(1 << 17)]
     manifest["tree"] = {"type": "dict", "keys": keys, "children": [None] * len(keys)}
 
@@ -276,7 +276,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an axis twice": lambda m: m["layouts"][-1].update(spec=[["a"], ["a"]]),
     "a spec of a million entries": lambda m: m["layouts"][-1].update(spec=[[]] * 1_000_000),
     "a spec that does not divide": lambda m: first(m).update(shape=[3]),
-    # Too much of it
+    # Excessive lengths
     "70 MB": lambda m: m.update(metadata="x" * (70 << 20)),
     "a long name of a member": lambda m: m.update({"x" * (1 << 20): 0}),
     "20 long names": lambda m: m.update(stacks=[{**first(m), "name": "x" * (1 << 18)}] * 20),
@@ -290,7 +290,7 @@ def test_a_hostile_manifest_is_refused(fault: Fault, saved: Path, tmp_path: Path
         edited(path, EDITS[name])
         for read in (lambda path=path: jaxckpt.open(path), lambda path=path: jaxckpt.load_numpy(path)):
             with pytest.MonkeyPatch.context() as patch:
-                # Nothing of a manifest is opened before it is believed.
+                # A manifest must pass all checks before any of its files is opened.
                 patch.setattr(Folder, "array_reader", lambda *_, **__: pytest.fail("an array was opened"))
                 require_refusal(fault, name, path, read)
         shutil.rmtree(path)
@@ -310,7 +310,7 @@ def test_what_is_no_manifest_is_refused(saved: Path, tmp_path: Path, content: by
 
 @pytest.mark.child
 def test_depth_is_told_before_a_parser_recurses(saved: Path, tmp_path: Path) -> None:
-    """Training programs raise Python's limit of recursion; a parser that relies on it would overflow the stack."""
+    """Training programs may raise Python's recursion limit; a recursive parser would then overflow the stack."""
     path = copied(saved, tmp_path, "deep")
     edited(path, lambda m: m.update(metadata=nest(2_000_000)))
     code = """
@@ -336,7 +336,7 @@ def test_depth_ignores_brackets_in_strings(text: bytes, depth: int) -> None:
 
 
 def test_a_manifest_in_another_order_is_read(saved: Path, tmp_path: Path) -> None:
-    """Canonical bytes are a short cut, not a rule: another writer may order and escape as it likes."""
+    """Canonical bytes are an optimization, not a rule: another writer may choose other orders and escapes."""
     path = copied(saved, tmp_path, "order")
     wanted = jaxckpt.load_numpy(path)
     manifest = hostile.body_of(path)
@@ -390,7 +390,7 @@ def test_a_hostile_process_state_is_refused(fault: Fault, saved: Path, tmp_path:
 
 
 def replaced(path: Path, name: str, content: bytes) -> None:
-    """Put other data into the one object of a stack, valid in all its checksums."""
+    """Replace the data in the only object of a stack. All checksums stay valid."""
     (folder,) = path.glob(f"data-*/*{name}")
     file = next(file for file in folder.glob("c/**/*") if file.is_file())
     place = str(file.relative_to(folder / "c"))
@@ -434,7 +434,7 @@ def test_a_key_of_another_implementation_is_an_error(saved: Path, tmp_path: Path
 
 
 def test_thousands_of_missing_objects_are_told_at_once(tmp_path: Path) -> None:
-    """Naming the leaves of each would take time of objects × leaves."""
+    """The time to name the affected leaves must not grow as objects × leaves."""
     tree = {str(number): np.zeros(256, np.float32) for number in range(500)}
     jaxckpt.save(tmp_path, tree, options=jaxckpt.Options(chunk_bytes=256, object_bytes=256, sync=False))
     for folder in tmp_path.glob("data-*/*/c"):
@@ -456,7 +456,7 @@ def to_link(path: Path) -> None:
 
 
 def to_long_link(path: Path) -> None:
-    """A link whose own text is as long as the file should be."""
+    """Replace a file by a link whose target path is as long as the file was."""
     length = path.stat().st_size
     target = "/" * (length - len("dev/zero")) + "dev/zero"
     path.unlink()
@@ -476,7 +476,7 @@ def to_device(path: Path) -> None:
 def to_socket(path: Path) -> None:
     path.unlink()
     here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path has 107 characters at most
+    os.chdir(path.parent)  # a socket's path has at most 107 characters
     try:
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)
@@ -531,7 +531,7 @@ def test_a_checkpoint_may_itself_be_reached_by_a_link(saved: Path, tmp_path: Pat
 def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
     seconds = float(os.environ.get("JAXCKPT_FUZZ_SECONDS", "600")) if fault.campaign else 6
     log = tmp_path / "log"
-    # In a folder of memory, where there is one: each input writes files.
+    # Each input writes files, so use tmpfs if it is available.
     memory = Path("/dev/shm")
     folder = memory / f"jaxckpt-fuzz-{os.getpid()}" if os.access(memory, os.W_OK) else tmp_path / "fuzz"
     folder.mkdir()
@@ -546,7 +546,7 @@ def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
         told = json.loads((folder / "outcomes.json").read_text())
         crashes = {file.stem: file.with_suffix(".txt").read_text() for file in folder.glob("crash-*.txt")}
         kept = Path(__file__).with_name("crashes")
-        for name in crashes:  # to be looked at, and made a test of
+        for name in crashes:  # keep the inputs, so that they can be analysed and turned into tests
             kept.mkdir(exist_ok=True)
             shutil.copy(folder / name, kept / name)
     finally:
@@ -556,5 +556,5 @@ def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
     assert not crashes, "\n".join(f"{kept / name}:\n{text[-1500:]}" for name, text in list(crashes.items())[:3])
     for outcome, count in outcomes.items():
         fault.outcomes[outcome] += count
-    assert sum(outcomes.values()) > 10  # in a few seconds of a busy machine
+    assert sum(outcomes.values()) > 10  # a low bound, because the machine may be busy
     print(f"{sum(outcomes.values())} inputs, {told['peak_bytes'] >> 20} MiB, guided: {told['guided']}")

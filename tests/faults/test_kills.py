@@ -1,4 +1,4 @@
-"""Processes that are killed, or told to stop, at any moment of a save."""
+"""Processes that are killed or get SIGTERM at a random moment of a save."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
     18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=3, full=90
 )
 def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> None:
-    """Real programs, with Python's own end: what they wait for at exit is a part of it."""
+    """Runs real programs to Python's own exit, because what they wait for at exit is part of the test."""
     hows = ("Checkpointer", "a handler that exits", "no handler")
     last = dict.fromkeys(hows, 0)
     for number in fault.rounds():
@@ -73,13 +73,13 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
         killed = child.returncode == -signal.SIGTERM
         if how == "Checkpointer":
             found = max(versions_in(path), default=0)
-            # It listens from its first save on.
+            # The Checkpointer installs its signal handler at its first save.
             assert killed or (child.returncode == 143 and found == acknowledged), (child.returncode, err)
             assert not (killed and "listens" in out), err
         else:
             found = version_at(path) or 0
             assert found in (acknowledged, acknowledged + 1)
-            # What a handler raises within a wait of Python's own threading may end there as another error.
+            # If a handler raises inside a wait in `threading`, another error may replace the handler's exception.
             told = child.returncode == 143 or "RuntimeError: release unlocked lock" in err
             assert killed if how == "no handler" else told, (child.returncode, err)
             assert killed or len(victims.data_folders(path)) == (found > 0), "it leaves nothing half written"
@@ -90,7 +90,7 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.fault(1, "kill -9 at a random moment", "", system="orbax", quick=1, full=30)
 def test_orbax_killed_at_random(fault: Fault, tmp_path: Path) -> None:
-    """The same on Orbax, which saves steps and overwrites likewise: what its users meet, counted."""
+    """The same for Orbax, with a similar program: counts the outcomes for its users."""
     if not fault.campaign:
         pytest.skip("counted in the campaign")
     acknowledged, used = {"ckpt": 0, "steps": 0}, 0
@@ -105,12 +105,12 @@ def test_orbax_killed_at_random(fault: Fault, tmp_path: Path) -> None:
             saver.kill()
             said = saver.end()
         acknowledged[name] = max([acknowledged[name], *said])
-        used = max([used, *said]) + 1  # one more may have been under way
+        used = max([used, *said]) + 1  # one more save may have been in progress
         count_orbax(fault, name, path, acknowledged[name])
 
 
 def count_orbax(fault: Fault, name: str, path: Path, acknowledged: int) -> None:
-    """Count how what is left restores: everything that Orbax lists."""
+    """Restore everything that Orbax lists, and count the outcome."""
     import orbax.checkpoint as ocp
 
     with contextlib.ExitStack() as entered:

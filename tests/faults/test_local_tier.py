@@ -1,4 +1,4 @@
-"""A host is lost at each phase of a local save: jobs of four, three and two processes resume with the right bits."""
+"""A host is lost at each phase of a local save: jobs of four, three and two processes restore the right bits."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_a_lost_host(run_python: RunPython, tmp_path: Path, victim: int, phase: 
         assert None not in one["found"], one["log"]
         assert all(said["exact"] and said.get("metrics", True) and said.get("states", True) for said in one["found"])
         (restored,) = {said["restored"] for said in one["found"]}
-        # With two processes a second host is away, which is one more than copies=1 allows for: then the storage counts.
+        # With two processes, a second host is missing. copies=1 covers only one, so the storage's step is expected.
         least = one["promised"] if one["count"] > 2 else one["promised"] // 2 * 2
         assert restored >= least, one

@@ -1,4 +1,4 @@
-"""Any sequence of saves, deletions, failures, crashes and restores, against a dict of what must be there."""
+"""Any sequence of saves, deletions, failures, crashes and restores gives the same result as a dict."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def mesh_of(shape: tuple[int, int]) -> Mesh:
 
 
 def tree_of(number: int, shape: tuple[int, int]) -> dict[str, Any]:
-    """The version of this number, laid out on a mesh."""
+    """The tree of a version, sharded over a mesh."""
     tree = version(number)
     return {**tree, "a": jax.device_put(tree["a"], NamedSharding(mesh_of(shape), P("x", "y")))}
 
 
 @contextlib.contextmanager
 def files_of_8_kib() -> Generator[None]:
-    """The system refuses longer files: an object's, but not the manifest's."""
+    """Limit the file size, so that an object exceeds the limit but the manifest does not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
@@ -53,9 +53,9 @@ def files_of_8_kib() -> Generator[None]:
 
 
 class Model(RuleBasedStateMachine):
-    """Two paths and a Checkpointer's directory; each save is of a version of its own.
+    """Two paths and a Checkpointer's directory. Each save writes a new version.
 
-    Where a crash leaves off differs from run to run, so nothing that Hypothesis draws may depend on what is there.
+    The state after a crash differs from run to run, so no value that Hypothesis draws may depend on that state.
     """
 
     def __init__(self, fault: Fault, folder: Path) -> None:
@@ -128,14 +128,14 @@ class Model(RuleBasedStateMachine):
     def restore(self, name: str, shape: tuple[int, int]) -> None:
         possible: set[int | None] = {self.there.get(name)}
         if self.pending is not None and self.pending[1] == name:
-            possible |= {self.pending[2], None}  # None: replaced while it was being read
+            possible |= {self.pending[2], None}  # None: replaced during the read
         try:
             tree = jaxckpt.restore(self.folder / name, mesh=mesh_of(shape))
         except jaxckpt.NotACheckpointError:
             assert None in possible
             return
         assert require_version(tree) in possible
-        if isinstance(tree["a"], jax.Array):  # what a process of its own saved is NumPy's
+        if isinstance(tree["a"], jax.Array):  # leaves saved by a child process are NumPy arrays
             assert tree["a"].sharding.mesh.shape == mesh_of(shape).shape
 
     # Steps ---------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Model(RuleBasedStateMachine):
     def save_a_step(self, shape: tuple[int, int], more: int) -> None:
         self.newest += more
         number = next(self.numbers)
-        self.wait()  # as every save does first
+        self.wait()  # every save waits first
         assert self.checkpointer.save(self.newest, tree_of(number, shape))
         self.steps = keep_two({**self.steps, self.newest: number})
 
@@ -153,7 +153,7 @@ class Model(RuleBasedStateMachine):
         if not self.steps:
             return
         number, step = next(self.numbers), max(self.steps)
-        self.wait()  # as every save does first
+        self.wait()  # every save waits first
         assert self.checkpointer.save(step, tree_of(number, shape), overwrite=True)
         self.steps[step] = number
 
@@ -161,7 +161,7 @@ class Model(RuleBasedStateMachine):
     def delete_a_step(self, newest: bool) -> None:
         if not self.steps:
             return
-        self.checkpointer.wait()  # the rules delete old steps in the background, and would keep one more after this
+        self.checkpointer.wait()  # old steps are deleted in the background; after this deletion, one more would be kept
         step = max(self.steps) if newest else min(self.steps)
         if len(self.steps) == 1:
             with pytest.raises(jaxckpt.InputError):
@@ -182,7 +182,7 @@ class Model(RuleBasedStateMachine):
             after = {step: number for step, number in before.items() if step != victim}
             acknowledged = False
         else:
-            # What a process of its own saves has its step for a version.
+            # The child process saves the version with the step's number.
             step = self.newest = self.newest + 1
             acknowledged = bool(killed(delay, victims.keep_steps, folder, step))
             after = keep_two({**before, step: step})
@@ -229,7 +229,7 @@ def keep_two(steps: dict[int, int]) -> dict[int, int]:
 
 
 def killed(delay: float, program: Any, *args: Any) -> list[Any]:
-    """What a process said before it was killed, so many seconds after it was told to go."""
+    """The messages of a program that is killed `delay` seconds after its start."""
     with Saver(program, *args) as saver:
         saver.go()
         time.sleep(delay)
@@ -250,7 +250,7 @@ def test_against_a_dict(fault: Fault, tmp_path: Path) -> None:
         max_examples=sum(1 for _ in fault.rounds()),
         stateful_step_count=20,
         deadline=None,
-        phases=[hypothesis.Phase.generate],  # a crash never falls twice at the same moment: nothing to shrink
+        phases=[hypothesis.Phase.generate],  # no shrinking: a crash never repeats at exactly the same moment
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     run_state_machine_as_test(lambda: Model(fault, next(folders)), settings=settings)

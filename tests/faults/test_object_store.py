@@ -1,5 +1,5 @@
-"""Object stores: servers that are busy, that break off, that send too little or the wrong bytes, that answer late or
-never, whose answers are lost, and that ignore conditions."""
+"""Object stores that are busy, drop connections, send too little or wrong data, answer late or never, lose answers, or
+ignore conditions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from servers import Bucket
 
 import jaxckpt
 
-# Read by tensorstore at its first request: how long a server may say nothing.
+# tensorstore reads these at its first request. They limit how long a server may be silent.
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "5")
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
 
 OPTIONS = jaxckpt.Options(retry_seconds=2, object_bytes=2048, chunk_bytes=512)
 LIMIT_SECONDS = 100
 
-# What is done to a request, and how many times in a row, beginning with one of them.
+# For each fault: the function, and the number of consecutive requests that it affects.
 ONCE: dict[str, tuple[servers.Spoil, float]] = {
     "503": (servers.status(503), 1),
     "503 three times": (servers.status(503), 3),
@@ -78,7 +78,7 @@ def restore(url: str) -> Any:
 
 
 def limited(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What it returns or raises, or a TimeoutError: the longest that a spoiled request may take."""
+    """The result of a call. Raises TimeoutError if it takes longer than faulty requests may delay it."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
         return pool.submit(what, *args, **kwargs).result(LIMIT_SECONDS)
@@ -87,14 +87,14 @@ def limited(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def requests_of(bucket: Bucket, what: Callable[[], Any]) -> int:
-    """How many requests it takes where nothing goes wrong."""
+    """The number of requests of an operation without faults."""
     bucket.proxy.clear()
     what()
     return len(bucket.proxy.requests)
 
 
 def fresh(bucket: Bucket) -> Iterator[str]:
-    """Paths, one for each round."""
+    """A new path for each round."""
     number = 0
     while True:
         number += 1
@@ -102,7 +102,7 @@ def fresh(bucket: Bucket) -> Iterator[str]:
 
 
 def below(bucket: Bucket, url: str) -> list[str]:
-    """The keys of one round's path."""
+    """The keys below one round's path."""
     return bucket.listed(f"{url.removeprefix(bucket.url)[1:]}/")
 
 
@@ -135,7 +135,7 @@ def test_any_request_of_a_save_goes_wrong(fault: Fault, bucket: Bucket) -> None:
             continue
         except jaxckpt.JaxckptError:
             saved = "typed error"
-        if not bucket.proxy.spoiled:  # how many requests there are depends on how the race for the writer's note goes
+        if not bucket.proxy.spoiled:  # the number of requests depends on a race for the writer's note
             continue
         bucket.proxy.clear()
         found = restore(url)
@@ -230,7 +230,7 @@ def test_lost_answers(fault: Fault, bucket: Bucket) -> None:
 
 
 def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Callable[[], None]]]) -> None:
-    """Each way to save is refused by a server that ignores conditions, and what was there stays."""
+    """Check that a server that ignores conditions is refused by each way to save, and that existing data stays."""
     old, new = tree(1), tree(2)
     urls = fresh(bucket)
 
@@ -272,7 +272,7 @@ def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Call
 
 
 def _put_checkpoint(bucket: Bucket, url: str, value: Any) -> None:
-    """Save locally, and copy key by key: no condition is asked."""
+    """Save locally, then copy key by key, without conditional requests."""
     with tempfile.TemporaryDirectory() as folder:
         jaxckpt.save(f"{folder}/ckpt", value, options=OPTIONS)
         bucket.copy_from(f"file://{folder}/ckpt", url)

@@ -1,4 +1,4 @@
-"""Processes of one job: what the others are told when one of them dies, stops, or cannot write."""
+"""Processes of one job: the errors in the others if one of them dies, stops or cannot write."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TIMEOUT = 2.0
 
 
 def told(done: Finished) -> list[dict[str, Any]]:
-    """What a process told, round by round."""
+    """The reports of one process, in the order of the rounds."""
     return [json.loads(text) for text in re.findall(r"^told (.*)$", done.stdout, re.M)]
 
 
 def by_round(done: list[Finished], rounds: int) -> list[list[dict[str, Any]]]:
-    """For each round, what each process told; all of them must have come to the end."""
+    """For each round, the reports of all processes. Every process must have finished all rounds."""
     assert all(len(told(one)) == rounds for one in done), "\n".join(map(str, done))
     return [list(every) for every in zip(*map(told, done), strict=True)]
 
@@ -87,7 +87,7 @@ def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path
         if wrong or there != [1]:
             fault.silent(f"{phase}: {wrong}, {there}")
         else:
-            # No peer may be waited for much longer than the timeout; the machine may be busy.
+            # The wait for a peer must not take much longer than the timeout. The margin allows for a busy machine.
             assert max(entry["seconds"] for entry in said) < TIMEOUT + 20
             fault.saw("the others raise, naming it")
 
@@ -186,7 +186,7 @@ def test_the_file_system_fills_up(fault: Fault, tmp_path: Path) -> None:
 
 
 def count_refusal(fault: Fault, what: str, number: int, every: list[dict[str, Any]], victims: list[int] | None) -> None:
-    """A round in which a save was refused: all raise, the old checkpoint stays, and the next save works."""
+    """Count a round in which a save was refused: all raise, the old checkpoint stays, and the next save works."""
     said, there = [entry["said"] for entry in every], every[0]["there"]
     assert all(entry["after"] == "" and entry["folders"] == 1 for entry in every), every
     if said == [""] * PEERS and there == [number]:

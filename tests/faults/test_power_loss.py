@@ -1,8 +1,8 @@
-"""Power losses: the calls of a traced program are replayed, cut at every point, and only what was synced is sure.
+"""Power loss: replays the system calls of a traced program, cut at every point; only synced data is sure to survive.
 
-A file whose data was written and not synced since may be whole, cut short or empty. A name that came, went or was
-replaced and whose folder was not synced since may be there in any of its states, whatever becomes of other names: less
-than journalling file systems promise. Each draw of these is put on disk, and read.
+A file that was written and not synced may be complete, truncated or empty. A name that was created, removed or
+replaced, and whose folder was not synced, may be in any of its states since then, independently of other names.
+Journalling file systems promise more than this. Each drawn state is written to disk and read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS = "fsync,fdatasync,rename,openat,mkdir,write,writev,unlink,unlinkat,rmdir,
 
 @dataclass(eq=False, slots=True)
 class Folder:
-    """A folder, and what of it would outlive a power loss."""
+    """A folder, and the states in which its entries may survive a power loss."""
 
     names: dict[str, File | Folder] = field(default_factory=dict)
     states: dict[str, list[tuple[int, File | Folder | None]]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Folder:
             self.names[name] = what
 
     def sync(self, begun: int) -> None:
-        """A sync covers what was done before it began."""
+        """Apply a sync. It covers the changes made before it began."""
         for name, states in list(self.states.items()):
             covered = sum(at < begun for at, _ in states)
             self.states[name] = states[covered - 1 :]
@@ -55,7 +55,7 @@ class Folder:
 
 @dataclass(eq=False, slots=True)
 class File:
-    """A file: where its content can be had afterwards, and whether its data would outlive a power loss."""
+    """A file: the path of a copy of its content, and whether its data would survive a power loss."""
 
     content: str
     written: int | None = None
@@ -78,7 +78,7 @@ class Call:
 
 
 class Disk:
-    """The folders below a path, as the calls of a program leave them."""
+    """The folders below a path, in the state after a sequence of system calls."""
 
     def __init__(self, top: Path, kept: Path) -> None:
         self.top = str(top)
@@ -87,7 +87,7 @@ class Disk:
         self._number = 0
 
     def load(self, below: Path) -> None:
-        """What is there before, and is on disk."""
+        """Add the files that exist before the program starts. They count as synced."""
         for path in sorted(below.rglob("*")):
             folder, name = self._at(str(path))
             folder.names[name] = Folder() if path.is_dir() else File(self._keep(path))
@@ -107,7 +107,7 @@ class Disk:
         return folder, name
 
     def do(self, call: Call) -> None:
-        """Carry out a call."""
+        """Apply a call."""
         if call.paths == [self.top]:
             if call.name == "fsync":
                 self.root.sync(call.begun)
@@ -138,12 +138,12 @@ class Disk:
                 assert isinstance(found, File), call
                 target, new = self._at(call.paths[1])
                 target.put(new, found, call.ended)
-                found.content = call.paths[1]  # which outlives the old name here
+                found.content = call.paths[1]  # the content is read later, when the old name may be gone
             case _:
                 folder.put(name, None, call.ended)
 
     def lose_power(self, there: Path, draw: Callable[[int], int]) -> None:
-        """Write to a folder what is left; `draw(n)` chooses one of n states."""
+        """Write a possible state after a power loss to a folder; `draw(n)` chooses one of n states."""
         self._write(self.root, there, draw)
 
     def _write(self, folder: Folder, there: Path, draw: Callable[[int], int]) -> None:
@@ -159,7 +159,7 @@ class Disk:
                 self._write(what, there / name, draw)
             else:
                 halves = 2 if what.written is None else draw(3)
-                # A writer's note and the like are gone by now; nothing that is published names them.
+                # The content of deleted files, such as a writer's note, is gone. No published manifest refers to them.
                 content = Path(what.content).read_bytes() if os.path.exists(what.content) else b""
                 (there / name).write_bytes(content[: halves * len(content) // 2])
 
@@ -168,7 +168,7 @@ LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
 
 
 def replayed(log: str) -> Iterator[Call]:
-    """The calls of a trace that succeeded, in the order they ended."""
+    """The successful calls of a trace, in the order in which they ended."""
     begun: dict[str, tuple[str, str, int]] = {}
     for now, line in enumerate(log.splitlines()):
         thread, _, rest = line.partition(" ")
@@ -199,7 +199,7 @@ def paths_of(call: str, text: str) -> list[str]:
 
 
 def trace(folder: Path, base: Path, program: Callable[..., None], *args: Any) -> tuple[Disk, list[Call]]:
-    """The disk before a program saves below `folder`, where a copy of `base` is, and the calls that it makes."""
+    """The disk before a program saves below `folder`, which starts as a copy of `base`, and the program's calls."""
     folder.mkdir()
     shutil.copytree(base, folder / "new")
     (kept := folder.with_name(f"{folder.name}-kept")).mkdir()
@@ -211,7 +211,7 @@ def trace(folder: Path, base: Path, program: Callable[..., None], *args: Any) ->
 
 
 def after(disk: Disk, calls: list[Call]) -> tuple[Disk, int | None]:
-    """The disk once some calls were made, and the version that was acknowledged by then."""
+    """The disk after some calls, and the version acknowledged by then."""
     disk = copy.deepcopy(disk)
     acknowledged = None
     for call in calls:
@@ -223,14 +223,14 @@ def after(disk: Disk, calls: list[Call]) -> tuple[Disk, int | None]:
 
 
 def check_one(path: Path, old: int | None, acknowledged: int | None) -> str:
-    """What one path holds: the old version or the new one, and the new one once it was acknowledged."""
+    """Check that a path holds the old or the new version; it must be the new one if it was acknowledged."""
     found = version_at(path)
     assert found in ((old, 2) if acknowledged is None else (2,)), f"version {found}, acknowledged {acknowledged}"
     return "no checkpoint is listed" if found is None else "the new" if found == 2 else "the old"
 
 
 def check_steps(folder: Path, old: int | None, acknowledged: int | None) -> str:
-    """What a Checkpointer's directory holds: the step that stays, and the one it deletes whole or not at all."""
+    """Check a Checkpointer's directory: the kept step exists; the step being deleted is complete or absent."""
     steps = victims.versions_in(folder)
     assert {2} <= set(steps) <= {1, 2, 3}, steps
     if acknowledged == 3:
@@ -278,7 +278,8 @@ def test_after_a_power_loss(fault: Fault, tmp_path: Path) -> None:
 
 
 def check_frozen(folder: Path, acknowledged: int | None) -> str:
-    """What a run's directory holds, whose steps have objects in common: each step whole, the acknowledged one too."""
+    """Check a run's directory whose steps share objects: each published step is complete, and the acknowledged one
+    exists."""
     steps = sorted(int(found.parent.name) for found in folder.glob("*/manifest.json"))
     assert [victims.frozen_step(folder / f"{step:08d}") for step in steps] == steps
     assert acknowledged is None or max(steps, default=0) >= acknowledged, f"{steps}, acknowledged {acknowledged}"
@@ -294,7 +295,7 @@ def check_frozen(folder: Path, acknowledged: int | None) -> str:
 )
 def test_after_a_power_loss_amid_links(fault: Fault, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    disk, calls = trace(tmp_path / "linked", tmp_path / "empty", victims.keep_frozen, 1, 3)  # it deletes none
+    disk, calls = trace(tmp_path / "linked", tmp_path / "empty", victims.keep_frozen, 1, 3)  # no step is deleted
     assert sum(call.name in ("link", "linkat") for call in calls) == 8
     draws: list[Callable[[int], int]] = [lambda _: 0, lambda n: n - 1, *(fault.random.randrange for _ in range(3))]
     cases = [(cut, draw) for draw in draws for cut in range(len(calls) + 1)]

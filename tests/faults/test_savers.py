@@ -1,4 +1,4 @@
-"""Two savers on one path, which know nothing of each other: one wins, and the other knows that it did not."""
+"""Two independent savers on one path: one wins, and the other gets an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMISE = "one wins, the other raises; never a mix"
 
 
 def race(savers: list[Saver], fault: Fault, spread_seconds: float, **asked: Any) -> list[str]:
-    """Let savers save version 1, 2, … at nearly the same instant; how each of them ended."""
+    """Let the savers save versions 1, 2, … at nearly the same time; returns the outcome of each."""
     start = time.time() + 0.02
     for number, saver in enumerate(savers, 1):
         saver.tell(version=number, start=start + fault.random.uniform(0, spread_seconds), **asked)
@@ -64,7 +64,7 @@ def run_races(fault: Fault, tmp_path: Path, *, overwrite: bool) -> None:
             elif len(winners) == 2 and not overwrite:
                 fault.silent("both were told success")
             else:
-                # To replace is what the second was asked for, where it began after the first had published.
+                # With overwrite, the second may succeed too if it started after the first had published.
                 fault.saw("one won, the other raised" if losers else "both saved, one after the other")
             assert len(data_folders(path)) == 1, "the loser's data is taken away"
 
@@ -113,7 +113,7 @@ def test_three_threads_on_one_path(fault: Fault, tmp_path: Path) -> None:
         assert len(data_folders(path)) == 1
 
 
-@pytest.mark.filterwarnings("ignore")  # Orbax's own
+@pytest.mark.filterwarnings("ignore")  # Orbax raises some
 @pytest.mark.parametrize("api", ["CheckpointManager", "StandardCheckpointer"])
 @pytest.mark.fault(13, "two processes save to one path", PROMISE, full=100, system="orbax")
 def test_two_savers_with_orbax(fault: Fault, tmp_path: Path, api: str) -> None:
@@ -166,7 +166,7 @@ def test_a_saver_that_wakes_late(fault: Fault, tmp_path: Path) -> None:
         if sync or not moment.startswith("syncing"):
             cases.append((moment, what, sync))
     path, rest = tmp_path / "ckpt", jaxckpt.Options(sync=False)
-    # So that a few rounds meet the moments that matter, and not the first of them.
+    # Shuffled, so that a few rounds do not test only the first moments.
     fault.random.shuffle(cases)
     with Saver() as sleeper:
         assert sleeper.hear() == "ready"
@@ -186,32 +186,32 @@ def test_a_saver_that_wakes_late(fault: Fault, tmp_path: Path) -> None:
             taker = threading.Thread(target=strike, args=(path, what, published, own), daemon=True)
             taker.start()
             taker.join(3)
-            waited = taker.is_alive()  # the sleeper holds the lock that a beginning and a publication take
+            waited = taker.is_alive()  # the sleeper holds the lock for starting and publishing
             sleeper.wake()
             taker.join(60)
             assert not taker.is_alive()
             said = sleeper.hear()
-            # It had seen version 1, and its data or that version is gone: it may not save.
+            # The save started from version 1. Its own data or version 1 is gone now, so it must fail.
             late = published == [1] and not waited and bool(own)
             late = late or (moment == "making its folder" and what != "data deleted")
             check(fault, path, said, published, what, waited, late)
 
 
 def strike(path: Path, what: str, published: list[int], own: list[str]) -> None:
-    """What happens to the path of a saver that sleeps."""
+    """Change the path of a suspended saver."""
     if what == "path made anew":
         shutil.rmtree(path, ignore_errors=True)
     if what == "data deleted":
-        for name in own if published == [1] else []:  # once published, it is the checkpoint that would be deleted
+        for name in own if published == [1] else []:  # after publication, this would delete the checkpoint itself
             shutil.rmtree(path / name, ignore_errors=True)
         return
-    # Waiting for the sleeper's lock, it may be overtaken by what the sleeper then publishes.
+    # This save may wait for the sleeper's lock, and fail if the sleeper then publishes first.
     with contextlib.suppress(jaxckpt.CheckpointExistsError):
         jaxckpt.save(path, version(3), overwrite=True, options=jaxckpt.Options(sync=False))
 
 
 def check(fault: Fault, path: Path, said: str, published: list[int], what: str, waited: bool, late: bool) -> None:
-    """The path holds what it was last told to hold, whole, and nothing else."""
+    """Check that the path holds exactly the expected checkpoint, complete, and nothing else."""
     found = versions_at(path)
     struck = [1] if what == "data deleted" else [3]
     if len(found) != 1:

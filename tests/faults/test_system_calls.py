@@ -1,4 +1,4 @@
-"""A save that is killed, or is refused by the system, at each of its system calls."""
+"""A save that is killed, or gets an error from the system, at each of its system calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHANGES = ("mkdir", "openat", "write", "writev", "fsync", "rename", "unlink", "u
 
 
 def every_call(folder: Path, calls: tuple[str, ...]) -> list[tuple[int | None, str, int]]:
-    """(the version that is there before, call, n) for every n-th call of a first save and of one that overwrites."""
+    """(existing version, call, n) for every nth call of a first save and of an overwriting save."""
     found: list[tuple[int | None, str, int]] = []
     for old in (None, 1):
         path, log = folder / f"probe-{old}", folder / f"probe-{old}.log"
@@ -39,7 +39,7 @@ def prepare(path: Path, old: int | None) -> None:
 
 
 def require_swept(path: Path) -> None:
-    """Whatever was left, the next save works, and takes it away."""
+    """Check that the next save works and deletes anything that was left."""
     jaxckpt.save(path, version(3), overwrite=True, options=victims.OPTIONS)
     assert version_at(path) == 3
     assert len(victims.data_folders(path)) == 1, "what the struck save left is swept"
@@ -106,7 +106,7 @@ def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
             assert said["errno"] == code, where
             assert found == old, f"{where}: raised, yet published version {found}"
             left = len(victims.data_folders(path)) - (old is not None)
-            # A folder that cannot be opened cannot be emptied either, and strace strikes each thread.
+            # A folder that cannot be opened cannot be emptied, and strace fails the call in each thread.
             assert not left or (call == "openat" and struck > 1), f"{where}: left {os.listdir(path)}"
             fault.saw(f"StorageError {name}" + (", the next save sweeps" if left else ""))
         require_swept(path)

@@ -1,4 +1,4 @@
-"""Values that are easily lost come back to the bit."""
+"""Values that are easily lost are restored bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = ("float16", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "flo
 
 
 def patterns(name: str) -> np.ndarray:
-    """Zeros of both signs, infinities, NaNs of many payloads, subnormals: every pattern, or the odd ones of 32 bits."""
+    """Both zeros, infinities, NaN payloads, subnormals: all patterns, or for 32 bits a selection of special ones."""
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     bits = np.dtype(f"uint{8 * dtype.itemsize}")
     if dtype.itemsize < 4:

@@ -1,7 +1,7 @@
-"""Processes that save, to be killed, traced and failed by the tests; and what they must have left.
+"""Child processes that save, for tests that kill, trace or fail them; and checks of what they leave.
 
-They are forked from a server that has imported everything and started no thread of its own: a fresh process that is
-about to save costs some 0.1 s, where starting Python and importing JAX would cost ten times as much.
+They are forked from a server that has imported everything and has started no threads. A new process is ready to save
+after about 0.1 s; starting Python and importing JAX would take ten times as long.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ Say = Callable[[Any], None]
 
 
 def version(number: int) -> dict[str, Any]:
-    """The tree that is saved as this version: eight objects of one stack, and two leaves of another."""
+    """The tree that is saved for this version number: eight objects of one stack, and two leaves of another."""
     values = np.arange(64 * 256).reshape(64, 256) + (number << 20)
     return {"version": number, "a": values, "b": [values[0, :99].copy(), -values[1, :99]]}
 
 
 def require_version(tree: dict[str, Any]) -> int:
-    """The number of the version that a tree is, to the bit."""
+    """The version of a tree, after a comparison of every bit."""
     wanted = version(tree["version"])
     np.testing.assert_array_equal(np.asarray(tree["a"]), wanted["a"])
     for found, expected in zip(tree["b"], wanted["b"], strict=True):
@@ -63,7 +63,7 @@ def require_version(tree: dict[str, Any]) -> int:
 
 
 def version_at(path: str | os.PathLike[str]) -> int | None:
-    """The version that a path holds, checked to the bit; None where it holds none."""
+    """The version at a path, after a comparison of every bit; None if no checkpoint exists."""
     try:
         tree = jaxckpt.load_numpy(path)
     except jaxckpt.NotACheckpointError:
@@ -72,7 +72,7 @@ def version_at(path: str | os.PathLike[str]) -> int | None:
 
 
 def versions_in(folder: Path) -> list[int]:
-    """The steps that a Checkpointer lists, each checked to the bit; what was half deleted is swept.
+    """The steps that a Checkpointer lists, each compared bit for bit. Listing sweeps half-deleted steps.
 
     A process that is stopped before its first save may leave no folder.
     """
@@ -89,15 +89,15 @@ def versions_in(folder: Path) -> list[int]:
 
 
 def data_folders(path: Path) -> list[str]:
-    """The folders of data at a path, also of saves that never finished."""
+    """The data folders at a path, including those of unfinished saves."""
     return [name for name in os.listdir(path) if "data-" in name] if path.is_dir() else []
 
 
-# What a process does --------------------------------------------------------------------------------------
+# Programs of the child processes --------------------------------------------------------------------------
 
 
 def replace(say: Say, path: str, first: int, count: int = 1, sync: bool = True) -> None:
-    """Save version after version to one path, and tell which are there."""
+    """Save successive versions to one path, and report each one."""
     options = jaxckpt.Options(chunk_bytes=OPTIONS.chunk_bytes, object_bytes=OPTIONS.object_bytes, sync=sync)
     for number in range(first, first + count):
         jaxckpt.save(path, version(number), overwrite=True, options=options)
@@ -105,7 +105,7 @@ def replace(say: Say, path: str, first: int, count: int = 1, sync: bool = True) 
 
 
 def keep_steps(say: Say, folder: str, first: int, count: int = 1, keep_last: int | None = 2) -> None:
-    """Save step after step with a Checkpointer, and tell which are there."""
+    """Save successive steps with a Checkpointer, and report each one."""
     with jaxckpt.Checkpointer(folder, keep_last=keep_last, background=False, options=OPTIONS) as checkpoints:
         for number in range(first, first + count):
             checkpoints.save(number, version(number))
@@ -113,19 +113,19 @@ def keep_steps(say: Say, folder: str, first: int, count: int = 1, keep_last: int
 
 
 def move_steps(say: Say, folder: str, number: int) -> None:
-    """Save a step with a Checkpointer that moves older ones to the trash, and tell that it is there."""
+    """Save a step with a Checkpointer that moves older ones to the trash, and report it."""
     with jaxckpt.Checkpointer(folder, keep_last=1, trash=True, options=OPTIONS) as checkpoints:
         checkpoints.save(number, version(number))
     say(number)
 
 
 def frozen(number: int) -> np.ndarray[Any, Any]:
-    """What does not change from step to step: four objects. Every process has others."""
+    """A leaf that does not change from step to step: four objects. It differs between processes."""
     return np.arange(64 * 256, dtype=np.int32).reshape(64, 256) + (number << 20)
 
 
 def keep_frozen(say: Say, folder: str, first: int, count: int, base: int = 0, overwrite: bool = False) -> None:
-    """Save step after step, or one step again and again, most of which is linked, and tell which are there."""
+    """Save successive steps, or the same step repeatedly, most of whose data is linked; report each one."""
     held = jax.device_put(frozen(base))
     with jaxckpt.Checkpointer(folder, background=False, options=OPTIONS) as checkpoints:
         for number in range(first, first + count):
@@ -139,7 +139,7 @@ def keep_frozen(say: Say, folder: str, first: int, count: int, base: int = 0, ov
 
 
 def frozen_step(path: str | os.PathLike[str]) -> int:
-    """The version that a step of `keep_frozen` holds, checked to the bit."""
+    """The version of a step of `keep_frozen`, after a comparison of every bit."""
     tree = jaxckpt.load_numpy(path)
     np.testing.assert_array_equal(tree["frozen"], frozen(tree["base"]))
     return require_version(tree)
@@ -153,7 +153,7 @@ def delete_step(say: Say, folder: str, number: int) -> None:
 
 
 def read(say: Say, path: str, count: int, steps: bool) -> None:
-    """Restore again and again what others replace or delete; tell how often that ended how."""
+    """Restore repeatedly while others replace or delete; report the number of each outcome."""
     ends = collections.Counter[str]()
     number = 0
     while ends.total() < count:
@@ -175,7 +175,7 @@ def read(say: Say, path: str, count: int, steps: bool) -> None:
 
 
 def keep_steps_by_another_clock(say: Say, folder: str, days: list[int]) -> None:
-    """Save a step after each change of the clock, made known by every file too; tell which are there."""
+    """Save a step after each clock change, with all file times changed too; report the existing steps."""
     real, real_time = datetime.datetime, time.time
     for step, off in enumerate(days):
 
@@ -200,9 +200,9 @@ def keep_steps_by_another_clock(say: Say, folder: str, days: list[int]) -> None:
 
 
 def save_where_refused(say: Say, path: str, how: str, user: int | None) -> None:
-    """Try to save where it is not allowed: nothing may be copied from a device before that is known."""
+    """Try to save without permission. The error must come before any copy from a device."""
     tree = {"x": jax.numpy.arange(1000.0), "y": np.arange(10)}
-    if how != "save_async":  # which has all arrays in hand when it returns
+    if how != "save_async":  # save_async copies all arrays before it returns
         _staging.Staged.data = None  # pyright: ignore
     if user is not None:
         os.setuid(user)
@@ -218,7 +218,7 @@ def save_where_refused(say: Say, path: str, how: str, user: int | None) -> None:
 
 
 def orbax_replace(say: Say, path: str, first: int) -> None:
-    """Save version after version to one path with Orbax's StandardCheckpointer."""
+    """Save successive versions to one path with Orbax's StandardCheckpointer."""
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as checkpointer:
@@ -230,7 +230,7 @@ def orbax_replace(say: Say, path: str, first: int) -> None:
 
 
 def orbax_steps(say: Say, folder: str, first: int) -> None:
-    """Save step after step with Orbax's CheckpointManager."""
+    """Save successive steps with Orbax's CheckpointManager."""
     import orbax.checkpoint as ocp
 
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
@@ -241,7 +241,7 @@ def orbax_steps(say: Say, folder: str, first: int) -> None:
             say(number)
 
 
-# The processes --------------------------------------------------------------------------------------------
+# Child processes ------------------------------------------------------------------------------------------
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["victims"])
@@ -249,13 +249,13 @@ _CONTEXT.set_forkserver_preload(["victims"])
 
 @functools.cache
 def _begin_server() -> None:
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server does not take over sys.path
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11's fork server does not inherit sys.path
         patch.setenv("PYTHONPATH", processes.PYTHONPATH)
         multiprocessing.forkserver.ensure_running()
 
 
 class Saver:
-    """A process of its own that runs a program of this module once it is told to go."""
+    """A child process that runs a function of this module after `go`."""
 
     def __init__(self, program: Callable[..., None], *args: Any) -> None:
         _begin_server()
@@ -276,10 +276,10 @@ class Saver:
         self._link.sendall(b"go\n")
 
     def hear(self) -> Any:
-        """The next thing that it says; None where it will say no more."""
+        """The next message; None if no more will come."""
         try:
             line = self._lines.readline()
-        except ConnectionResetError:  # killed before it heard that it is to go
+        except ConnectionResetError:  # killed before it read "go"
             return None
         return json.loads(line) if line.endswith("\n") else None
 
@@ -287,7 +287,7 @@ class Saver:
         self._process.kill()
 
     def end(self) -> list[Any]:
-        """Wait until it has ended; what it said since it was last heard."""
+        """Wait until the process has ended; returns the remaining messages."""
         said = list(iter(self.hear, None))
         self._process.join(SECONDS)
         assert self._process.exitcode is not None, f"not ended after {SECONDS:g} s: a hang"
@@ -312,13 +312,13 @@ class Saver:
 
 
 def _run(link: socket.socket, program: Callable[..., None], args: tuple[Any, ...]) -> None:
-    # Linux may let a process be traced by its ancestors alone: PR_SET_PTRACER, PR_SET_PTRACER_ANY.
+    # By default, Linux may allow tracing only by ancestors: PR_SET_PTRACER, PR_SET_PTRACER_ANY.
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
 
     def say(what: Any) -> None:
-        link.sendall(json.dumps(what).encode() + b"\n")  # sendto: no call that a test makes fail
+        link.sendall(json.dumps(what).encode() + b"\n")  # uses sendto, a call that no test injects faults into
 
-    jaxckpt.save("memory://warm", {"x": np.zeros(3)})  # what Python imports at the first save is no part of a test
+    jaxckpt.save("memory://warm", {"x": np.zeros(3)})  # a first save, so that its imports are not part of the test
     say("ready")
     link.recv(3)
     try:
@@ -333,10 +333,10 @@ def _run(link: socket.socket, program: Callable[..., None], args: tuple[Any, ...
 
 @contextlib.contextmanager
 def traced(saver: Saver, log: Path, calls: str, fault: str | None = None) -> Generator[None]:
-    """strace on a process and all its threads, from before it is told to go until it ends.
+    """Run strace on a process and all its threads, from before `go` until the process ends.
 
-    A fault such as "error=EIO:when=3" strikes the calls. strace counts those of each thread apart, so of tensorstore's
-    threads and the main one the first to come so far is struck, and others after it.
+    A fault such as "error=EIO:when=3" applies to the calls. strace counts calls per thread. Of tensorstore's threads
+    and the main thread, the first one to reach the count gets the fault first, and others may get it later.
     """
     inject = [] if fault is None else ["-e", f"inject={calls}:{fault}"]
     command = [STRACE or "", "-f", "-y", "-s", "64", "-o", str(log), "-e", f"trace={calls}", *inject]
@@ -346,7 +346,7 @@ def traced(saver: Saver, log: Path, calls: str, fault: str | None = None) -> Gen
             said = strace.stderr.readline()
             assert "attached" in said, said
             yield
-            strace.communicate(timeout=SECONDS)  # it ends with the last thread
+            strace.communicate(timeout=SECONDS)  # strace ends when the last thread ends
         finally:
             strace.kill()
 
@@ -354,7 +354,7 @@ def traced(saver: Saver, log: Path, calls: str, fault: str | None = None) -> Gen
 def run_traced(
     program: Callable[..., None], *args: Any, log: Path, calls: str, fault: str | None = None
 ) -> tuple[list[Any], bool]:
-    """(what it said, whether it was killed) of a program that is run to its end under `traced`."""
+    """Run a program to its end under `traced`; returns its messages, and whether it was killed."""
     with Saver(program, *args) as saver, traced(saver, log, calls, fault):
         saver.go()
         said = saver.end()
@@ -362,7 +362,7 @@ def run_traced(
 
 
 def counts(log: Path) -> dict[str, int]:
-    """How often each call was made by the thread that made most of it."""
+    """For each call, the largest number of times that one thread made it."""
     found: dict[tuple[str, str], int] = {}
     for thread, call in re.findall(r"^(\d+) +(\w+)\(", log.read_text(errors="replace"), re.MULTILINE):
         found[thread, call] = found.get((thread, call), 0) + 1
@@ -370,6 +370,6 @@ def counts(log: Path) -> dict[str, int]:
 
 
 def sweep(calls: tuple[str, ...], log: Path) -> list[tuple[str, int]]:
-    """(call, n) for every n-th of the calls that a trace shows."""
+    """(call, n) for every nth occurrence of each call in a trace."""
     seen = counts(log)
     return [(call, nth) for call in calls for nth in range(1, seen.get(call, 0) + 1)]

@@ -1,6 +1,6 @@
-"""Saves in the background from two processes, case after case in one job: each prints {case: lines} as JSON.
+"""Background saves by two processes, with all cases in one job: each process prints {case: lines} as JSON.
 
-Every case has a folder of its own, and ends with both processes in step, so that the next one can begin.
+Each case has its own folder and ends with both processes in step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def made(spec: P, value: float) -> jax.Array:
 
 @contextlib.contextmanager
 def writing(seconds: float | None) -> Iterator[None]:
-    """Each write takes so long, or fails if that is None."""
+    """Make each write take this many seconds, or fail if `seconds` is None."""
 
     def late(*arguments: Any) -> Any:
         if seconds is None:
@@ -57,7 +57,7 @@ def steps_meanwhile(folder: str) -> None:
         for number in range(1, 4):
             saves.append(jaxckpt.save_async(f"{folder}/{number}", tree, mesh=mesh, specs=P("b")))
             while True:
-                tree = jax.block_until_ready(step(tree))  # the same number of steps in both
+                tree = jax.block_until_ready(step(tree))  # both processes run the same number of steps
                 if float(tree["y"].addressable_data(0)[0, 0]) % 10 == 1:
                     break
         lines.append([pending.wait().process_bytes for pending in saves])
@@ -83,7 +83,7 @@ def one_cannot_begin(folder: str) -> None:
 
 def skipping(folder: str) -> None:
     options = jaxckpt.Options(when_busy="skip")
-    with writing(0.5 * process_id):  # process 0 has written its pieces long before
+    with writing(0.5 * process_id):  # process 0 finishes its writes long before process 1
         for number in range(12):
             pending = jaxckpt.save_async(f"{folder}/{number}", {"x": made(P("a", "b"), number)}, options=options)
             lines.append(pending.skipped)

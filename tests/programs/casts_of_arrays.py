@@ -1,4 +1,4 @@
-"""Casts of arrays on CPU devices, few and many, as NumPy makes them: denormal floats, complex numbers, int2."""
+"""Checks that casts of few and many arrays on CPU devices match NumPy's: denormal floats, complex numbers, int2."""
 
 from __future__ import annotations
 

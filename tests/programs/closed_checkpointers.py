@@ -1,4 +1,4 @@
-"""Closes two checkpointers, and gets SIGTERM: `FOLDER 'first first'|'last first'|'another on top'`."""
+"""Closes two Checkpointers, then gets SIGTERM: `FOLDER 'first first'|'last first'|'another on top'`."""
 
 from __future__ import annotations
 

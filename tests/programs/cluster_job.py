@@ -1,6 +1,6 @@
-"""Saves and restores the simulated job's tree in the processes of a real one; each prints what it asked of the service.
+"""Saves and restores the simulated job's tree in a real job; each process prints its requests to the service.
 
-JAX's coordination service is asked by way of a client that counts. Whoever runs this counts requests to the store.
+A client counts the requests to JAX's coordination service. The caller counts the requests to the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import meetings
 
 
 class CountingClient:
-    """JAX's client, and how often each of its functions was called."""
+    """Wraps JAX's client, and counts the calls of each of its functions."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -40,7 +40,7 @@ class CountingClient:
             return function
 
         def counted(key: str, *rest: Any, **named: Any) -> Any:
-            if "beat" not in key and not (rest and str(rest[0]).startswith('{"beat"')):  # that depends on time
+            if "beat" not in key and not (rest and str(rest[0]).startswith('{"beat"')):  # their number varies
                 self.requests[kind] += 1
             if kind == "set" and "/in/" in key:
                 self.given.append(len(rest[0]))
@@ -49,7 +49,7 @@ class CountingClient:
         return counted
 
     def taken(self) -> dict[str, Any]:
-        """The counts since this was last called."""
+        """The counts since the last call."""
         found = {"requests": dict(self.requests), "given": self.given}
         self.requests, self.given = collections.Counter(), []
         return found

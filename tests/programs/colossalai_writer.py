@@ -1,6 +1,6 @@
-"""Checkpoints as ColossalAI writes them, by torch.save and safetensors: ColossalAI needs GPUs and is not installed.
+"""Checkpoints in ColossalAI's formats, by torch.save and safetensors. ColossalAI needs GPUs and is not installed.
 
-What follows is what these functions of hpcaitech/ColossalAI do, for every rank in turn:
+This code does what these functions of hpcaitech/ColossalAI do, for each rank in turn:
 
     colossalai/checkpoint_io/distributed_checkpoint_io.py: DistributedCheckpointIO.create_model_metadata, save_metadata,
         model_state_dict, save_unsharded_model, save_sharded_model
@@ -31,7 +31,7 @@ def bits(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Te
     return torch.from_numpy(raw).view(dtype).squeeze(-1)
 
 
-PARAMETERS = {  # of each pipeline stage: the whole, and the dimension that tensor parallelism splits
+PARAMETERS = {  # of each pipeline stage: the whole shape, and the dimension that tensor parallelism splits
     0: {
         "embed.weight": (bits(0, 14, 8, dtype=torch.bfloat16), 0),
         "layers.0.up.weight": (bits(1, 16, 8, dtype=torch.bfloat16), 0),
@@ -50,7 +50,7 @@ WHOLE = {name: whole for stage in PARAMETERS.values() for name, (whole, _) in st
 
 
 def local(whole: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
-    """What a rank holds; 14 rows are padded to 16 (padded_tensor), as a vocabulary is, so that each has 8."""
+    """One rank's shard. 14 rows are padded to 16 (padded_tensor), like a vocabulary, so that each rank has 8."""
     if dim is None:
         return whole
     sides = list(whole.shape)
@@ -92,7 +92,7 @@ def save_state_dict(state: dict[str, Any], path: Path) -> None:
 
 
 def shards(state: dict[Any, Any], per_shard: int) -> list[dict[Any, Any]]:
-    """StateDictSharder, by count instead of size."""
+    """Like StateDictSharder, but limits the number of entries instead of their size."""
     items = list(state.items())
     return [dict(items[first : first + per_shard]) for first in range(0, len(items), per_shard)]
 
@@ -107,7 +107,7 @@ def save_state_dict_shards(state: dict[Any, Any], folder: Path, base: str, per_s
 
 
 def save_unsharded_model(folder: Path, suffix: str) -> None:
-    """A file for each rank."""
+    """One file per rank."""
     folder.mkdir()
     for stage in range(PP):
         for rank in range(TP):
@@ -120,7 +120,7 @@ def save_unsharded_model(folder: Path, suffix: str) -> None:
 
 
 def save_sharded_model(folder: Path, weights_name: str) -> None:
-    """Several files for each rank."""
+    """Several files per rank."""
     folder.mkdir()
     for stage in range(PP):
         for rank in range(TP):
@@ -136,7 +136,7 @@ def save_sharded_model(folder: Path, weights_name: str) -> None:
 
 
 def save_gathered_model(folder: Path) -> None:
-    """GeneralCheckpointIO: whole tensors in several files."""
+    """Like GeneralCheckpointIO: whole tensors in several files."""
     folder.mkdir()
     weight_map = save_state_dict_shards(WHOLE, folder, "pytorch_model.bin", 3)
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
@@ -163,7 +163,7 @@ def object_to_tensor(value: Any) -> torch.Tensor:
 
 
 def save_optimizer_in_background(folder: Path) -> None:
-    """use_async=True: safetensors, with what is no tensor pickled."""
+    """Like use_async=True: safetensors files, and a pickle for everything that is not a tensor."""
     folder.mkdir()
     states = {number: {**state, "step": 3, "extra": {"a": [1, 2]}} for number, state in STATES.items()}
     weight_map: dict[str, str] = {}

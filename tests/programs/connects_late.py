@@ -1,4 +1,4 @@
-"""Joins a job of two, `FOLDER ADDRESS old|new`: "old" has saved before it does so, "new" has not."""
+"""Joins a job of two processes, `FOLDER ADDRESS old|new`: "old" saves before it joins, "new" does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restores a foreign file in the processes of a job, each its own shards, and converts it for a mesh."""
+"""Restores a foreign file in a job, where each process reads its own shards, and converts it for a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of objects that this process reads of a file system, from when this module is imported."""
+"""Counts the bytes of objects that this process reads from a file system after this module is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint of DCP, each with its .metadata damaged in one way. Arguments: the checkpoint, the folder."""
+"""Copies a DCP checkpoint, with each .metadata damaged in one way. Arguments: the checkpoint, the folder."""
 
 from __future__ import annotations
 

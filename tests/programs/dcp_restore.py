@@ -1,4 +1,4 @@
-"""Restores a checkpoint of DCP onto a mesh without torch; compares every bit. Arguments: folder, kind, two sides."""
+"""Restores a DCP checkpoint onto a mesh without torch, and compares every bit. Arguments: folder, kind, two sides."""
 
 from __future__ import annotations
 

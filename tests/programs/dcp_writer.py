@@ -2,9 +2,9 @@
 
     python dcp_writer.py FOLDER PROCESSES...
 
-Runs one job for each number of processes, in the folder FOLDER/PROCESSES. Next to each checkpoint, rank 0 writes what
-is in it: the bytes of each global tensor, by its path, as an .npz file. Each process is a fork, so that torch is
-imported once.
+Runs one job for each number of processes, in the folder FOLDER/PROCESSES. Next to each checkpoint, rank 0 writes the
+expected content: an .npz file with the bytes of each global tensor, by path. Each process is a fork, so that torch is
+imported only once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPES = [
 
 
 def bits(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any bits at all: every NaN is among them."""
+    """Random bits, which include NaNs."""
     raw = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
     if dtype == torch.bool:
         raw &= 1
@@ -51,14 +51,14 @@ def bits(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def spread(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-    """A DTensor without communication, as gloo knows few dtypes."""
+    """Make a DTensor without communication, because gloo supports few dtypes."""
     found = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     found.whole = whole
     return found
 
 
 def expect(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write what is expected; full_tensor is a collective, so every rank comes here."""
+    """Write the expected content. full_tensor is a collective, so every rank must call this."""
     whole = {
         name: t.whole if hasattr(t, "whole") else t.full_tensor() if isinstance(t, DTensor) else t
         for name, t in tensors.items()
@@ -154,7 +154,7 @@ def of_safetensors(folder: Path, count: int) -> None:
 
 
 def job(count: int, folder: Path) -> None:
-    """Run a job of so many processes. Raises if one of them fails."""
+    """Run a job of `count` processes. Raises if one of them fails."""
     folder.mkdir()
     ranks = [fork(rank, count, folder) for rank in range(count)]
     failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
@@ -171,7 +171,7 @@ def fork(rank: int, count: int, folder: Path) -> int:
             write(folder, count)
         dist.barrier()
         dist.destroy_process_group()
-        os._exit(0)  # gloo's threads abort a process now and then that ends on its own
+        os._exit(0)  # on a normal exit, gloo's threads sometimes abort the process
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

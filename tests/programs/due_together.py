@@ -1,4 +1,4 @@
-"""Saves steps by process 0's clock, then by its metrics, in processes that differ in both; prints the saved steps."""
+"""Saves steps by process 0's clock, then by its metrics; both differ between processes. Prints the saved steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""An evaluation that follows a run, reads each step in two goes and checks every value.
+"""An evaluation that follows a run, reads each step in two passes, and checks every value.
 
-Arguments: the run's directory, the last step of an earlier evaluation, the term of leases, what it reads for at most.
-Prints a line for each step: its number, and in milliseconds how long after its publication it came, or "-" if the
-evaluation was not waiting for it.
+Arguments: the run's directory, the last step of an earlier evaluation, the term of leases, the longest delay between
+the passes. Prints a line for each step: its number, and the milliseconds between its publication and its arrival, or
+"-" if the evaluation was not waiting for it.
 """
 
 from __future__ import annotations

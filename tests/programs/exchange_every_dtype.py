@@ -1,4 +1,4 @@
-"""Brings boxes of arrays of every dtype to every process of a job, and compares their bits with the whole array's."""
+"""Sends boxes of arrays of every dtype to every process of a job, and compares their bits with the whole array's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for name, dtype in DTYPES.items():
     host = (raw % 2).astype(dtype) if small else (raw % 16).view(dtype) if "float4" in name else raw.view(dtype)
     for spec, box in WAYS.get(name, EVERY_WAY[:1]):
         array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
-        with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of them
+        with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of these
             got = box_everywhere(array, box)
         wanted = host[tuple(slice(*side) for side in box)]
         for shard in got.addressable_shards:
@@ -41,7 +41,7 @@ for name, dtype in DTYPES.items():
             assert np.asarray(shard.data).tobytes() == wanted.tobytes(), (name, spec, box)
             compared += 1
 jax.config.update("jax_enable_x64", False)
-for memory in ("pinned_host", "unpinned_host"):  # programs do not compute with what is there
+for memory in ("pinned_host", "unpinned_host"):  # programs do not compute with arrays in these memories
     host = np.arange(96, dtype=np.float32).reshape(8, 12)
     sharding = NamedSharding(mesh, P("a", "b"), memory_kind=memory)
     array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)

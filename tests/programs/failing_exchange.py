@@ -1,4 +1,4 @@
-"""Process 0 cannot write while leaves are exchanged: each process prints the error that it gets."""
+"""Process 0 cannot write while leaves are exchanged; each process prints the error that it gets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ except jaxckpt.JaxckptError as error:
 told = Path(args, "told")
 if process_id == 1:
     told.touch()
-else:  # JAX's service runs in this process: if it ended first, it would end the other
+else:  # this process runs JAX's service: if it ended first, the other process would fail
     deadline = time.monotonic() + 60
     while not told.exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""Saves version 2 over version 1 on a small file system, with more or less room left on it, and says how each ended.
+"""Saves version 2 over version 1 on a small file system, with various amounts of free space, and prints each outcome.
 
-Arguments: where it is mounted; the cases in JSON: ["pages" or "inodes", how many are left, "save" or "save_async"].
+Arguments: the mount point; the cases in JSON: ["pages" or "inodes", the number that is free, "save" or "save_async"].
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A program whose forks inherit what jaxckpt had under way: each must end in time, and change nothing of its parent's.
+"""Forks while jaxckpt has work in progress. Each fork must end in time and change nothing of its parent's.
 
-It prints one line of JSON: how each fork ended, and what was left.
+Prints one line of JSON: the outcome of each fork, and what was left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ found: dict[str, Any] = {}
 
 
 def fork(name: str, child: Callable[[], object], meanwhile: Callable[[int], object] = lambda pid: None) -> None:
-    """Have a fork do something, and note how it ends: what it raises ends it with the status 1."""
+    """Run `child` in a fork, and record how it ends. An exception ends the fork with status 1."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -104,7 +104,7 @@ with jaxckpt.Checkpointer(folder / "run", keep_last=1) as checkpoints:
     checkpoints.save(3, {"x": np.arange(5)})
     assert checkpoints.pending is not None
     checkpoints.pending.wait()
-    time.sleep(0.1)  # the thread that deletes has begun
+    time.sleep(0.1)  # wait until the deleting thread has started
     fork("deleting", checkpoints.wait)
     go_on.set()
 found["steps"] = checkpoints.steps()

@@ -1,4 +1,4 @@
-"""Batches of Grain's two kinds of iterators, whose positions are saved: a Dataset gives a dict, a DataLoader bytes."""
+"""Batches of Grain's two iterators whose positions are saved: a Dataset's state is a dict, a DataLoader's is bytes."""
 
 from __future__ import annotations
 

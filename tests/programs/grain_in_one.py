@@ -1,4 +1,4 @@
-"""Saves and restores the positions of Grain's iterators in one process: no resplit is called."""
+"""Saves and restores the positions of Grain's iterators in one process, without a call of `resplit`."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ with jaxckpt.Checkpointer(sys.argv[1], background=False) as steps:
     rows.set_state(steps.process_state("dataset", resplit=refuse))
     records.set_state(steps.process_state("loader"))
     assert (some(rows, 3), some(records, 3)) == expected
-    assert steps.process_state("dataset", 1) == {"next_index": 2}  # a step that is asked for
+    assert steps.process_state("dataset", 1) == {"next_index": 2}  # an explicit step

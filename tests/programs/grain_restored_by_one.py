@@ -1,4 +1,4 @@
-"""Restores in one process the positions of Grain iterators that two processes saved; prints the batches that follow."""
+"""Restores in one process the positions of Grain iterators saved by two processes; prints the next batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ with jaxckpt.Checkpointer(sys.argv[1]) as steps:
     rows.set_state(steps.process_state("dataset", resplit=resplit))
     assert asked == [([{"next_index": 4}] * 2, 1)], asked
 
-    # Positions that differ arrive in the order of the processes.
+    # Different positions are returned in the order of the processes.
     first, second = steps.process_state("loader", resplit=lambda states, count: [states])
     assert [json.loads(state)["last_seen_indices"]["0"] for state in (first, second)] == [46, 59]
 print(json.dumps(some(rows, 3)))

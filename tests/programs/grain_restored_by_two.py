@@ -1,4 +1,4 @@
-"""Restores the positions of Grain's iterators in two processes; prints the batches that follow."""
+"""Restores the positions of Grain's iterators in two processes; prints the next batches."""
 
 from __future__ import annotations
 

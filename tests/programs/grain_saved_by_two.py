@@ -1,4 +1,4 @@
-"""Saves the positions of Grain's iterators in two processes; the loader is further on in process 1.
+"""Saves the positions of Grain's iterators in two processes; process 1's loader is further ahead.
 
 Prints the batches that follow step 4.
 """

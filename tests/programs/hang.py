@@ -1,6 +1,7 @@
-"""Saves or restores while a system call of this process hangs; says how that ended, and does the same elsewhere.
+"""Saves or restores while a system call of this process hangs; prints the outcome, and repeats it on another path.
 
-strace delays the first `call` by 30 seconds, far longer than `Options.timeout_seconds`; it stops when it is killed.
+strace delays the first `call` by 30 seconds, far longer than `Options.timeout_seconds`. The delay ends when strace is
+killed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ TREE = {"w": np.arange(1 << 18, dtype=np.uint8)}
 
 
 def hang(call: str, path: Path | None = None) -> subprocess.Popen[bytes]:
-    """Until the process that is returned is killed, the first such system call of each thread takes 30 seconds; with
-    a path, the first that is about this file."""
+    """Delay the first such system call of each thread by 30 seconds, until the returned process is killed. With a path,
+    only calls on this file count."""
     filters = ["-e", f"trace={call}", "-e", f"inject={call}:delay_enter=30000000:when=1"]
     filters += [] if path is None else ["-P", str(path)]
     return trace(*filters)

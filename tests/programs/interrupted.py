@@ -1,7 +1,7 @@
-"""A program in which Ctrl-C comes at every call of an operation, one after the other.
+"""Interrupts an operation with Ctrl-C at every call that it makes, one call per run.
 
-It prints one line of JSON for each operation: how many points were tried, and at how many of them it was interrupted.
-After each it makes the next save and restores it. A hang ends the program with the stacks of its threads.
+After each interrupt, it saves again and restores. Prints one line of JSON per operation, with the number of points
+tried and the number of interrupts. After a hang, the program prints the stacks of its threads and ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ folder, names, first, stride = sys.argv[1], sys.argv[2].split(","), int(sys.argv
 
 
 class Interrupt:
-    """Sends SIGINT to the main thread at the nth moment at which Python looks for signals: a function of Python begins,
-    or one of C returns. It also does so when a loop starts over."""
+    """Sends SIGINT to the main thread at the nth point where Python checks for signals: at the start of a Python
+    function, or at the return of a C function."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -86,7 +86,7 @@ def checkpointer(path: str) -> None:
 
 
 def run(operation: Callable[[str], None], path: str, at: int | None) -> tuple[int, bool]:
-    """(moments that were seen, whether it was interrupted)."""
+    """(number of points, whether it was interrupted)."""
     interrupt = Interrupt(at)
     sys.setprofile(interrupt)
     try:
@@ -101,7 +101,7 @@ def run(operation: Callable[[str], None], path: str, at: int | None) -> tuple[in
 def attack(name: str) -> None:
     path = os.path.join(folder, name)
     jaxckpt.save(path, STATES[0])
-    for _ in range(2):  # what is compiled or remembered at first
+    for _ in range(2):  # warm-up: compilation and caches
         run(globals()[name], path, None)
         jaxckpt.save(path, STATES[0], overwrite=True)
     interrupted = tried = 0
@@ -113,7 +113,7 @@ def attack(name: str) -> None:
             break
         tried += 1
         interrupted += hit
-        # As a program would that catches KeyboardInterrupt to save once more.
+        # Like a program that catches KeyboardInterrupt and saves once more.
         jaxckpt.save(path, STATES[2], overwrite=True)
         check(jaxckpt.restore(path), {2})
         at += stride
@@ -128,4 +128,4 @@ jaxckpt.save(os.path.join(folder, "warm"), STATES[0])
 check(jaxckpt.restore(os.path.join(folder, "warm")), {0})
 for name in names:
     attack(name)
-faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)  # the end of the program must not hang either
+faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)  # the exit must not hang either

@@ -1,7 +1,7 @@
 """Trains, is killed at random moments, and resumes: `FOLDER KILLS STEPS SEED`.
 
-Each life of the loop is a fork, so that Python and JAX are imported once. The parent itself reads nothing, since a fork
-has none of its parent's threads: a child looks at the directory, too."""
+Each run of the loop is a fork, so that Python and JAX are imported once. Checks run in forks too: the parent must not
+read checkpoints, because a fork does not have its parent's threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 
 import jaxckpt
 
-warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks
+warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forks
 folder, kills, steps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 rng = random.Random(seed)
 losses = [abs((step * 7919) % 1009 - 300.5) for step in range(10 * steps)]
@@ -48,7 +48,7 @@ def train(until, told):
         last, tree = checkpoints.restore_or_init(lambda: state(0))
         if last is not None:
             check(tree, last)
-            assert "opt" in tree  # the newest step is whole
+            assert "opt" in tree  # the newest step is complete
         for step in range(0 if last is None else last + 1, until):
             checkpoints.save(step, state(step), metrics={"loss": losses[step]})
             os.write(told, b".")
@@ -56,11 +56,11 @@ def train(until, told):
 
 def look(tidy):
     there = sorted(name for name in os.listdir(folder) if os.path.exists(f"{folder}/{name}/manifest.json"))
-    for name in there:  # whatever moment it was killed at: what is there is whole
+    for name in there:  # each published step is complete, regardless of the moment of the kill
         check(jaxckpt.load_numpy(f"{folder}/{name}"), int(name))
     if not tidy:
         return int(there[-1]) if there else -1
-    with checkpointer() as checkpoints:  # the next start
+    with checkpointer() as checkpoints:  # as at the next start
         found = checkpoints.steps()
     saved = range(0, found[-1] + 1, 2) if found else range(0)
     best = max(saved, key=lambda step: (-losses[step], step), default=None)
@@ -101,7 +101,7 @@ def looked(tidy):
 os.makedirs(folder)
 newest = -1
 for kill in range(kills):
-    child, heard = fork(train, 10 * steps)  # it gets to about `steps` before the last kill
+    child, heard = fork(train, 10 * steps)  # reaches about `steps` before the last kill
     for _ in range(rng.randint(1, steps // kills - 2)):
         assert os.read(heard, 1), "it ended by itself"
     time.sleep(rng.random() * 0.02)
@@ -109,7 +109,7 @@ for kill in range(kills):
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     os.close(heard)
     found = looked(tidy=False)
-    assert found >= newest, (found, newest)  # what was published stays
+    assert found >= newest, (found, newest)  # published steps stay
     newest = found
     if kill % 5 == 4:
         assert looked(tidy=True) == newest

@@ -1,7 +1,7 @@
-"""Saves ten steps, of which the rules keep one, and ends without closing its Checkpointer.
+"""Saves ten steps, of which retention keeps one, and ends without closing its Checkpointer.
 
-Arguments: the run's directory, and how it ends: "held by a reader", for a reader that holds step 0 until the end, or
-"stuck", for a deletion that hangs when the job is told to stop.
+Arguments: the run's directory and the case. "held by a reader": a reader holds step 0 until the end. "stuck": a
+deletion hangs when the job gets SIGTERM.
 """
 
 from __future__ import annotations

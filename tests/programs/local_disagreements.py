@@ -1,4 +1,4 @@
-"""Two processes that disagree about their local folders, or whose replicas have diverged: prints each one's errors."""
+"""Two processes with different local folders or arguments, or with diverged replicas: prints the errors of each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ with made() as steps:
     attempt("after", lambda: (steps.save(20, {"w": np.arange(9)}), steps.wait()))
     attempt("one tree is odd", lambda: (steps.save(30, {"w": object() if process_id else 1}), steps.wait()))
     attempt("both, and one tree is odd", lambda: (steps.save(100, {"w": object() if process_id else 1}), steps.wait()))
-    other = 300 if process_id else 110  # which is not stored
+    other = 300 if process_id else 110  # 300 is due for the storage, 110 is not
     attempt("another step", lambda: (steps.save(other, {"w": np.arange(9)}), steps.wait()))
     attempt("after that", lambda: (steps.save(200, {"w": np.arange(9)}), steps.wait()))
 print(json.dumps(errors))

@@ -1,4 +1,4 @@
-"""Saves a step that is flushed slowly, and is killed meanwhile; or, the second time, saves and flushes the next one."""
+"""Saves a step with a slow flush and is killed during it. A second run saves and flushes the next step."""
 
 from __future__ import annotations
 

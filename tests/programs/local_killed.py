@@ -1,4 +1,4 @@
-"""Saves two local steps; in the second, one process is killed in a phase, and the others a moment later."""
+"""Saves two local steps. In the second, one process is killed in a given phase, and the others a moment later."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ match args["phase"]:
     case "write":
         around(FileWriter, "_write")
     case "written":
-        around(publish.manifests, "decode")  # all have written, and the manifest has come
+        around(publish.manifests, "decode")  # all processes have written, and the manifest has arrived
     case "publish":
         around(Folder, "publish")
     case "published":

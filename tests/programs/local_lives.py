@@ -1,10 +1,11 @@
 """Jobs that save into the local tier, lose a host and resume: `FOLDER CRASHES`, a JSON list.
 
-Each crash is {"victim", "phase", "counts"}: a job of four processes of two devices each is killed when its process
-`victim` comes to a phase of a save; the victim's folder is deleted; and jobs of so many processes resume, each from
-a copy of what is left. Prints one line for each of these: what was promised, and what was restored.
+Each crash is {"victim", "phase", "counts"}. A job of four processes with two devices each is killed when process
+`victim` reaches a phase of a save, and the victim's folder is deleted. Then, for each number in `counts`, a job of that
+many processes resumes from a copy of the remaining data. Each of these jobs prints one line: the step that was
+promised, and the step that was restored.
 
-Each process is a fork, so that Python and JAX are imported once.
+Each process is a fork, so that Python and JAX are imported only once.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from processes import free_port
 import jaxckpt
 import jaxckpt._steps.local
 
-warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks
+warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forks
 
 PROCESSES, DIES_AT, EVERY = 4, 4, 2
 SPECS = {
-    "fsdp": P(("replica", "shard")),  # no replica: half of the bytes of this state need a copy
+    "fsdp": P(("replica", "shard")),  # no replicas: half of this state's bytes need a copy
     "hybrid": P("shard"),  # replicas on other hosts
     "columns": P(None, ("shard", "replica")),
     "replicated": P(),
@@ -83,7 +84,7 @@ def exact(tree: dict[str, Any], step: int) -> bool:
 
 
 def strike_at(phase: str) -> None:
-    """Have this process killed when it comes to a phase."""
+    """Kill this process when it reaches a phase."""
     place, calls = PHASES[phase]
     owner, _, name = place.rpartition(".")
     owner = operator.attrgetter(owner)(jaxckpt)
@@ -99,7 +100,7 @@ def strike_at(phase: str) -> None:
 
 
 def work(folder: Path, hosts: Sequence[int], index: int, port: int, until: int, phase: str | None) -> dict[str, Any]:
-    """One process: resume, check, save steps up to `until`, and say what was restored."""
+    """One process: resume, check, save steps up to `until`, and return what was restored."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", len(hosts), index, initialization_timeout=60)
     mesh = Mesh(np.reshape(jax.devices(), (2, -1)), ("replica", "shard"))
@@ -127,7 +128,7 @@ def work(folder: Path, hosts: Sequence[int], index: int, port: int, until: int, 
 
 
 def live(folder: Path, hosts: Sequence[int], until: int, victim: int = -1, phase: str | None = None) -> list[Any]:
-    """Run a job; all its processes are killed once one has died. What each said, or None."""
+    """Run a job. If one process dies, kill the others. Returns each process's result, or None."""
     port, children = free_port(), list[int]()
     for index in range(len(hosts)):
         child = os.fork()
@@ -170,7 +171,7 @@ def crash(folder: Path, victim: int, phase: str, counts: Sequence[int]) -> None:
     for count in counts:
         copy = folder.parent / f"{folder.name}-{count}"
         shutil.copytree(folder, copy)
-        # The storage is named by its path, so the copy takes the place of the original for this job.
+        # The storage is identified by its path, so the copy replaces the original for this job.
         kept = folder.rename(folder.parent / "kept")
         copy.rename(folder)
         hosts = [host for host in range(PROCESSES) if host != victim or count == PROCESSES][:count]

@@ -1,6 +1,6 @@
-"""Restores from local folders in the processes of a job, and compares every bit; prints what each case came to.
+"""Restores from local folders in a job, and compares every bit; prints the outcome of each case.
 
-args: path, cases: [{"hosts": for each process, "like": the checkpoint that must come back, "layout", …}]
+args: path, cases: [{"hosts": for each process, "like": the expected checkpoint, "layout", …}]
 """
 
 from __future__ import annotations

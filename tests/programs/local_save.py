@@ -1,5 +1,5 @@
-"""Saves two steps from the processes of a job, in many layouts: both into a directory, and in a run with local folders
-one into its directory and one into these."""
+"""Saves two steps in many layouts, twice: both into a directory; then one into a directory and one into local
+folders."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Saves steps into local folders, as each of the arguments says, and prints what this process knows of them as JSON.
+"""Saves steps into local folders, as each argument specifies, and prints what this process knows of them as JSON.
 
 args: [{"path", "local", "options": of the Checkpointer, "tree": its name, "steps": [...], "plain": a path for a save}]
-Prints one line for each, in their order. If one fails, the line says how, and the next is tried.
+Prints one line for each argument, in order. If one fails, its line contains the error, and the next one runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tree(name: str, step: int, size: int) -> dict[str, Any]:
         return {"w": laid((size, 96)), "b": laid((5, 7), dtype=jnp.int8), "step": step}
     mixed = {
         "rows": laid((size, 33), "data"),
-        "columns": laid((33, size), None, "model"),  # held by every process in part
+        "columns": laid((33, size), None, "model"),  # each process holds a part
         "whole": laid((7, 5)),
         "half": laid((size, 64), "data", "model", dtype=jnp.float16),
         "host": np.arange(1000.0) + step,

@@ -1,4 +1,4 @@
-"""Prints which of the large libraries are loaded after the modules that read a manifest, without the package's own."""
+"""Prints which large libraries are loaded by the modules that read a manifest, without the package's __init__."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Meetings of 130 processes over JAX's own coordination service, of which one real process plays all, in threads."""
+"""Meetings of 130 processes over JAX's coordination service; one real process simulates all of them in threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ assert process_id == 0
 
 
 def held(name: str, play: Callable[[Meeting, int], object], timeout_seconds: float) -> list[object]:
-    """What each process returned or raised."""
+    """The result or the error of each process."""
     outcomes: list[object] = [None] * COUNT
 
     def run(index: int) -> None:

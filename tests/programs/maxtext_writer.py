@@ -1,9 +1,9 @@
-"""Record what MaxText's own conversion makes of tensors with the names and shapes of each family.
+"""Records the output of MaxText's own conversion for tensors with the names and shapes of each family.
 
 PYTHONPATH=tests/support python tests/programs/maxtext_writer.py PARAM_MAPPING tests/data/maxtext.json
 
-PARAM_MAPPING is src/maxtext/checkpoint_conversion/utils/param_mapping.py of AI-Hypercomputer/maxtext; that of commit
-e591f30 made the recorded file.
+PARAM_MAPPING is src/maxtext/checkpoint_conversion/utils/param_mapping.py of AI-Hypercomputer/maxtext. The recorded
+file was made with the one of commit e591f30.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def main(param_mapping: Path, output: Path) -> None:
         for key, sources in mapping.items():
             several = isinstance(sources, list)
             names = [one.replace("language_model.", "") for one in (sources if several else [sources])]
-            if not all(one in tensors for one in names):  # of a variant of the family that this is not
+            if not all(one in tensors for one in names):  # belongs to another variant of the family
                 continue
             chain = hooks.get(key, [])
             parts = [tensors[one] for one in names]

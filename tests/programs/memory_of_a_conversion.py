@@ -1,4 +1,4 @@
-"""Converts a small checkpoint and then a large one; prints by how many bytes that raised the peak of memory.
+"""Converts a small checkpoint, then a large one; prints by how many bytes the large one raised the peak memory.
 
 Arguments: the small one, the large one, the destination, the format, Options in JSON.
 """

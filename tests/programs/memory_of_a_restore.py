@@ -1,4 +1,4 @@
-"""Restores a checkpoint and prints how much more memory that took than the arrays need, in bytes."""
+"""Restores a checkpoint and prints the peak memory, in bytes, beyond the size of the arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt._restore import placing as _placing
 
-# glibc keeps freed blocks of up to 32 MiB for its threads: with this what is freed is gone, and not counted.
+# By default, glibc may keep freed blocks of up to 32 MiB. With this setting it returns them, so they do not count.
 M_MMAP_THRESHOLD = -3
 assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 

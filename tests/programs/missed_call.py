@@ -1,4 +1,4 @@
-"""Process 1 does not call save at step 1: each process prints the steps at which it gets an error."""
+"""Process 1 does not call save at step 1; each process prints the steps at which it gets an error."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ if process_id == 0:
     first.touch()
     save(2)
     save(3)
-    wait_for(last)  # JAX's service runs in this process: if it ended first, it would end the other
+    wait_for(last)  # this process runs JAX's service: if it ended first, the other process would fail
 else:
     wait_for(first)
-    time.sleep(1)  # process 0 is in step 2
+    time.sleep(1)  # until process 0 is in step 2
     save(2)
     save(3)
     last.touch()

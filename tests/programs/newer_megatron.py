@@ -1,4 +1,4 @@
-"""Saves as Megatron Core does since common.pt is gone: its common state is an object of one shard, in a list."""
+"""Saves like Megatron Core without common.pt: the common state is an object with one shard, in a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves, restores or loads sharded arrays at a URL in the processes of a job: {"save", "restore" or "load": url}."""
+"""Saves, restores or loads sharded arrays at a URL in a job: {"save", "restore" or "load": url}."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and restores objects with a state in two processes: equal, different, and failing in one."""
+"""Saves and restores stateful objects in two processes: equal states, different states, and a failure in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves or restores parameters and the state of Adam on a mesh of all devices: `save|restore PATH DATA MODEL`."""
+"""Saves or restores parameters and Adam's state on a mesh of all devices: `save|restore PATH DATA MODEL`."""
 
 from __future__ import annotations
 

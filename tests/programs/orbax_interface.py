@@ -1,4 +1,4 @@
-"""Saves and restores through Orbax's CheckpointManager in two processes, on another mesh."""
+"""Saves through Orbax's CheckpointManager in two processes, and restores onto another mesh."""
 
 from __future__ import annotations
 

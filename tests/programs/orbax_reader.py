@@ -1,4 +1,4 @@
-"""Reads a checkpoint with Orbax each time a line arrives, and says how that ended; saves it first if asked to."""
+"""Reads a checkpoint with Orbax for each input line, and prints the outcome; saves it first if requested."""
 
 from __future__ import annotations
 

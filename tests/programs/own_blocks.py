@@ -1,4 +1,4 @@
-"""Started by run_processes: many small leaves over the devices of several processes, saved and restored as blocks."""
+"""Saves and restores many small leaves on devices of several processes as blocks; run by run_processes."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ import jaxckpt
 from jaxckpt._restore import blocks, placing
 from jaxckpt._save import staging
 
-# CPU devices stand for devices with memory of their own.
+# CPU devices simulate devices with their own memory.
 staging.lies_in_host_memory = lambda value: False
 blocks.has_own_memory = lambda sharding: True
 placing.kept = lambda goal: goal.kind not in ("jax", "key")
@@ -20,7 +20,7 @@ staging._stacked = lambda *given: calls.append("stacked") or stacked(*given)
 placing.place_rows = lambda *given: calls.append("split") or place_rows(*given)
 
 path = args[0]  # noqa: F821
-# Processes hold columns here, and each box of rows lies in both.
+# A process holds columns here, and each box of rows covers both processes.
 mesh = jax.make_mesh((2, 2), ("a", "b"))
 hosts = [np.random.default_rng(number).integers(0, 1 << 16, (8, 4), np.uint16) for number in range(300)]
 for number, spec in enumerate((P("a", "b"), P(), P(None, ("b", "a")))):
@@ -38,7 +38,7 @@ for number, spec in enumerate((P("a", "b"), P(), P(None, ("b", "a")))):
     for host, leaf in zip(hosts, found, strict=False):
         for shard in leaf.addressable_shards:
             assert np.asarray(shard.data).tobytes() == host[shard.index].tobytes(), spec
-    # Of what both processes have, each writes objects of too few leaves here.
+    # If both processes hold a leaf, each writes objects with too few leaves for stacking.
     assert "split" in calls, spec
     assert "stacked" in calls or number % 2, spec
 print("the same bits")

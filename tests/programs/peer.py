@@ -1,4 +1,4 @@
-"""What the processes of a job share in which faults are inflicted on some of them."""
+"""Shared code of jobs in which faults are injected into some processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ mesh = Mesh(np.array(jax.devices()), ("data",))
 
 
 def make(version: int) -> dict[str, Any]:
-    """Sharded leaves of which every process writes its rows, and a replicated one."""
+    """Sharded leaves, of which every process writes its own rows, and a replicated leaf."""
 
     def one(shape: tuple[int, ...], spec: P) -> jax.Array:
         return jax.make_array_from_callback(
@@ -56,7 +56,7 @@ def operate(kind: str, version: int, timeout: float) -> None:
 
 
 def attempt(kind: str, version: int, timeout: float) -> tuple[str, float]:
-    """What an operation raised, or "", and how long it took."""
+    """The error of an operation, or "", and its duration in seconds."""
     begun = time.monotonic()
     try:
         operate(kind, version, timeout)
@@ -67,7 +67,7 @@ def attempt(kind: str, version: int, timeout: float) -> tuple[str, float]:
 
 
 def at(phase: str, strike: Callable[[], None]) -> Callable[[], None]:
-    """Have something done once, when this process comes to a phase; returns what takes that back."""
+    """Call `strike` once, when this process reaches a phase; returns a function that undoes this."""
     owner, _, name = PHASES[phase][1].rpartition(".")
     owner = operator.attrgetter(owner)(jaxckpt)
     original = getattr(owner, name)
@@ -85,11 +85,11 @@ def at(phase: str, strike: Callable[[], None]) -> Callable[[], None]:
 
 def signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(0.2)  # from a thread, it takes effect a little later
+    time.sleep(0.2)  # if sent from a thread, the signal takes effect a little later
 
 
 def sleep_until(files: Iterable[str], then: str) -> Callable[[], None]:
-    """What stops this process; another sends it the signal `then` once the files exist."""
+    """A function that stops this process; another process sends the signal `then` once the files exist."""
 
     def strike() -> None:
         waiting = " && ".join(f"[ -e {os.path.join(folder, file)} ]" for file in files)
@@ -117,7 +117,7 @@ def meet(name: str) -> None:
 
 
 def there() -> list[int]:
-    """The versions that the path holds."""
+    """The versions at the path."""
     return versions(jaxckpt.load_numpy(path))
 
 

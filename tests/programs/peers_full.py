@@ -1,4 +1,4 @@
-"""Round after round one process fills the file system that all write to, but for some bytes."""
+"""In each round, one process fills the shared file system, except for some bytes."""
 
 from __future__ import annotations
 

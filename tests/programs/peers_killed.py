@@ -1,4 +1,4 @@
-"""One process is killed at a phase, or stopped for good; the others report what they raised and stay until all have."""
+"""One process is killed or stopped for good at a phase; the others report their errors, and stay until all have."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ if process_id == victim:
 said, seconds = attempt(PHASES[phase][0], 2, args["timeout"])
 tell(said=said, seconds=seconds)
 note("told")
-with contextlib.suppress(AssertionError):  # if process 0 is the victim, JAX aborts some of them
+with contextlib.suppress(AssertionError):  # if process 0 is the victim, JAX aborts some of the others
     await_notes("told", others, 15)
 os._exit(0)

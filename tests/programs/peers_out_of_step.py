@@ -1,4 +1,4 @@
-"""Slow peers, peers that make no call, and peers that raise in their own code: all live, in one job."""
+"""Slow peers, peers that make no call, and peers that raise in their own code; all stay alive, in one job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phases import PHASES
 import jaxckpt
 from jaxckpt._runtime import processes
 
-# Before the first read: a sleep inside of one would be a storage that hangs, which is an error.
+# Sleep before the first read: a sleep inside a read would count as hung storage, which is an error.
 PHASES["fetching"] = "restore", "_restore.restore.fetch"
 operate("save", 0, 60)
 for number, (what, victim) in enumerate(args["rounds"], 1):
@@ -22,7 +22,7 @@ for number, (what, victim) in enumerate(args["rounds"], 1):
             back = at("fetching" if kind == "restore" else "writing", lambda: time.sleep(3 * args["timeout"]))
         elif what == "makes no call":
             await_notes(f"told{number}", set(range(count)) - {victim})
-            processes.Group.current(None, processes.Call.of("save", path))  # as if it had called and raised
+            processes.Group.current(None, processes.Call.of("save", path))  # like a call that raised
             said = "none"
         else:
             broken = make(number)

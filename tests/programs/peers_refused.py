@@ -1,4 +1,4 @@
-"""Round after round the file system refuses one process's system calls, by strace."""
+"""In each round, strace makes system calls of one process fail."""
 
 from __future__ import annotations
 

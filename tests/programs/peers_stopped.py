@@ -1,4 +1,4 @@
-"""Round after round some processes stop at a phase, and are woken once the others have ended their calls."""
+"""In each round, some processes stop at a phase, and continue after the others have ended their calls."""
 
 from __future__ import annotations
 

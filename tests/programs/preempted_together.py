@@ -1,4 +1,4 @@
-"""Trains in two processes, of which one gets SIGTERM at step 7."""
+"""Trains in two processes; one of them gets SIGTERM at step 7."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publishes weights without end, each leaf full of the step's number modulo 256. Argument: the directory."""
+"""Publishes weights endlessly; every value is the step's number modulo 256. Argument: the directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a tree as NumPy arrays, without starting a backend of JAX."""
+"""Reads a tree as NumPy arrays, without starting a JAX backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restores a tree in the processes of a job; each prints the bytes that it has read, planned and needed."""
+"""Restores a tree in a job; each process prints the number of bytes that it read, planned and needed."""
 
 from __future__ import annotations
 

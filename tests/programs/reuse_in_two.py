@@ -1,5 +1,5 @@
-"""Two processes save steps most of which is unchanged; once they do not agree on what is. Process 0 prints what the
-saves report."""
+"""Two processes save mostly unchanged steps; in one step, they disagree on what is unchanged. Process 0 prints the
+result of each save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def local(path: Path, name: str) -> np.ndarray:
 
 with jaxckpt.Checkpointer(run_path) as run:
     for step in range(4):
-        if step == 3 and process_id == 1:  # what this process was to link is gone
+        if step == 3 and process_id == 1:  # delete a file that this process would link
             for file in (run_path / "00000002").glob("data-*/*float32-64x32/c/0/1/0"):
                 file.unlink()
         own = copies if step == 2 and process_id == 1 else base
@@ -44,7 +44,7 @@ for step in (0, 1, 3):
     np.testing.assert_array_equal(local(run_path / f"{step:08d}", "rows"), np.arange(64 * 32.0).reshape(64, 32))
     np.testing.assert_array_equal(local(run_path / f"{step:08d}", "whole"), np.arange(500.0))
 
-# Rows are saved as columns, so that processes exchange them, in another dtype.
+# Rows are saved as columns in another dtype, so that processes must exchange them.
 columns = jax.make_mesh((4,), ("y",))
 moved = run_path.with_name("moved")
 jaxckpt.save(
@@ -54,7 +54,7 @@ np.testing.assert_array_equal(
     jaxckpt.load_numpy(moved)["rows"], np.arange(64 * 32.0).reshape(64, 32).astype(jnp.bfloat16)
 )
 
-# One process holds one array where the other holds two.
+# The two leaves share one array in process 1, but not in process 0.
 pair = {"a": base["rows"], "b": base["rows"] if process_id else copies["rows"]}
 with pytest.raises(jaxckpt.PeersDisagreeError, match="a tree in which different leaves share one array"):
     jaxckpt.save(run_path.with_name("tied"), pair)

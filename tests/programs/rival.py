@@ -1,4 +1,4 @@
-"""What the programs of `rivals.Saver` share: they save when a line on stdin says so."""
+"""Shared code of the programs of `rivals.Saver`: a loop that saves on request from stdin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 def serve(
     save: Callable[[dict[str, Any], Any], None], prepare: Callable[[dict[str, Any]], Any] = lambda asked: None
 ) -> None:
-    """For each line, prepare, wait for the time to start, save, and say how it ended."""
+    """For each line: prepare, wait for the start time, save, and report the outcome."""
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

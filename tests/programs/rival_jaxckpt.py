@@ -1,4 +1,4 @@
-"""A rival that saves with jaxckpt, and stops itself at a moment of the save if it is asked to."""
+"""A rival that saves with jaxckpt, and stops itself at a given moment of the save if requested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jaxckpt
 
 
 def prepare(asked: dict[str, Any]) -> Callable[[], None]:
-    """Have it stop once, at the moment that is asked for; returns what takes that back."""
+    """Stop this process once, at the requested moment; returns a function that undoes this."""
     if "stop_at" not in asked:
         return lambda: None
     path, name = MOMENTS[asked["stop_at"]]

@@ -1,4 +1,4 @@
-"""Runs another program in the processes of a job, as stdin says in JSON; prints how they ended."""
+"""Runs another program in a job, as JSON on stdin specifies; prints how its processes ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves a tree from the processes of a job; each prints what the save reports."""
+"""Saves a tree in a job; each process prints the result of the save."""
 
 from __future__ import annotations
 

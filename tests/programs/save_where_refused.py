@@ -1,4 +1,4 @@
-"""Saves below the folder of the first argument, which may not be written, as the second says; prints the errno."""
+"""Saves below a read-only folder (first argument) in a given way (second argument); prints the errno."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves an array to the given path, and shows the progress."""
+"""Saves an array to the given path with a progress display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree of replicated, partly replicated and sharded leaves, of leaves of the host and of a key; and its check."""
+"""A tree of replicated, partly replicated and sharded leaves, host leaves and a PRNG key; and its check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh_of(*sizes: int, devices: list[Any] | None = None) -> Mesh:
 
 
 def put(whole: np.ndarray[Any, Any], mesh: Mesh, spec: P) -> jax.Array:
-    """An array of the job; each process holds the whole of it beforehand."""
+    """A global array. Each process already holds all its values."""
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 

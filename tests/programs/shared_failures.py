@@ -1,4 +1,4 @@
-"""Shared reads in which one process of a job fails or wants something else; each prints what it raised."""
+"""Shared reads in which one process of a job fails or has other arguments; each process prints its errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ note("process 0 reads each", lambda: restore(options=each if process_id == 0 els
 note("process 1 reads each", lambda: restore(options=each if process_id == 1 else shared))
 note("another target", lambda: restore(axis="data" if process_id == 2 else None))
 note("another selection", lambda: restore(select="layer 1" if process_id == 1 else "layer *"))
-# The rounds of shared reads are of so many bytes: with other rounds, a process took bytes of one leaf for another's.
+# host_bytes sets the size of each round. With different sizes, a process would take bytes of the wrong leaf.
 little = jaxckpt.Options(read="shared", timeout_seconds=20, host_bytes=1 << 18)
 note("another host_bytes", lambda: restore(options=little if process_id == 0 else shared))
 note("another dtype", lambda: restore(options=each, dtype="float32" if process_id == 1 else None))

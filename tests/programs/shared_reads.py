@@ -1,7 +1,7 @@
-"""Restores onto many layouts in the processes of a job, each process reading and sharing, and compares every bit.
+"""Restores onto many layouts in a job, with read="shared" and read="each", and compares every bit.
 
-Prints for each layout and way of reading: the bytes that this process has read, those that were planned, and those that
-it was to receive from others.
+Prints for each layout and way of reading: the number of bytes that this process read, should read by the plan, and
+should receive from others by the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxckpt._inspect import restore_plan
 from jaxckpt._restore import gathering, placing
 
 jax.config.update("jax_enable_x64", True)
-if args["accelerators"]:  # as if CPU devices had memory and links of their own, and were all of a TPU slice
+if args["accelerators"]:  # simulate a TPU slice: devices with their own memory and links
     placing.kept = lambda goal: not goal.on_devices
     gathering.links = len
     gathering.needs_whole_job = placing.needs_whole_job = restore_plan.needs_whole_job = lambda: True
@@ -48,7 +48,7 @@ def layouts() -> Iterator[tuple[str, Mesh, Any]]:
         return spec
 
     line, square = Mesh(devices, ("data",)), Mesh(devices.reshape(4, 2), ("data", "model"))
-    cut = Mesh(devices[2:].reshape(3, 2), ("data", "model"))  # process 0 has no part in it
+    cut = Mesh(devices[2:].reshape(3, 2), ("data", "model"))  # process 0 has no devices in it
     mixed = Mesh(devices[shuffled].reshape(2, 4), ("data", "model"))
     odd = Mesh(devices[shuffled][:6].reshape(2, 3), ("data", "model"))
     yield "replicated", line, lambda shape: P()
@@ -102,6 +102,6 @@ for name, mesh, spec in layouts():
         for path, leaf in saved.leaves.items()
     }
     restored(name, target)
-for leaf in ("key", "scalar"):  # what one process reads is passed on to the other three
+for leaf in ("key", "scalar"):  # one process reads it and passes it to the other three
     one = jaxckpt.restore(args["path"], select=leaf, options=jaxckpt.Options(read="shared"))[leaf]
     check(one, leaf, host[leaf])

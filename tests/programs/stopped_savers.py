@@ -1,4 +1,4 @@
-"""Saves version after version until it receives SIGTERM; prints each that is saved.
+"""Saves successive versions until it gets SIGTERM; prints each one after its save.
 
 Arguments: how, path, the first version.
 """

@@ -1,4 +1,4 @@
-"""Writes what torch.save makes of many kinds of tensors, into the given folder."""
+"""Saves many kinds of tensors with torch.save into the given folder."""
 
 from __future__ import annotations
 

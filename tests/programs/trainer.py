@@ -1,6 +1,6 @@
-"""A training that keeps one step only: saves steps at random intervals until a file named "stop" appears.
+"""A training run that keeps only one step: saves steps at random intervals until a file exists.
 
-Arguments: the run's directory, and where to look for the file.
+Arguments: the run's directory, and the path of that file.
 """
 
 from __future__ import annotations

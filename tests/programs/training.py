@@ -1,4 +1,4 @@
-"""examples/training_loop.py, with its arguments. What it compiles is kept for the next such process."""
+"""Runs examples/training_loop.py with its arguments. Later processes reuse what it compiles."""
 
 from __future__ import annotations
 

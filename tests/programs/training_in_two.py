@@ -1,7 +1,7 @@
-"""examples/training_loop.py in the processes of a job, once for each of the folders in turn.
+"""Runs examples/training_loop.py in a job, once for each folder in turn.
 
-args: [[folder, steps, stop], …]. Process 1 receives SIGTERM in the step `stop`, or in none if it is 0. All runs use the
-functions that the first one has jitted, so that they compile once.
+args: [[folder, steps, stop], …]. Process 1 gets SIGTERM in step `stop`, or never if it is 0. All runs share the jitted
+functions of the first run, so that each function is compiled only once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stopped(training_loop.jaxckpt.Checkpointer):
         if step == stop and process_id == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         if 0 < stop <= step:
-            time.sleep(0.1)  # JAX's preemption service has seconds to pass it on before the last step
+            time.sleep(0.1)  # gives JAX's preemption service enough time to forward the signal before the last step
         return super().save(step, *rest, **named)
 
 

@@ -1,4 +1,4 @@
-"""examples/training_loop.py, killed some time after the first step that this process has saved.
+"""Runs examples/training_loop.py, killed some time after the first step that this process saves.
 
 Arguments: folder, steps, seconds.
 """

@@ -1,4 +1,7 @@
-"""examples/training_loop.py, sent SIGTERM in a step; prints status and losses. Arguments: folder, steps, the step."""
+"""Runs examples/training_loop.py, which gets SIGTERM in a step; prints status and losses.
+
+Arguments: folder, steps, the step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write tiny models of each family with random weights, as transformers saves them, and the logits that it computes.
+"""Writes tiny models of each family with random weights, as transformers saves them, and the logits it computes.
 
 python tests/programs/transformers_writer.py tests/data/transformers
 """
@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
         config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(**settings)
         model = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # larger than at first, so that every weight counts
+            for parameter in model.parameters():  # larger than the initial values, so that every weight matters
                 parameter += 0.2 * torch.randn_like(parameter)
             logits = model(torch.tensor(tokens)).logits.numpy()
         model.save_pretrained(folder / family, max_shard_size="10KB" if family == "llama" else "5GB")

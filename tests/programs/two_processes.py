@@ -1,6 +1,6 @@
-"""What two processes see of saves and restores, case after case in one job: each prints {case: lines} as JSON.
+"""Saves and restores in two processes, with all cases in one job: each process prints {case: lines} as JSON.
 
-Every case has a folder of its own, and ends with both processes in step, so that the next one can begin.
+Each case has its own folder and ends with both processes in step.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def ctrl_c_while_the_other_is_missing(folder: str) -> None:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     else:
         deadline = time.monotonic() + 30
-        while not raised.exists():  # process 0 is interrupted before this process comes
+        while not raised.exists():  # process 0 is interrupted before this process calls save
             assert time.monotonic() < deadline, "process 0 waits for this process although it was interrupted"
             time.sleep(0.05)
     try:
@@ -205,7 +205,7 @@ def one_stages_for_longer_than_the_timeout(folder: str) -> None:
 
 
 def skip_a_step(path: str, name: str, of_step: Callable[[int], Any]) -> None:
-    """Process 1 skips step 1, and would save its shards of step 2 along with process 0's of step 1."""
+    """Process 1 skips step 1; without a check, a save would mix its shards of step 2 with process 0's of step 1."""
     for step in range(4):
         if (process_id, step) not in ((1, 1), (0, 3)):
             tree = {"w": rows(step), name: of_step(step)}
@@ -263,7 +263,7 @@ def trees_that_differ(folder: str) -> None:
     attempt(lambda: jaxckpt.save(f"{folder}/order", {"x": 1}, metadata=metadata))
 
 
-# The end of the program: this case comes last -----------------------------------------------------------------
+# At program exit: this must be the last case ------------------------------------------------------------------
 
 
 @case

@@ -1,4 +1,4 @@
-"""Many small leaves travel as blocks of rows, both ways: CPU devices stand for devices with memory of their own."""
+"""Many small leaves are transferred as blocks of rows in both directions; CPU devices simulate accelerators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 
 @pytest.fixture
 def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many arrays were sent to the host, and to the devices, while CPU devices are taken for others."""
+    """The number of arrays sent to the host and to the devices, with CPU devices treated as accelerators."""
     counts = {"to_host": 0, "to_devices": 0}
     to_host, place_rows, put = staging._to_host, placing.place_rows, jax.device_put
 
@@ -65,7 +65,7 @@ def test_bits_are_kept(name: str, tmp_path: Path, transfers: dict[str, int]) -> 
     with jax.enable_x64(True):
         hosts = [bits(DTYPES[name], (8, 6), number) for number in range(LEAVES)]
         there_and_back(hosts, NamedSharding(jax.make_mesh((2, 4), ("a", "b")), P("b")), tmp_path / "c")
-    if name == "uint2":  # XLA's compiler for CPUs aborts on programs of it
+    if name == "uint2":  # XLA's CPU compiler aborts on programs with it
         assert transfers["to_devices"] == 0
     else:  # 150 leaves are 5 blocks of 32 rows, each with a piece on 4 devices
         assert transfers == {"to_host": 5 * 4, "to_devices": 5}
@@ -103,7 +103,7 @@ def test_prng_keys(tmp_path: Path, transfers: dict[str, int]) -> None:
 
 
 def test_leaves_in_pinned_host_memory_are_not_stacked(tmp_path: Path, transfers: dict[str, int]) -> None:
-    """XLA's compiler for TPUs aborts the process on such a program."""
+    """XLA's TPU compiler aborts the process on such a program."""
     pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     there_and_back([np.float32([number]) for number in range(LEAVES)], pinned, tmp_path / "c")
     assert transfers == {"to_host": 0, "to_devices": 0}
@@ -127,7 +127,7 @@ def test_cpu_devices_take_blocks_of_thousands_of_leaves(
     for enough in (LEAVES + 1, LEAVES):
         monkeypatch.setattr(blocks, "CPU_BLOCK_LEAVES", enough)
         there_and_back(hosts, sharding, tmp_path / f"c{enough}")
-        # A replicated leaf is placed without a copy for each device.
+        # A replicated leaf is placed without one copy per device.
         assert found == ([] if enough > LEAVES or where == "replicated" else [blocks.CPU_BLOCK_ROWS])
 
 

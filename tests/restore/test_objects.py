@@ -1,4 +1,4 @@
-"""Leaves with a state of their own: saved as part of the tree, put back into the object, or made again."""
+"""Stateful leaves: saved as part of the tree, and loaded back into the object or created again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxckpt._format import leaf_types
 
 
 class Loader:
-    """What torchdata's StatefulDataLoader looks like from outside."""
+    """An object with the interface of torchdata's StatefulDataLoader."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -56,7 +56,7 @@ class Color(enum.IntEnum):
 
 
 class Money:
-    """A leaf that only a registration can store."""
+    """A leaf that can only be stored if its type is registered."""
 
     def __init__(self, cents: int) -> None:
         self.cents = cents
@@ -64,7 +64,7 @@ class Money:
 
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
-    """Each test registers for itself."""
+    """Restores the registry after each test."""
     types, names = dict(leaf_types._TYPES), dict(leaf_types._NAMES)
     yield
     for kept, known in ((types, leaf_types._TYPES), (names, leaf_types._NAMES)):
@@ -78,7 +78,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-# Objects with methods for their state ---------------------------------------------------------------------
+# Objects with state methods --------------------------------------------------------------------------------
 
 
 def test_an_object_keeps_its_identity_and_gets_the_saved_state(path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_checkpointer_resumes_an_object(tmp_path: Path) -> None:
     assert "data/order" not in jaxckpt.open(tmp_path / "run" / "00000001"), "the component was dropped"
 
 
-# Nothing changes unless all can -----------------------------------------------------------------------------
+# All changes or none ----------------------------------------------------------------------------------------
 
 
 def test_a_restore_that_fails_changes_no_object(path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_state_that_cannot_be_stored_is_an_error_that_names_the_leaf(tmp_path:
         jaxckpt.save(tmp_path / "ckpt", {"data": loader})
 
 
-# What does not fit ------------------------------------------------------------------------------------------
+# Mismatches -------------------------------------------------------------------------------------------------
 
 
 def test_the_state_of_another_class_is_refused(path: Path) -> None:
@@ -299,7 +299,7 @@ def test_an_object_moves_with_rename(path: Path) -> None:
         jaxckpt.restore(path, {"w": jnp.zeros(4), "input": {"loader": loader}, "step": 0}, rename=rename)
         assert type(loader.note["parts"]) is list
         assert equal(loader, used())
-    for rename in ({"w": "weight"}, {"": "all"}):  # lists of a state stay lists though others are renamed
+    for rename in ({"w": "weight"}, {"": "all"}):  # lists in a state stay lists, even if other leaves are renamed
         tree = jaxckpt.restore(path, rename=rename)
         assert tree.get("all", tree)["data"]["seen"][1] == "two"
 

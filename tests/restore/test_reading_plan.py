@@ -1,4 +1,4 @@
-"""Who reads which box, by properties: nothing here touches a device or a disk."""
+"""Property tests of who reads which box, without devices or a disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOST_BYTES = Options().host_bytes
 
 @st.composite
 def reads(draw: st.DrawFn) -> tuple[list[Stack], list[Want]]:
-    """Some rows of some stacks, several distinct boxes of each; neighbours often want the same."""
+    """Some rows of some stacks, with several distinct boxes of each; neighbours often want the same boxes."""
     found = draw(st.lists(stacks(), min_size=1, max_size=2))
     wants: list[Want] = []
     dtypes = st.sampled_from([None, None, np.dtype("int16"), np.dtype("int64")])
@@ -59,7 +59,7 @@ def wanted_boxes(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[Box, ...]]:
 
 
 def carried_out(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tuple[int, int, Box], Any]:
-    """What each wanted box is filled with by the steps; element i of row r of a stack is its own number."""
+    """The content of each wanted box after the steps; each stored element's value is its index."""
     filled: dict[tuple[int, int, Box], Any] = {}
     for step in steps:
         stack = stacks[step.stack]
@@ -207,7 +207,7 @@ def test_what_serves_one_buffer_is_read_into_it_and_all_else_is_staged(
 
 
 def test_a_large_leaf_in_other_boxes_is_read_by_whole_objects() -> None:
-    """Rows to columns: each object is one request, whatever the boxes that it is in."""
+    """From rows to columns: each object is one request, regardless of the boxes that it covers."""
     stack = Stack("s", "float32", (4096, 4096), 1, (1, 256, 256), (1, 512, 4096))
     columns = tuple(((0, 4096), (512 * i, 512 * (i + 1))) for i in range(8))
     (step,) = _plan.plan_read([stack], [Want(0, (0, 1), columns)], 32 << 20)
@@ -234,7 +234,7 @@ def test_an_aligned_read_costs_what_it_needs_with_checksums_and_indexes(
     plan = plan_save([ArrayLeaf(n, "float32", shape, layout) for n in range(3)], options, 0, 8)
     (stack,) = plan.stacks
     cost = _plan.ReadCost()
-    for box in _grid.spec_boxes(axes, spec, shape):  # what the process that wrote it reads again
+    for box in _grid.spec_boxes(axes, spec, shape):  # the box that its writer reads again
         steps = _plan.plan_read(plan.stacks, [Want(0, (row, row + 1), (box,)) for row in range(3)], HOST_BYTES)
         cost += _plan.read_cost(plan.stacks, steps, HOST_BYTES)
     needed = 3 * math.prod(shape) * 4

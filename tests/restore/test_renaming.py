@@ -1,4 +1,4 @@
-"""`rename=` to the root of the tree, and among leaves that are not selected."""
+"""`rename=` of the root of the tree, and of leaves that are not selected."""
 
 from __future__ import annotations
 

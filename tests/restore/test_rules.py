@@ -1,4 +1,4 @@
-"""A checkpoint read through rules is what NumPy computes of it, box by box, and the inverse gives the source back."""
+"""A checkpoint read through rules equals NumPy's result, box by box, and the inverse rules give the source back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, the source leaves that it takes, and what NumPy makes of them."""
+    """A rule, its source leaves, and their expected targets by NumPy."""
 
     rule: Rule
     source: Mapping[str, Array]
@@ -43,14 +43,14 @@ class Case:
 
 
 def random_bits(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
-    """Any bits, NaNs among them."""
+    """Random bits, which include NaNs."""
     size = math.prod(shape) * DTYPES[dtype].itemsize
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8).view(DTYPES[dtype]).reshape(shape)
 
 
 @st.composite
 def groupings(draw: st.DrawFn, axes: list[str]) -> list[list[str]]:
-    """The axes, in any order, as dimensions of one or several axes."""
+    """The axes in random order, grouped into dimensions of one or several axes."""
     order = draw(st.permutations(axes))
     groups: list[list[str]] = []
     for axis in order:
@@ -66,7 +66,7 @@ def text(dims: list[list[str]]) -> str:
 
 
 def with_layout(array: Array, axes: list[str], dims: list[list[str]], sizes: Mapping[str, int]) -> Array:
-    """An array with these axes, as one with these dimensions."""
+    """Transpose and reshape an array with these axes to these dimensions."""
     order = [axis for dim in dims for axis in dim]
     shape = [math.prod(sizes[axis] for axis in dim) for dim in dims]
     return array.transpose([axes.index(axis) for axis in order]).reshape(shape)
@@ -149,7 +149,7 @@ def test_any_rules_give_what_numpy_computes_and_their_inverse_gives_the_source_b
             box = data.draw(boxes(leaf.shape), label=path)
             index = tuple(slice(*side) for side in box)
             assert same(seen[path][index], leaf[index]), path
-        # Onto a mesh, every leaf split somehow.
+        # Onto a mesh, with every leaf sharded in some way.
         sizes = data.draw(st.sampled_from([(8, 1), (4, 2), (2, 4)]))
         mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("x", "y"))
 
@@ -160,7 +160,7 @@ def test_any_rules_give_what_numpy_computes_and_their_inverse_gives_the_source_b
         restored = jaxckpt.restore(folder / "a", rename=rules, mesh=mesh, specs=spec)
         flat = dict(_flat(restored))
         assert all(same(flat[path], leaf) for path, leaf in target.items())
-        # There and back, in a checkpoint of its own.
+        # There and back, through a separate checkpoint.
         jaxckpt.convert(folder / "a", folder / "b", rename=rules)
         for case in found:
             back = Rules([case.rule.inverse(dtype=next(iter(case.source.values())).dtype.name)])
@@ -182,7 +182,7 @@ def _flat(tree: Any) -> list[tuple[str, Any]]:
 
 
 class Counted(ArrayData):
-    """An array that counts the bytes that are read of it."""
+    """An array that counts the bytes read from it."""
 
     def __init__(self, array: Array) -> None:
         self.array, self.n_bytes = array, 0
@@ -233,7 +233,7 @@ def test_a_leaf_passes_through_memory_in_parts() -> None:
         peak = tracemalloc.get_traced_memory()[1] - array.nbytes // 2
     finally:
         tracemalloc.stop()
-    assert peak < 15 << 20 < array.nbytes  # a read of 4 MiB and what is computed of it, for each of two threads
+    assert peak < 15 << 20 < array.nbytes  # for each of two threads: a read of 4 MiB, and the values computed from it
 
 
 # Values -----------------------------------------------------------------------------------------------------
@@ -416,8 +416,8 @@ def test_meshes_and_specs_are_carried_through_rules(tmp_path: Path) -> None:
     view = jaxckpt.open(tmp_path / "a", rename=rules)
     assert {path: (leaf.spec, leaf.shape) for path, leaf in view.items()} == {
         "q": (P(None, "x", None, "y"), (3, 6, 2, 4)),
-        "b": (P(), (2, 8)),  # of two specs
-        "k": (P(), (4, 2, 6)),  # two heads do not divide by four
+        "b": (P(), (2, 8)),  # its sources have two specs
+        "k": (P(), (4, 2, 6)),  # two heads cannot be split over four devices
         "v": (P(), (4, 2, 6)),
         "norm": (P(), (9,)),
     }
@@ -486,7 +486,7 @@ def test_a_size_that_cannot_be_changed_is_an_error(arguments: dict[str, Any]) ->
 
 
 def quantised(dtype: str, shape: tuple[int, ...], seed: int) -> Array:
-    """Random values that are no NaN."""
+    """Random values without NaNs."""
     values = np.random.default_rng(seed).normal(size=shape) * 50
     return values.astype(DTYPES[dtype])
 
@@ -577,4 +577,4 @@ def test_a_quantised_leaf_passes_through_memory_in_parts() -> None:
         peak = tracemalloc.get_traced_memory()[1] - 2 * array.nbytes
     finally:
         tracemalloc.stop()
-    assert peak < 24 << 20  # parts of 4 MiB as float32, their bytes and their scales, for each of two threads
+    assert peak < 24 << 20  # for each of two threads: 4 MiB of float32, its stored bytes and its scales

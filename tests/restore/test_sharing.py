@@ -1,4 +1,4 @@
-"""Options(read="shared"): each chunk leaves the storage once in the whole job, and every bit arrives everywhere."""
+"""Options(read="shared"): the job reads each chunk from the storage once, and every bit reaches every process."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], most_by
 
 
 def bits(dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Any bits that an array of this dtype may have."""
+    """Random bits that are valid for a dtype."""
     rng = np.random.default_rng(len(shape))
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
     if dtype.name in ("bool", "int2", "uint2", "int4", "uint4"):
@@ -133,7 +133,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree |= {f"layer {number}": bits(bfloat16, (96, 512)) for number in range(6)}
     keys = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(3), 8)}
     tree |= {"scalar": np.array(3.5, np.float32), "host array": bits(float32, (40, 40)), "host number": 7, **keys}
-    # Small, so that this tree has many chunks, objects and rounds.
+    # Small sizes, so that this tree has many chunks, objects and rounds.
     jaxckpt.save(path, tree, options=jaxckpt.Options(chunk_bytes=16 << 10, object_bytes=128 << 10))
     return path
 

@@ -1,4 +1,4 @@
-"""What does not fit is an error that lists the leaves by path; nothing is silently something else."""
+"""A mismatch is an error that lists the leaves by path; no value is changed silently."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_casts_that_lose_nothing_are_made_others_on_demand(tmp_path: Path) -> No
 
 
 def exact(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Numbers as Python's own: one object for all NaNs, and -0.0 for 0.0."""
+    """Numbers as Python objects, with one object for all NaNs, and -0.0 equal to 0.0."""
     numbers = values.astype(object) if values.dtype.kind in "biuc" else values.astype(np.float64).astype(object)
     return np.array([None if number != number else number for number in numbers], dtype=object)
 
@@ -133,7 +133,7 @@ def test_a_cast_that_is_not_refused_keeps_every_value(name: str, tmp_path: Path)
     values = all_values(name)
     jaxckpt.save(tmp_path / "c", values, options=jaxckpt.Options(sync=False))
     allowed: list[str] = []
-    changed: list[str] = []  # all of them are reported, not only the first
+    changed: list[str] = []  # collected, so that the failure lists all of them
     for wanted, dtype in DTYPES.items():
         try:
             restored = jaxckpt.restore(tmp_path / "c", np.empty(values.shape, dtype))
@@ -209,7 +209,7 @@ def test_keys_do_not_become_numbers_nor_other_keys(tmp_path: Path) -> None:
         jaxckpt.restore(tmp_path / "c", {"k": jax.ShapeDtypeStruct((), "uint32")})
     with pytest.raises(jaxckpt.MismatchError, match="PRNG keys do not cast"):
         jaxckpt.restore(tmp_path / "c", {"k": jax.random.key(0, impl="rbg")})
-    # Their raw data is alike, and in one stack.
+    # Their raw data has the same form and is in one stack.
     keys = {"a": jax.random.key(1, impl="rbg"), "b": jax.random.key(2, impl="unsafe_rbg")}
     jaxckpt.save(tmp_path / "d", keys)
     restored = jaxckpt.restore(tmp_path / "d")
@@ -225,7 +225,7 @@ def test_keys_of_an_implementation_without_a_name_are_refused(tmp_path: Path) ->
     with pytest.raises(jaxckpt.TreeError, match=r"'k' has PRNG keys of implementation 'mn', which .*key_data"):
         jaxckpt.save(tmp_path / "c", {"k": jax.random.key(0, impl=mine), "w": 1})
     assert not (tmp_path / "c").exists()
-    # One that another JAX had registered.
+    # An implementation that was registered in another process.
     jaxckpt.save(tmp_path / "d", {"model": {"k": jax.random.key(0)}, "w": 1})
     manifest = tmp_path / "d" / "manifest.json"
     body = manifest.read_bytes().rpartition(SEAL)[0].replace(b'"threefry2x32"', b'"known"')
@@ -277,7 +277,7 @@ SMALL = jaxckpt.Options(host_bytes=512, chunk_bytes=64, object_bytes=256, sync=F
 
 
 def enable_x64(on: bool) -> Any:
-    """As jax_enable_x64, for a block."""
+    """Like jax_enable_x64, for a `with` block."""
     return jax.enable_x64(on) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(on)
 
 
@@ -736,7 +736,7 @@ def test_functions_of_the_target_stay_and_functions_are_not_saved(tmp_path: Path
     restored = jaxckpt.restore(tmp_path / "ckpt", {**module, "weight": jax.ShapeDtypeStruct((3,), "float32")})
     assert restored["activation"] is jax.nn.gelu
     assert restored["weight"].tolist() == [1, 1, 1]
-    # Whatever is an array is missed still.
+    # A missing array is still an error.
     with pytest.raises(jaxckpt.MismatchError, match="'bias' is not in the checkpoint"):
         jaxckpt.restore(tmp_path / "ckpt", {**module, "bias": jnp.ones(3)})
 
@@ -857,7 +857,7 @@ def test_select_is_about_saved_paths_also_under_rename(path: Path) -> None:
         restored = jaxckpt.restore(path, mine, select="params", rename=rename)
         np.testing.assert_array_equal(restored["model"]["b"], np.ones(8))
         assert restored["opt"] is mine["opt"]
-    # A leaf that the checkpoint lacks would come from params/new, which is selected.
+    # A leaf that is not in the checkpoint would have the path params/new, which is selected.
     grown = {**mine, "model": {**model, "new": jnp.ones(2)}}
     with pytest.raises(jaxckpt.MismatchError, match="'model/new' is not in the checkpoint") as caught:
         jaxckpt.restore(path, grown, select="params", rename={"params": "model"})
@@ -955,7 +955,7 @@ def test_restore_while_jax_traces_is_an_error(path: Path) -> None:
     ):
         with pytest.raises(jaxckpt.InputError, match="restore was called while JAX traces a function"):
             call()
-    # These trace nothing but what depends on their arguments.
+    # These trace only what depends on their arguments.
     assert jax.grad(lambda x: jaxckpt.restore(path)["layers"][1].sum() * x)(1.0) == 3
     assert jax.vmap(lambda x: jaxckpt.restore(path)["layers"][1] + x)(jnp.ones(2)).tolist() == [[2] * 3] * 2
     traced: list[Any] = []
@@ -1021,7 +1021,7 @@ def test_a_value_that_is_not_a_target_is_reported(path: Path) -> None:
 
 
 class OwnDict(dict[str, Any]):
-    """What JAX takes for a leaf."""
+    """A dict that JAX treats as a leaf."""
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -1035,7 +1035,7 @@ def test_what_jax_takes_for_a_leaf_is_not_left_as_it_is_for_a_container(path: Pa
             match=rf"'{where}' .*is a .* and a container in the checkpoint: JAX treats .* as a leaf",
         ):
             jaxckpt.restore(path, target, strict=strict)
-    # What is not asked for, and what the checkpoint does not have, stays.
+    # Values that are not selected, or not in the checkpoint, stay.
     restored = jaxckpt.restore(path, {"params": inner, "step": 0}, select="step")
     assert restored["params"] is inner
     assert jaxckpt.restore(path, {"new": inner, "step": 0}, strict=False)["new"] is inner
@@ -1147,7 +1147,7 @@ def test_a_mesh_keeps_the_memory_kind(tmp_path: Path, mesh: Mesh) -> None:
                 assert leaf.sharding.memory_kind == (default if name == "here" else kind), name
                 assert leaf.sharding.device_set == set(other.devices.flat)
                 np.testing.assert_array_equal(leaf, tree[name])
-        # A target that names a sharding says where a leaf goes, its memory too.
+        # A target that is a sharding determines a leaf's devices and its memory.
         back = jaxckpt.restore(path / "c", NamedSharding(other, P()))
         assert {leaf.sharding.memory_kind for leaf in back.values()} == {device.default_memory().kind}
 

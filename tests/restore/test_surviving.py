@@ -1,4 +1,4 @@
-"""Local folders: the newest step that they hold together is restored, onto any mesh, despite losses and damage."""
+"""Local folders: restores the newest step that they hold together, onto any mesh, despite losses and damage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_newest_save_comes_first_and_of_one_step_the_one_that_more_folders_p
 
 @st.composite
 def holdings(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], int]:
-    """[process, file], each file with at least one process."""
+    """[process, file]; each file is held by at least one process."""
     count = draw(st.integers(1, 20))
     holders = [draw(st.sets(st.integers(0, COUNT - 1), min_size=1)) for _ in range(count)]
     there = np.array([[process in some for some in holders] for process in range(COUNT)])
@@ -108,7 +108,7 @@ def test_requests_cut_a_box_without_a_chunk_in_two(stack: Stack, data: st.DataOb
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four processes have saved: steps 30 and 40, and a run with 40 in local folders. Nothing in it is changed."""
+    """The saves of four processes: steps 30 and 40, and a run with 40 in local folders. No test changes them."""
     folder = tmp_path_factory.mktemp("surviving")
     places = {name: str(folder / name) for name in ("saved", "run", "hosts")}
     run_processes(PROGRAMS / "local_save.py", processes=4, devices_per_process=2, args=places)
@@ -132,22 +132,22 @@ class Job:
         self.cases: list[dict[str, Any]] = []
 
     def hosts(self) -> list[Path]:
-        """What the run has left on its four hosts, for a case of its own."""
+        """A copy of the run's data on its four hosts, for one case."""
         to = self._scratch / f"case {len(self.cases)}"
         return local_folders.take(self._made / "hosts", self._made / "run", to, self.path)
 
     def odd_hosts(self, *, copies: int = 1) -> list[Path]:
-        """Four hosts that have the files of the step in turn, independently of their owners."""
+        """Four hosts that hold the step's files in turn, regardless of their owners."""
         hosts = [self._scratch / f"case {len(self.cases)}" / f"host {number}" for number in range(4)]
         local_folders.spread(self.saved / "00000040", hosts, self._made / "run", self.path, copies=copies)
         return hosts
 
     def case(self, hosts: list[Path], like: int = 40, **more: Any) -> None:
-        """Restore: each process sees one of the hosts, and the step `like` must come back."""
+        """Add a restore in which each process sees one of the hosts; the result must equal the step `like`."""
         self.cases.append({"hosts": [*map(str, hosts)], "like": str(self.saved / f"{like:08d}"), **more})
 
     def run(self, processes: int, *, check: bool = True, **more: Any) -> list[list[dict[str, Any]]]:
-        """What each case came to, in each process."""
+        """The result of each case, in each process."""
         given = {"path": str(self.path), "cases": self.cases, **more}
         done = run_processes(
             PROGRAMS / "local_restores.py",
@@ -168,7 +168,7 @@ def wipe(host: Path) -> None:
 
 
 def objects(host: Path) -> list[Path]:
-    """The objects in a host's folder, by their names below the step's."""
+    """The objects in a host's folder, by their paths below the step."""
     return [file.relative_to(step) for step in host.glob("*/00000040") for file in local_folders.files(step)]
 
 
@@ -200,7 +200,7 @@ def test_any_host_may_be_lost(job: Job, processes: int) -> None:
             wipe(hosts[lost])
             if processes < 4:
                 del hosts[lost]
-            if processes == 2:  # two hosts' folders are seen by one process
+            if processes == 2:  # one process sees the folders of two hosts
                 shutil.move(next(hosts[2].iterdir()), hosts[0])
             job.case(hosts, layout=layout, host_bytes=1 << 20 if lost % 2 else 256 << 20)
     for found in job.run(processes):
@@ -238,7 +238,7 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
     for file in copies(hosts, name):
         file.write_bytes(file.read_bytes()[:-5])
     case(hosts, 30, f"{name}")
-    hosts = job.hosts()  # another run's folder, and one of this run that was copied
+    hosts = job.hosts()  # the folder of another run, and a copied folder of this run
     for other in ({"run": "f" * 32}, {"storage": str(tmp_path)}):
         for host in hosts:
             folder = shutil.copytree(next(host.iterdir()), host / f"process-{7 + len(list(host.iterdir()))}")
@@ -247,7 +247,7 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
     for host in hosts:
         shutil.rmtree(host / f"process-{hosts.index(host)}" / "00000040")
     case(hosts, 30, "belongs to another run")
-    hosts = job.hosts()  # two hosts were away when step 40 was saved again
+    hosts = job.hosts()  # two hosts were missing when step 40 was saved again
     with jaxckpt.Checkpointer(tmp_path / "stale") as steps:
         steps.save(40, {"w": np.arange(3)}, metrics={"loss": 0})
     for host in hosts[1:3]:
@@ -256,13 +256,13 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
     shutil.rmtree(next(hosts[1].glob("*/00000040/data-*")))
     os.truncate(next(iter(copies([hosts[2]], objects(hosts[2])[0]))), 5)
     case(hosts, 30, "of its")
-    hosts = job.hosts()  # all but one manifest are lost, or damaged
+    hosts = job.hosts()  # all manifests except one are lost or damaged
     for host in hosts[:2]:
         next(host.glob("*/00000040/manifest.json")).unlink()
     flip(next(hosts[2].glob("*/00000040/manifest.json")))
     wipe(hosts[0])
     case(hosts, 40, "manifest")
-    hosts = job.hosts()  # one host, whose folders all processes see
+    hosts = job.hosts()  # all processes see the folders of one host
     for number in (1, 2):
         shutil.move(hosts[number] / f"process-{number}", hosts[0])
     case([hosts[0]] * 4, 40, "INFO step 40 is whole in the local folders of 3 processes")
@@ -280,15 +280,15 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
 
 @pytest.mark.child
 def test_a_process_is_asked_only_for_what_it_can_read_itself(job: Job) -> None:
-    """Others see the same folder, or a copy of it with the same id, and what they can read of it differs."""
-    for number in range(0, 12, 3):  # one process alone reads the damaged object, and the others see it as sound
+    """Processes see the same folder, or a copy of it with the same id, but can read different parts of it."""
+    for number in range(0, 12, 3):  # only one process reads the damaged object; the others consider it valid
         hosts = job.hosts()
         for other in (1, 2, 3):
             shutil.move(hosts[other] / f"process-{other}", hosts[0])
         for file in copies(hosts, objects(hosts[0])[number]):
             flip(file)
         job.case([hosts[0]] * 2, 30)
-    hosts = job.odd_hosts()  # a part of one host's folder was copied to the other
+    hosts = job.odd_hosts()  # a part of one host's folder was copied to another host
     for other in (1, 2, 3):
         shutil.move(hosts[other] / f"process-{other}", hosts[0])
     for copied in list(hosts[0].iterdir()):
@@ -320,7 +320,7 @@ def test_only_what_a_process_lacks_is_passed_on_and_only_to_it(job: Job) -> None
 @pytest.mark.child
 def test_the_storage_s_step_counts_if_it_is_newer_or_another_save(job: Job, tmp_path: Path) -> None:
     hosts = job.hosts()
-    shutil.copytree(job.saved / "00000040", job.path / "00000040")  # another save of step 40
+    shutil.copytree(job.saved / "00000040", job.path / "00000040")  # a different save of step 40
     job.case(hosts, 40)
     (found,) = job.run(4)
     require_step(found, 40)
@@ -334,7 +334,7 @@ def test_no_process_waits_for_one_that_fails_in_the_middle(job: Job, fault: str)
     wipe(hosts[3])
     job.case(hosts, 40, fault=fault, layout="replicated", host_bytes=1 << 20)
     begun = time.monotonic()
-    # While others wait in a collective for the process that was killed, only JAX itself can end them, after 100 s.
+    # If a process is killed while others wait for it in a collective, only JAX can end them, by default after 100 s.
     found = job.run(4, check=False, heartbeat_seconds=10)
     assert time.monotonic() - begun < 60
     if fault == "raise":

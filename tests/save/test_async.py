@@ -39,7 +39,7 @@ TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
 
 
 class Gate:
-    """Holds back every write until it is opened, or makes it fail."""
+    """Blocks every write until it is opened, or makes it fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -56,7 +56,7 @@ class Gate:
         monkeypatch.setattr(FileWriter, "write", wait)
 
     def signal_once_held(self, number: int) -> None:
-        """Send the main thread a signal as soon as a write is held back."""
+        """Send a signal to the main thread when a write is blocked."""
         main = threading.main_thread().ident
         assert main is not None
 
@@ -78,7 +78,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
-    """A background save that has failed, without a report yet."""
+    """A background save that has failed; its error is not yet reported."""
     gate.error = jaxckpt.StorageError(28, "no space")
     gate.opened.set()
     pending = jaxckpt.save_async(path, TREE)
@@ -298,7 +298,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cases(run_processes: RunProcesses, folder: Path) -> dict[str, list[Any]]:
-    """For each case of programs/background_saves.py, what each of its two processes noted."""
+    """For each case of programs/background_saves.py, the lines of its two processes."""
     done = run_processes(PROGRAMS / "background_saves.py", processes=2, devices_per_process=2, args=str(folder))
     noted: dict[str, list[Any]] = {}
     for process in done:
@@ -345,7 +345,7 @@ def test_skipping_is_agreed_on(cases: dict[str, list[Any]], folder: Path) -> Non
 def test_what_others_still_write_when_process_0_fails_is_deleted_too(cases: dict[str, list[Any]], folder: Path) -> None:
     assert cases["process_0_fails_while_others_write"] == [["StorageError"] * 4, ["PeerFailedError"] * 4]
     attempts = list((folder / "process_0_fails_while_others_write").iterdir())
-    assert len(attempts) == 4  # by save and save_async, with leaves as they lie and exchanged
+    assert len(attempts) == 4  # save and save_async, with leaves in their own layout and exchanged
     assert [list(attempt.iterdir()) for attempt in attempts] == [[]] * 4
 
 
@@ -358,7 +358,7 @@ def test_exchanged_leaves_of_other_devices_are_sent(cases: dict[str, list[Any]],
 
 
 def similar() -> list[Any]:
-    """Trees of which each is like the one before in all but one thing."""
+    """Trees that differ from their predecessor in at most one property."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -392,13 +392,13 @@ def similar() -> list[Any]:
 def message(tree: Any, recent: _draft.Recent, components: tuple[str, ...] = ()) -> str:
     draft = _draft.describe(tree, None, None, jaxckpt.Options(), components, recent)
     values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
-    # repr: 1, 1.0 and True are equal, but not the same
+    # repr, because 1, 1.0 and True are equal but not the same
     return repr((draft.structure, draft.records, draft.arrays, draft.table.layouts, draft.table.meshes, values))
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Bag:
-    """A node whose auxiliary data, its list of names, can change in place."""
+    """A node whose auxiliary data (its list of names) can change in place."""
 
     def __init__(self, names: list[str], values: list[Any]) -> None:
         self.names, self.values = names, values
@@ -419,7 +419,7 @@ def test_a_node_that_changes_in_place_is_not_taken_for_what_it_was(tmp_path: Pat
         bag.names[0] = "z"
         checkpoints.save(1, {"bag": bag})
     assert list(jaxckpt.open(checkpoints.path(1))) == ["bag/z", "bag/b"]
-    # One that has not changed is still remembered.
+    # A node that has not changed is still remembered.
     recent = _draft.Recent()
     assert message(bag, recent) == message(bag, recent)
     options = jaxckpt.Options()
@@ -446,7 +446,7 @@ class State:
 
 
 class Model:
-    """A static field that does not compare, as a NumPy array does not."""
+    """A static field that cannot be compared, like a NumPy array."""
 
     def __eq__(self, other: object) -> bool:
         raise ValueError("ambiguous")
@@ -489,14 +489,14 @@ def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: p
             np.testing.assert_array_equal(checkpoints.restore(step)["w"], tree["w"])
 
 
-# Calls at odd moments --------------------------------------------------------------------------------------
+# Calls at unusual moments ----------------------------------------------------------------------------------
 
 
 @pytest.mark.child
 @pytest.mark.parametrize("save", ["save", "save_async"])
 @pytest.mark.parametrize("early", [False, True], ids=["imported first", "registered first"])
 def test_a_save_from_an_exit_function(tmp_path: Path, save: str, early: bool) -> None:
-    """Registered before or after jaxckpt is imported, and with or without a save before it."""
+    """The function is registered before or after the import of jaxckpt, and saves after a background save began."""
     program = f"""
 import atexit, sys
 def last():
@@ -521,7 +521,7 @@ jaxckpt.save_async(sys.argv[1] + "before", {{"x": np.arange(3)}})
 
 @pytest.mark.parametrize("save", [jaxckpt.save, lambda *a, **k: jaxckpt.save_async(*a, **k).wait(60)])
 def test_a_save_from_inside_a_save(tmp_path: Path, save: Any) -> None:
-    """By a progress callback, which would wait for itself."""
+    """A progress callback that saves would wait for itself."""
 
     def again(_: jaxckpt.Progress) -> None:
         jaxckpt.save(tmp_path / "inner", TREE)
@@ -537,7 +537,7 @@ def test_a_save_from_inside_a_save(tmp_path: Path, save: Any) -> None:
 
 def test_a_signal_handler_that_saves_during_a_save(tmp_path: Path, gate: Gate) -> None:
     def handler(*_: Any) -> None:
-        threading.Timer(0.1, gate.opened.set).start()  # whether or not the next line waits
+        threading.Timer(0.1, gate.opened.set).start()  # so that the next line ends even if it waits
         jaxckpt.save(tmp_path / "inner", TREE)
 
     previous = signal.signal(signal.SIGUSR1, handler)
@@ -545,7 +545,7 @@ def test_a_signal_handler_that_saves_during_a_save(tmp_path: Path, gate: Gate) -
         gate.signal_once_held(signal.SIGUSR1)
         with pytest.raises(jaxckpt.InputError, match=r"inside save of .*outer.*by a signal handler"):
             jaxckpt.save(tmp_path / "outer", TREE)
-        # While a save is only under way in the background, a handler may save: it waits for the other.
+        # During a background save, a handler may save: it waits for the other save.
         gate.opened.clear()
         pending = jaxckpt.save_async(tmp_path / "background", TREE)
         signal.raise_signal(signal.SIGUSR1)
@@ -575,7 +575,7 @@ def test_a_blocking_save_that_is_interrupted_leaves_nothing(tmp_path: Path, gate
 
 
 def test_what_was_given_just_before_the_feeder_left_is_taken() -> None:
-    """A wait that runs out of time while the other thread gives its last object and leaves finds it all the same."""
+    """A wait that times out just as the other thread adds its last object and leaves still finds the object."""
 
     class Late(queue.SimpleQueue[Any]):
         waits = 0
@@ -627,7 +627,7 @@ def test_the_rate_of_a_save_in_the_background_is_bounded(tmp_path: Path) -> None
     tree = {"w": np.zeros(1 << 20, np.uint8)}
     options = jaxckpt.Options(max_bytes_per_second=2 << 20, object_bytes=1 << 17, chunk_bytes=1 << 15)
     slow = jaxckpt.save_async(tmp_path / "slow", tree, options=options).wait()
-    # Each object but the last waits for its turn: 7 of 8 parts of half a second.
+    # Each object except the last is delayed by its share of half a second: 7 of 8.
     assert slow.seconds > 0.43
     assert slow.objects == 8
 
@@ -638,7 +638,7 @@ def test_a_rate_is_a_number_above_zero(rate: Any) -> None:
         jaxckpt.Options(max_bytes_per_second=rate)
 
 
-# A function that is called at the end ---------------------------------------------------------------------
+# A callback at the end ------------------------------------------------------------------------------------
 
 
 def test_on_done_is_called_once_when_the_checkpoint_is_published(tmp_path: Path, gate: Gate) -> None:

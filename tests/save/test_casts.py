@@ -129,7 +129,7 @@ def test_wider_dtypes_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 600])
 @pytest.mark.parametrize(("own", "wider"), [("float32", "float64"), ("complex64", "complex128")])
 def test_denormal_numbers_are_not_lost_in_wider_dtypes(tmp_path: Path, count: int, own: str, wider: str) -> None:
-    """XLA makes them zero on CPU devices, also where it stacks many leaves."""
+    """XLA flushes them to zero on CPU devices, even when it stacks many leaves."""
     bits = np.array([1, 0x80000001, 0x007FFFFF, 0x7F800000, 0x3F800001, 0], np.uint32)
     numbers = bits.view(own).reshape(-1)
     sharding = NamedSharding(jax.make_mesh((1,), ("x",)), P("x"))
@@ -239,7 +239,7 @@ def test_a_restore_is_cast_even_if_its_target_differs(tmp_path: Path, tied: bool
 
 
 def test_a_cast_array_is_still_known_to_be_the_same(tmp_path: Path) -> None:
-    """And another dtype of it is tied to nothing else."""
+    """The same array in another dtype is not tied to it."""
     w = jnp.arange(9.0)
     info = jaxckpt.save(tmp_path / "a", {"a": w, "b": w, "c": w}, dtype={"a": jnp.bfloat16, "b": jnp.bfloat16})
     assert info.total_bytes == 9 * 2 + 9 * 4

@@ -1,4 +1,4 @@
-"""Which processes hold copies of which object, and the data that they exchange."""
+"""Which processes hold copies of which objects, and the data that they exchange."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_only_what_no_other_domain_holds_by_its_sharding_is_sent(job: tuple[Doma
         leaf
         for leaf in leaves
         if all(len({domains.of[process] for process in holders}) > domains.copies for holders in leaf.layout.holders)
-        # Cells that share some of their holders may be one object, which only these hold whole.
+        # Cells that share some holders may form one object, which only the common holders have completely.
         and all(a == b or set(a).isdisjoint(b) for a, b in itertools.combinations(leaf.layout.holders, 2))
     ]
     for _, _, copies in planned(domains, replicated):

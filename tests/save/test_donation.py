@@ -23,7 +23,7 @@ from jaxckpt._storage.files import FileWriter
 
 
 def state() -> Any:
-    """Leaves of every layout; the 80 small ones make 640 pieces, enough to be stacked by a jitted call."""
+    """Leaves of every layout. The 80 small ones make 640 pieces, enough for stacking by a jitted call."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rng = np.random.default_rng(0)
 
@@ -36,7 +36,7 @@ def state() -> Any:
         "replicated": put((64, 32)),
         "partly": put((32, 16), "a"),
         "bf16": put((64, 64), "b", dtype=jnp.bfloat16),
-        "large": put((2048, 1024), "a", "b"),  # 1 MiB a piece
+        "large": put((2048, 1024), "a", "b"),  # 1 MiB per piece
         "small": [put((16, 16), "a", "b") for _ in range(80)],
         "count": jax.device_put(np.int32(0), NamedSharding(mesh, P())),
         "uncommitted": jnp.arange(5),
@@ -51,7 +51,7 @@ def step(tree: Any) -> Any:
 
 
 def values(tree: Any) -> Any:
-    """The data, as NumPy arrays of their own."""
+    """Independent copies of the data, as NumPy arrays."""
 
     def value(leaf: Any) -> Any:
         key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -67,7 +67,7 @@ def require_equal(path: Path, wanted: Any) -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Nothing is written before it is opened."""
+    """Blocks all writes until it is set."""
     opened = threading.Event()
     write = FileWriter.write
 
@@ -82,7 +82,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.slow
 def test_rounds_of_a_step_that_donates(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """However the step and the copies race; the next test holds the writes back, and needs no luck."""
+    """Runs many races between the step and the copies. The next test blocks the writes, and needs no luck."""
     tree = state()
     options = jaxckpt.Options(sync=False)
     for _ in range(200 if request.config.getoption("--campaign") else 20):
@@ -97,7 +97,7 @@ def test_rounds_of_a_step_that_donates(tmp_path: Path, request: pytest.FixtureRe
 def test_steps_that_donate_before_anything_is_written(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
-    if elsewhere:  # CPU devices have pinned memory to copy to as well: the way of accelerators
+    if elsewhere:  # take the path of accelerators; CPU devices have pinned memory too
         monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
     tree = state()
     for number in range(3):
@@ -158,7 +158,7 @@ def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     options = jaxckpt.Options(staging_bytes=4 << 20, object_bytes=1 << 20, host_bytes=16 << 20)
     jaxckpt.save_async(tmp_path / "c", {"x": x, "y": x + 1}, options=options).wait()
     assert held == 0
-    assert (1 << 20) < most <= (5 << 20)  # the one that waits for room is a copy already
+    assert (1 << 20) < most <= (5 << 20)  # a copy that waits for room is already made
     require_equal(tmp_path / "c", {"x": np.asarray(x), "y": np.asarray(x) + 1})
 
 
@@ -183,7 +183,7 @@ def test_arrays_offloaded_to_host_memory(
 def test_what_is_saved_is_let_go_of(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
-    """A step that does not donate has its input freed too, not only once the save is over."""
+    """The save releases its inputs early, so that a step that does not donate frees them before the save ends."""
     if elsewhere:
         monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))

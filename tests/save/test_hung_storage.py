@@ -1,4 +1,4 @@
-"""A system call that hangs, such as on a network file system that has lost its server: an error, everywhere."""
+"""A system call hangs, as on a network file system whose server is lost: every process gets an error."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_an_error_names_the_operation(run_python: RunPython, tmp_path: Path, ver
     kind, seconds, _, message = ended.split(maxsplit=3)
     assert kind == "StorageError"
     assert f"no byte has moved for 2 s while {doing} {tmp_path}/hung: the storage hangs" in message
-    assert int(seconds) < 25  # it did not wait for the call
-    assert after == "done"  # by another thread
+    assert int(seconds) < 25  # the operation did not wait for the call
+    assert after == "done"  # another thread does the next operation
     assert published == f"hung was published: {not verb.startswith('save')}"
 
 

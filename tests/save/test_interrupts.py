@@ -10,7 +10,7 @@ from processes import run_python
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted.py"
 
-# Every so many moments are tried here: all of them, 11,821, take nine minutes (`--campaign`).
+# Tests every nth moment. All 11,821 moments take nine minutes (`--campaign`).
 STRIDES = {"save": 23, "save_async": 23, "wait": 1, "restore": 47, "checkpointer": 79}
 
 

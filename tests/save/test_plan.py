@@ -1,4 +1,4 @@
-"""Who writes which object, by properties: nothing here touches a device or a disk."""
+"""Property tests of who writes which object, without devices or a disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ options = st.sampled_from(OPTIONS)
 def plan_all(
     leaves: Sequence[ArrayLeaf], options: Options, processes: int
 ) -> tuple[SavePlan, list[tuple[int, Object]]]:
-    """What all processes plan alike, and (process, object) of all that they write."""
+    """The part of the plan that all processes share, and (process, object) for all objects."""
     plans = [plan_save(leaves, options, process, processes) for process in range(processes)]
     for plan in plans:
         assert shared(plan) == shared(plans[0]), "no process decides otherwise than the others"
@@ -50,7 +50,7 @@ def shared(plan: SavePlan) -> tuple[object, ...]:
 
 
 def check_cover(leaves: Sequence[ArrayLeaf], options: Options, processes: int) -> None:
-    """Every element of every leaf is in one object of one process that holds all of it."""
+    """Check that every element of every leaf is in one object, written by one process that holds it completely."""
     plan, found = plan_all(leaves, options, processes)
     placed = sorted(leaf for members in plan.members for leaf in members)
     assert placed == [leaf.number for leaf in leaves]
@@ -80,7 +80,7 @@ def test_who_holds_an_element_writes_it_once(leaves: list[ArrayLeaf], options: O
 
 @st.composite
 def meshes_of_leaves(draw: st.DrawFn) -> tuple[list[ArrayLeaf], int]:
-    """Leaves on one mesh whose axes need not be made of whole processes, and the number of processes."""
+    """Leaves on one mesh, whose axes need not consist of whole processes, and the number of processes."""
     axes = tuple(zip("abc", draw(st.permutations([2, 3, draw(st.sampled_from([1, 2, 4]))])), strict=True))
     devices = math.prod(size for _, size in axes)
     devices_per_process = draw(st.integers(1, devices))
@@ -159,15 +159,15 @@ MODEL: dict[str, tuple[tuple[int, ...], Spec]] = {
     "embedding": ((VOCABULARY, WIDTH), (("model",), ("data",))),
     "qkv": ((WIDTH, 3 * WIDTH), (("data",), ("model",))),
     "out": ((WIDTH, WIDTH), (("model",), ("data",))),
-    "up": ((WIDTH, 4 * WIDTH), ((), ("model",))),  # a replica for each place along "data"
+    "up": ((WIDTH, 4 * WIDTH), ((), ("model",))),  # one replica for each index along "data"
     "down": ((4 * WIDTH, WIDTH), (("model",), ())),
-    "scale": ((WIDTH,), ()),  # whole on every device
+    "scale": ((WIDTH,), ()),  # replicated on every device
     "bias": ((4 * WIDTH,), (("model",),)),
 }
 
 
 def training_state(processes: int, devices_per_process: int, model: int) -> list[ArrayLeaf]:
-    """Parameters in bfloat16 and two moments in float32, on a mesh data × model; a step counter of process 0's."""
+    """Parameters in bfloat16, two moments in float32, on a mesh data × model; and a step counter of process 0."""
     axes = (("data", processes * devices_per_process // model), ("model", model))
     leaves: list[ArrayLeaf] = []
     for name, (shape, spec) in MODEL.items():
@@ -180,7 +180,7 @@ def training_state(processes: int, devices_per_process: int, model: int) -> list
 
 
 def assert_even(plan: SavePlan) -> None:
-    """The busiest process writes at most a twentieth more than the mean."""
+    """Check that the busiest process writes at most a twentieth more than the mean."""
     loads = plan.process_bytes
     assert min(loads) > 0
     assert max(loads) <= 1.05 * sum(loads) / len(loads)
@@ -193,7 +193,7 @@ def test_a_training_state_is_shared_evenly(processes: int, model: int) -> None:
 
 
 def replicas_alone(processes: int) -> SavePlan:
-    """Data parallelism: every process holds everything, and each writes its part."""
+    """Data parallelism: every process holds everything, and each writes its share."""
     everyone = tuple(range(processes))
     shapes = [shape for shape, _ in MODEL.values()] + [(WIDTH,)] * 50
     leaves = [ArrayLeaf(n, "float32", shape, Layout((1,) * len(shape), (everyone,))) for n, shape in enumerate(shapes)]
@@ -207,7 +207,7 @@ def test_replicas_alone_are_shared_evenly(processes: int) -> None:
 
 @pytest.mark.parametrize(("count", "processes", "objects"), [(1, 4, 4), (1, 2, 2), (16, 4, 16), (1, 3, 128)])
 def test_replicated_leaves_are_as_few_objects_as_make_even_shares(count: int, processes: int, objects: int) -> None:
-    """Leaves of 64 MiB: each of four processes writes 16 MiB of each, not 64 objects of 256 KiB."""
+    """Leaves of 64 MiB: each of four processes writes 16 MiB of each leaf, not 64 objects of 256 KiB."""
     everyone = Layout((1, 1), (tuple(range(processes)),))
     plan, found = plan_all(
         [ArrayLeaf(n, "float32", (4096, 4096), everyone) for n in range(count)], Options(), processes
@@ -218,7 +218,7 @@ def test_replicated_leaves_are_as_few_objects_as_make_even_shares(count: int, pr
 
 @pytest.mark.parametrize("processes", [256, 1000, 4096])
 def test_many_replicas_write_few_objects(processes: int) -> None:
-    """Each of them reads them all again, and object stores limit requests: 4,096 once wrote 40 each."""
+    """Each replica later reads all objects, and object stores limit requests. 4,096 replicas once wrote 40 each."""
     plan = replicas_alone(processes)
     assert plan.n_objects <= 2 * _save_plan.SHARED_OBJECTS
     largest = max(math.prod(stack.object) * stack.itemsize for stack in plan.stacks)
@@ -226,7 +226,7 @@ def test_many_replicas_write_few_objects(processes: int) -> None:
 
 
 def test_sets_of_holders_that_overlap_share_evenly() -> None:
-    """Three devices to a piece and four to a process: every other piece is held by two, each of which has another."""
+    """A piece has three devices and a process has four, so some pieces are held by two processes with other pieces."""
     layout = PlannedSharding((("a", 8), ("b", 3)), (("a",),), 4).layout((8 * 4096, 512))
     leaves = [ArrayLeaf(n, "float32", (8 * 4096, 512), layout) for n in range(100)]
     assert_even(plan_save(leaves, Options(), 0, 6))
@@ -261,7 +261,7 @@ def test_how_devices_of_one_process_split_small_leaves_does_not_show_on_disk() -
 
 
 def test_chunks_lie_within_pieces_that_are_not_small() -> None:
-    """Eight devices of one process share an object, but no chunk: each is written from where it lies."""
+    """Eight devices of one process share an object but no chunk, so each chunk is written directly from its piece."""
     layout = PlannedSharding((("x", 2), ("y", 4)), (("x",), ("y",)), 8)
     for side, chunk in ((1024, (1, 128, 256)), (128, (1, 128, 128))):
         held = [(box, process) for _, process, box in layout.placement((side, side))]

@@ -1,4 +1,4 @@
-"""What an earlier save wrote and has not changed is linked; what may have changed is written."""
+"""Unchanged data of an earlier save is linked; data that may have changed is written."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COMPARE = jaxckpt.Options(reuse="content")
 
 
 def objects(checkpoint: Path) -> dict[str, os.stat_result]:
-    """The objects of a checkpoint, by their paths below its stacks."""
+    """The objects of a checkpoint, by their paths below the data folder."""
     found = (path for path in checkpoint.glob("data-*/*/c/**/*") if path.is_file())
     return {"/".join(path.parts[len(checkpoint.parts) + 1 :]): path.stat() for path in found}
 
 
 def shared(a: Path, b: Path) -> set[str]:
-    """The objects that two checkpoints have in common."""
+    """The objects that two checkpoints share."""
     first, second = objects(a), objects(b)
     return {name for name in first.keys() & second.keys() if os.path.samestat(first[name], second[name])}
 
@@ -48,7 +48,7 @@ def saved(run: jaxckpt.Checkpointer, step: int, tree: Any, **how: Any) -> jaxckp
 
 
 def frozen(rows: int = 3) -> dict[str, jax.Array]:
-    """Arrays that lie each in an object of its own, and small ones that are packed into one."""
+    """Arrays with one object each, and small ones that are packed into one object."""
     large = {f"large{n}": jnp.full((1100, 1024), n, jnp.float32) for n in range(rows)}
     return {**large, **{f"small{n}": jnp.full((7,), n, jnp.float32) for n in range(20)}}
 
@@ -90,7 +90,7 @@ def test_what_may_have_changed_is_written(run: jaxckpt.Checkpointer) -> None:
     require_equal(run.restore(1)["host"], np.ones(5))
     del y
     gc.collect()
-    # Other arrays, perhaps at the addresses of those that are gone by now.
+    # New arrays, perhaps at the addresses of deleted ones.
     assert saved(run, 2, {"host": host, "x": jnp.full(3, 7.0), "y": jnp.full((3, 3), 7.0)}).reused_bytes == 0
     require_equal(run.restore(2)["x"], np.full(3, 7.0))
 
@@ -101,7 +101,7 @@ def test_an_object_is_written_if_one_of_its_leaves_changed(run: jaxckpt.Checkpoi
     changed = tree | {"w3": jnp.full((5,), 77)}
     assert saved(run, 1, changed).reused_bytes == 0
     require_equal(run.restore(1), changed)
-    # Moved to other names, the same arrays in another order are other bytes.
+    # The same arrays under swapped names change the bytes of the object.
     swapped = changed | {"w3": changed["w4"], "w4": changed["w3"]}
     assert saved(run, 2, swapped).reused_bytes == 0
     require_equal(run.restore(2), swapped)
@@ -260,7 +260,7 @@ def test_a_new_job_compares_with_the_newest_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
 def test_the_digest_is_of_the_content_whatever_the_layout_in_memory(tmp_path: Path, spec: P) -> None:
-    """Pieces of columns, gathered, and rows, in place, in objects of one shape have one digest."""
+    """Column pieces are gathered and row pieces are written in place, but the objects have the same digest."""
     values = np.arange(4 * 64.0, dtype=np.float32).reshape(4, 64)
     mesh = jax.make_mesh((4,), ("x",))
     digests: set[str] = set()

@@ -1,4 +1,4 @@
-"""Many small leaves are stacked by jitted calls, which keep their bits for every configuration of JAX."""
+"""Many small leaves are stacked by jitted calls, which keep all bits with every configuration of JAX."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_dtype_keeps_its_bits(name: str, save: Any, tmp_path: Path, stacke
     array = bits(DTYPES[name], (8, 32), 0)
     with jax.enable_x64(True):
         tree = stackable(array, jax.make_mesh((8,), ("d",)))
-    save(tmp_path / "c", tree)  # with or without x64, as with any array that is there
+    save(tmp_path / "c", tree)  # the arrays exist, so x64 does not matter
     assert stacked == ([] if name in ("int2", "uint2") else [name])
     for found in jaxckpt.load_numpy(tmp_path / "c").values():
         assert found.tobytes() == array.tobytes()

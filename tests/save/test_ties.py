@@ -1,4 +1,4 @@
-"""Leaves that are one array are stored once, come back apart, and as one array if asked."""
+"""Leaves that are one array are stored once, and restored as separate arrays, or as one array if requested."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_tied_leaves_are_one_only_if_they_are_wanted_alike(tmp_path: Path) -> No
 
 def test_every_reader_sees_both(tmp_path: Path) -> None:
     tree = tied_tree()
-    del tree["keys"]  # which other formats do not hold
+    del tree["keys"]  # other formats cannot store it
     jaxckpt.save(tmp_path / "a", tree)
     jaxckpt.convert(tmp_path / "a", tmp_path / "b", mesh_shape={"x": 2})
     jaxckpt.convert(tmp_path / "a", tmp_path / "c", select=["head", "alike"])
@@ -109,7 +109,7 @@ def test_what_may_be_dropped_is_tied_to_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_checkpointer_notices_which_leaves_are_one(tmp_path: Path) -> None:
-    """Trees of equal shapes share a description, but not if other leaves are one array."""
+    """Trees with equal shapes share a description, but not if different leaves are one array."""
     a, b = jnp.zeros(4), jnp.ones(4)
     with jaxckpt.Checkpointer(tmp_path / "run") as run:
         trees = [{"x": a, "y": b}, {"x": a, "y": a}, {"x": a, "y": b}, {"x": b, "y": b}]

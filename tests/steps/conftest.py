@@ -1,4 +1,4 @@
-"""Where the runs of these tests go."""
+"""The places where the runs of these tests are saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import servers
 
 @pytest.fixture(params=["folder", *(pytest.param(store, marks=pytest.mark.child) for store in ("s3", "gs"))])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a run goes: on a file system, or on an object store."""
+    """The path of a run: on a file system, or on an object store."""
     if request.param == "folder":
         return str(tmp_path / "run")
     bucket: servers.Bucket = request.getfixturevalue(request.param)

@@ -1,4 +1,4 @@
-"""Steps: which are saved, which are kept, what of them is kept, and what a crash may leave."""
+"""Steps: which are saved, which are kept, which parts of them are kept, and what a crash may leave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def state(step: int) -> Any:
 
 
 def filled(path: Path, steps: range, **arguments: Any) -> jaxckpt.Checkpointer:
-    """A directory in which steps were saved, one after the other."""
+    """A directory in which steps were saved, one after another."""
     checkpoints = jaxckpt.Checkpointer(path, options=FAST, background=False, **arguments)
     for step in steps:
         checkpoints.save(step, state(step), metrics={"loss": abs(step - 13.2)})
@@ -45,7 +45,7 @@ def filled(path: Path, steps: range, **arguments: Any) -> jaxckpt.Checkpointer:
 
 
 def names_in(directory: Path) -> list[str]:
-    """What is in a run's directory, but for the folder with notes on the run itself."""
+    """The entries of a run's directory, except the folder of notes on the run itself."""
     return sorted({*os.listdir(directory)} - {"_run"})
 
 
@@ -131,7 +131,7 @@ def test_subtrees_that_are_not_stored_apart_are_left_whole(tmp_path: Path) -> No
 
 
 class Crash(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 @pytest.mark.parametrize("survived", range(3))
@@ -150,7 +150,7 @@ def test_a_crash_between_publishing_less_and_deleting_its_data(
 
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "trim", trim)
-        # Starting trims each of the four steps once; then come those that lose something.
+        # The start trims each of the four steps once; the next calls trim steps that lose a subtree.
         calls = -4
         with pytest.raises(Crash):
             jaxckpt.Checkpointer(steps, components={"opt_state": 1}, options=FAST)
@@ -174,8 +174,8 @@ def test_deleting_unpublishes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patched.setattr(Folder, "clear", clear)
         with pytest.raises(Crash):
             jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
-    assert list(tmp_path.glob("00000000/data-*/*/c"))  # its data is there,
-    with pytest.raises(jaxckpt.NotACheckpointError):  # but it is not
+    assert list(tmp_path.glob("00000000/data-*/*/c"))  # its data exists
+    with pytest.raises(jaxckpt.NotACheckpointError):  # but it is not a checkpoint
         jaxckpt.load_numpy(tmp_path / "00000000")
     checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST)
     assert checkpoints.steps() == [1, 2]
@@ -195,7 +195,7 @@ def test_what_is_not_a_step_is_not_touched(tmp_path: Path) -> None:
 
 def test_listing_looks_at_nothing_but_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = filled(tmp_path, range(5))
-    (tmp_path / "00000009").mkdir()  # a save that is not published
+    (tmp_path / "00000009").mkdir()  # an unpublished save
     seen: list[str] = []
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: seen.append(str(path)) or listdir(path))
@@ -219,7 +219,7 @@ def test_steps_in_memory(tmp_path: Path) -> None:
 def test_a_second_checkpointer_deletes_nothing_of_a_save_under_way(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An evaluation looks into the directory while the training saves; on an object store there are no locks."""
+    """An evaluation opens the directory while the training saves. Object stores have no locks."""
     directory = str(tmp_path) if store is Folder else f"memory://{tmp_path.name}-two"
     written, looked = threading.Event(), threading.Event()
     publish = store.publish
@@ -250,7 +250,7 @@ def test_a_second_checkpointer_deletes_nothing_of_a_save_under_way(
 def test_an_older_step_that_is_published_meanwhile_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]
 ) -> None:
-    """Another job's, while this one deletes what it saw unpublished."""
+    """Another job publishes it while this job deletes steps that it saw unpublished."""
     directory = str(tmp_path) if kind is Folder else f"memory://meanwhile-{tmp_path.name}"
     checkpoints = jaxckpt.Checkpointer(directory, background=False, options=FAST)
     folders = kind.folders
@@ -262,7 +262,7 @@ def test_an_older_step_that_is_published_meanwhile_stays(
         listings += 1
         if listings == last:
             assert found["00000003"] is False
-            with monkeypatch.context() as elsewhere:  # as in another process, where no save is under way
+            with monkeypatch.context() as elsewhere:  # as in another process, where no save is in progress
                 elsewhere.setattr(_coord, "_running", [])
                 elsewhere.setattr(_background, "_writer", None)
                 jaxckpt.save(checkpoints.path(3), state(3), options=FAST)
@@ -270,9 +270,9 @@ def test_an_older_step_that_is_published_meanwhile_stays(
 
     monkeypatch.setattr(kind, "folders", then_published)
     checkpoints.save(2, state(2))
-    last = 2 * listings  # of the same save again
+    last = 2 * listings  # the same number again for the next save
     checkpoints._directory.store.mark("00000003")
-    (tmp_path / "00000003").mkdir()  # as a save that has just begun
+    (tmp_path / "00000003").mkdir()  # like a save that has just begun
     checkpoints.save(4, state(4))
     assert listings == last
     assert checkpoints.steps() == [2, 3, 4]
@@ -323,7 +323,7 @@ def test_a_jitted_init_is_not_run_to_restore(tmp_path: Path) -> None:
 
 
 def grown(params: Any) -> Any:
-    """A tree with parts that the runs of the tests below did not have."""
+    """A tree with parts that the saved trees of the tests below lack."""
     return {
         "params": params,
         "ema": jax.tree.map(lambda leaf: leaf + 3, params),
@@ -360,7 +360,7 @@ def test_init_makes_what_the_checkpoint_lacks(tmp_path: Path, jitted: bool) -> N
         assert jnp.array_equal(jax.random.key_data(tree["key"]), jax.random.key_data(jax.random.key(5)))
         assert jax.tree.map(lambda leaf: leaf.sharding, tree) == shardings
         assert all(leaf.committed for leaf in jax.tree.leaves(tree))
-        # Only what is missing is computed.
+        # Only missing values are computed.
         checkpoints.save(2, {**tree, "ema": None})
         ran.clear()
         step, tree = checkpoints.restore_or_init(made, strict=False)
@@ -501,9 +501,9 @@ def test_going_back_is_not_done_unnoticed(tmp_path: Path, caplog: pytest.LogCapt
         strict.save(2, state(2))
     assert "older than" not in caplog.text
     strict.delete(5)
-    assert strict.save(5, state(55))  # it is among the last four
+    assert strict.save(5, state(55))  # one of the last four
     assert "step 5 is older than step 6, the newest in" in caplog.text
-    assert checkpoints.save(2, state(22))  # without rules, all are kept
+    assert checkpoints.save(2, state(22))  # without rules, all steps are kept
     assert checkpoints.steps() == [0, 2, 3, 4, 5, 6]
     assert checkpoints.restore()["step"] == 6
     for step in (6, 5, 4, 3):
@@ -826,6 +826,6 @@ def test_it_stays_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for step in range(4):
             checkpoints.save(step, {"x": step})
             monkeypatch.chdir(tmp_path / "b")
-        jaxckpt.save("run/00000003", {"x": 999})  # another's
+        jaxckpt.save("run/00000003", {"x": 999})  # in another directory
         assert checkpoints.restore() == {"x": 3}
     assert names_in(tmp_path / "a/run") == ["00000002", "00000003"]

@@ -1,4 +1,4 @@
-"""Deleting in the background: never in the way of a save, its failures are raised, and its end is waited for."""
+"""Background deletion: it never delays a save, its failures are raised, and closing waits for it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def state(step: int) -> Any:
 
 
 def threads() -> int:
-    """How many threads delete."""
+    """The number of threads that are deleting."""
     stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
     return sum(any(call.filename == deletion.__file__ for call in stack) for stack in stacks)
 
 
 class Gate:
-    """Holds deletions up."""
+    """Blocks deletions until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Folder | Bucket]) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -94,13 +94,13 @@ def test_no_save_waits_for_a_deletion_and_closing_does(
 def test_a_step_that_is_saved_again_while_it_is_deleted(
     gate: Gate, tmp_path: Path, request: pytest.FixtureRequest, begun: bool
 ) -> None:
-    """The save waits until the step is gone; a step whose deletion has yet to begin is left alone."""
+    """The save waits until the step is deleted. A step whose deletion has not begun is kept."""
     checkpoints = jaxckpt.Checkpointer(
         directory(gate, tmp_path, request), keep_last=2, keep_if=lambda step, metrics: bool(metrics), options=FAST
     )
     for step in range(4):
         checkpoints.save(step, state(step))
-    assert gate.reached.wait(60)  # of step 0
+    assert gate.reached.wait(60)  # the deletion of step 0
     threading.Timer(0.3, gate.open.set).start()
     again = 0 if begun else 1
     saved = checkpoints.save(again, state(100), metrics={"good": 1}, overwrite=True)
@@ -198,7 +198,7 @@ def test_trash(tmp_path: Path) -> None:
     for step, name in enumerate(moved):
         assert jaxckpt.verify(run / "_trash" / name).ok
         assert jaxckpt.load_numpy(run / "_trash" / name)["step"] == step
-    os.rename(run / "_trash" / moved[2], run / "00000002")  # taken back
+    os.rename(run / "_trash" / moved[2], run / "00000002")  # moved back
     assert jaxckpt.steps(run) == [2, 5]
     assert jaxckpt.verify(run).ok
     with jaxckpt.Checkpointer(run, keep_last=1, trash=True) as checkpoints:

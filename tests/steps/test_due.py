@@ -1,4 +1,4 @@
-"""Which steps are saved: by number, by the clock, by a predicate; and the same ones in every process."""
+"""Which steps are saved: by number, by the clock, by a predicate; all processes save the same ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> 
 
 @pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
 def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
-    """At most 120 times between two saves, and once a step; and the save is late by a sixtieth at most."""
+    """At most 120 meetings between two saves, and at most one per step. A save is late by at most a sixtieth."""
     due = Due(None, 10, None, 2)
     now, step, meetings, saves = 0.0, 0, 0, list[float]()
     due._clock = lambda: now
@@ -93,7 +93,7 @@ def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
 
 
 def test_steps_that_become_slow_after_a_fast_start() -> None:
-    """The first steps only join a queue on the devices."""
+    """The first steps are fast because they are only queued on the devices."""
     due = Due(None, 10, None, 2)
     now = 0.0
     due._clock = lambda: now

@@ -1,4 +1,4 @@
-"""Readers of a run: steps and the newest one, paths that name a step, and following a run as it is trained."""
+"""Readers of a run: its steps and the newest one, paths that name a step, and following a run during training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_steps_are_listed_without_touching_anything(tmp_path: Path) -> None:
     assert jaxckpt.latest_step(run) is None
     assert not os.path.exists(run)
     fill(run, 10, 20, 30)
-    (tmp_path / "run" / "00000040" / "data-x").mkdir(parents=True)  # what a killed run leaves
+    (tmp_path / "run" / "00000040" / "data-x").mkdir(parents=True)  # the remains of a killed run
     (tmp_path / "run" / "_run" / "ended.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     assert jaxckpt.steps(run) == [10, 20, 30]
@@ -164,7 +164,7 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
         assert not ended()
         checkpoints.save(2, state(2))
     assert ended()
-    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # it only looks
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # only reads
         assert checkpoints.restore()["step"] == 2
     assert ended()
     with contextlib.suppress(ZeroDivisionError), jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
@@ -174,7 +174,7 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         checkpoints.restore()
     assert not ended()
-    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # nothing is left to do
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # no step is left to train
         checkpoints.restore_or_init(lambda: state(0))
     assert ended()
 
@@ -198,11 +198,11 @@ def test_following_ends_at_the_timeout(run: str) -> None:
     begun = time.monotonic()
     assert list(jaxckpt.follow(run, timeout=0.3, poll_seconds=10)) == []
     assert 0.3 <= time.monotonic() - begun < 9
-    checkpoints = jaxckpt.Checkpointer(run, options=FAST, background=False)  # never closed: it was killed
+    checkpoints = jaxckpt.Checkpointer(run, options=FAST, background=False)  # never closed, as after a kill
     checkpoints.save(1, state(1))
     seen: list[int] = []
     for step in jaxckpt.follow(run, timeout=0.5, poll_seconds=0.05):
-        time.sleep(0.6)  # the body of the loop does not count
+        time.sleep(0.6)  # the loop's body does not count towards the timeout
         seen.append(step.number)
     assert seen == [1]
 
@@ -224,7 +224,7 @@ def test_a_reader_that_may_not_write_follows_without_leases(
     def refused(store: Folder, name: str) -> Folder:
         raise jaxckpt.StorageError(13, f"cannot create {store.url}/{name}: Permission denied")
 
-    monkeypatch.setattr(Folder, "made", refused)  # the tests may run as root, who may write anywhere
+    monkeypatch.setattr(Folder, "made", refused)  # root may write anywhere, so simulate this
     with caplog.at_level(logging.WARNING, "jaxckpt"):
         assert [(step.number, step.held) for step in jaxckpt.follow(tmp_path)] == [(1, False), (2, False)]
     assert caplog.text.count("read without leases") == 1

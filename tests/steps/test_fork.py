@@ -1,4 +1,4 @@
-"""A fork has a step of another run, by links."""
+"""A fork gets a step of another run as links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxckpt._cli.main import main
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of three steps, of objects of several files, with metrics and process states."""
+    """A run of three steps, whose objects are several files, with metrics and process states."""
     with jaxckpt.Checkpointer(tmp_path / "run", keep_best=("loss", "min"), keep_last=3) as checkpoints:
         for step in (1, 2, 3):
             tree = {"w": jnp.arange(1000.0) + step, "n": np.arange(10), "step": step}

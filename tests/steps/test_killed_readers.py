@@ -1,4 +1,4 @@
-"""A training that keeps one step, and an evaluation that follows it, each killed at random moments."""
+"""A training run that keeps one step, and an evaluation that follows it; both are killed at random moments."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import jaxckpt
 pytestmark = pytest.mark.child
 PROGRAMS = Path(__file__).parents[1] / "programs"
 TERM_SECONDS = 4.0
-START_SECONDS = 120  # a process imports JAX on a machine that is busy with other tests
+START_SECONDS = 120  # a process imports JAX while other tests keep the machine busy
 
 
 @dataclass
 class Child:
-    """A program that may be killed and started again; all its output goes to one file."""
+    """A program that can be killed and restarted; all its output goes to one file."""
 
     program: str
     output: Path
@@ -55,7 +55,7 @@ class Child:
         return time.monotonic()
 
     def said(self) -> list[list[str]]:
-        """The lines that it has printed, without one that was cut short when it was killed."""
+        """The lines that it printed, without a last line that a kill cut off."""
         if not self.output.exists():
             return []
         lines = self.output.read_text().splitlines(keepends=True)
@@ -112,7 +112,7 @@ def test_no_step_is_lost_under_a_reader_and_no_lease_outlives_its_term(
         assert trainer.process is not None
         assert trainer.process.wait(START_SECONDS) == 0
     lines = evaluator.said()[:-1]
-    assert all(len(line) == 2 for line in lines), lines  # nothing but steps: no error, no warning
+    assert all(len(line) == 2 for line in lines), lines  # only steps: no errors, no warnings
     delays = sorted(float(delay) for _, delay in lines if delay != "-")
     newest = jaxckpt.latest_step(run)
     assert int(lines[-1][0]) == newest == int(trainer.said()[-1][0])

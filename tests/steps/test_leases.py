@@ -1,4 +1,4 @@
-"""Leases: no step is deleted while it is read, and a dead reader holds a step no longer than its term."""
+"""Leases: a step is not deleted while it is read, and a dead reader holds a step at most for its term."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state(step: int) -> Any:
 
 
 def until(condition: Any) -> None:
-    """Wait until a condition holds."""
+    """Wait until a condition is true."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < 60
@@ -34,7 +34,7 @@ def until(condition: Any) -> None:
 
 
 class Clock:
-    """The clock by which leases expire. The test moves it, so that no lease expires because the machine is busy."""
+    """The clock of lease expiry. The test moves it, so that no lease expires because the machine is busy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_seconds = 0.0
@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def notes(run: str) -> set[bytes | None]:
-    """The contents of all leases."""
+    """The contents of all lease files."""
     folder = store_at(run, FAST).child("_run")
     return set(folder.read_all([name for name in folder.names() if name.startswith("lease-")]))
 
@@ -68,7 +68,7 @@ def test_a_held_step_outlives_the_rules_and_is_deleted_when_it_is_let_go(run: st
                 until(lambda: not notes(run) & before)  # noqa: B023
             assert checkpoints.steps() == [1, 4]
             assert checkpoint["params/w"][0, 0] == 1
-        until(lambda: checkpoints.steps() == [4])  # without another save
+        until(lambda: checkpoints.steps() == [4])  # no further save is needed
     assert jaxckpt.steps(run) == [4]
 
 
@@ -82,14 +82,14 @@ def test_a_held_step_loses_no_subtree(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_lease_that_is_not_renewed_expires(run: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "_renew", lambda *_: None)  # as if its holder had died
+    monkeypatch.setattr(leases, "_renew", lambda *_: None)  # like a dead holder
     with jaxckpt.Checkpointer(run, keep_last=1, background=False, options=FAST) as checkpoints:
         checkpoints.save(1, state(1))
         holding = jaxckpt.open(run).hold()
         holding.__enter__()
         checkpoints.save(2, state(2))
         assert checkpoints.steps() == [1, 2]
-        clock.ahead_seconds += 31  # half of the term
+        clock.ahead_seconds += 31  # half the term
         until(lambda: checkpoints.steps() == [2])
 
 
@@ -117,7 +117,7 @@ def test_a_reader_and_a_deletion_that_begin_at_once_see_each_other(
 
         reader = threading.Thread(target=read)
         reader.start()
-        time.sleep(0.0001 * 2 ** (round_number % 10))  # on a slow machine the later ones meet
+        time.sleep(0.0001 * 2 ** (round_number % 10))  # on a slow machine, the longer delays make both meet
         with Leases(store).condemned([1]) as spared:
             if not spared:
                 store.child("00000001").unpublish(sync=False)
@@ -171,7 +171,7 @@ def test_only_steps_can_be_held(tmp_path: Path) -> None:
 def test_a_lease_whose_holder_is_interrupted_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Ctrl-C right after the thread was started that renews it, or as its release begins."""
+    """Ctrl-C arrives right after the start of the renewing thread, or at the beginning of the release."""
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         checkpoints.save(1, state(1))
     start_thread = leases.start_thread

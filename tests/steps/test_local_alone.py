@@ -1,4 +1,4 @@
-"""The local tier of a job of one process: folders in odd states, saves that fail, and steps that are deleted."""
+"""The local tier in a job of one process: folders in unusual states, failed saves and deleted steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def state(step: int) -> dict[str, Any]:
 
 
 def opened(tmp_path: Path, **more: Any) -> jaxckpt.Checkpointer:
-    """A run that saves every 5th step locally, and every 10th in the storage, too."""
+    """A run that saves every 5th step locally, and every 10th also in the storage."""
     options = jaxckpt.Options(sync=False, **more)
     tier = {"local": tmp_path / "local", "local_every": 5, "copies": 0}
     return jaxckpt.Checkpointer(tmp_path / "run", every=10, on_preemption="ignore", options=options, **tier)
 
 
 def saved(tmp_path: Path, *steps: int) -> Path:
-    """The local folder in which these steps were saved, one after the other."""
+    """The local folder in which these steps were saved, one after another."""
     with opened(tmp_path) as checkpoints:
         for step in steps:
             checkpoints.save(step, state(step), metrics={"loss": step})

@@ -1,4 +1,4 @@
-"""The local tier's protocol keeps its promises in every state of a small job, and needs each of its rules."""
+"""The local tier's protocol gives its guarantees in every state of a small job, and needs each of its rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local tier: what lies in the folders of real processes, and what of it reaches the storage."""
+"""The local tier: what is in the folders of real processes, and what is copied from them to the storage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Saves:
-    """What the job saved, and what its processes know of it. No test changes it."""
+    """The job's saves, and what its processes report of them. No test changes this."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,7 +62,7 @@ class Saves:
         self._found = [dict(zip(CASES, map(json.loads, one.stdout.splitlines()), strict=True)) for one in done]
 
     def of(self, case: str) -> tuple[Path, list[dict[str, Any]]]:
-        """The folder of a case, and what each process knows of it."""
+        """The folder of a case, and what each process reports of it."""
         found = [one[case] for one in self._found]
         for process, one in enumerate(found):
             assert "error" not in one, f"process {process}: {one['error']}"
@@ -79,7 +79,7 @@ def files(folder: Path) -> dict[str, Path]:
 
 
 def union(local: Path, step: int, without: tuple[int, ...], target: Path) -> Path:
-    """A checkpoint of the files in the folders of all processes but some."""
+    """A checkpoint made from the files in the folders of all processes except some."""
     for process in sorted({0, 1, 2, 3}.difference(without)):
         share = local / f"process-{process}" / f"{step:08d}"
         if share.exists():
@@ -88,7 +88,7 @@ def union(local: Path, step: int, without: tuple[int, ...], target: Path) -> Pat
 
 
 def described(path: Path) -> dict[str, Any]:
-    """A manifest but for what differs between two saves of the same."""
+    """A manifest without the members that differ between two saves of the same tree."""
     manifest = json.loads((path / MANIFEST).read_text())
     return {
         name: manifest[name]
@@ -170,7 +170,7 @@ def test_a_flushed_step_is_an_ordinary_checkpoint(saves: Saves) -> None:
 def test_whichever_process_is_killed_the_older_or_the_new_step_is_complete(
     run_processes: RunProcesses, tmp_path: Path, phase: str, victim: int
 ) -> None:
-    """The others are, a moment later, since JAX aborts them; and the folder of the first one is lost, too."""
+    """JAX then aborts the others. The folder of the killed process may be lost too."""
     given = {"path": str(tmp_path / "run"), "local": str(tmp_path / "local"), "phase": phase, "victim": victim}
     done = run_processes(PROGRAMS / "local_killed.py", processes=4, devices_per_process=2, args=given, check=False)
     assert done[victim].returncode == -signal.SIGKILL, done[victim]

@@ -1,4 +1,4 @@
-"""Told to stop: one last save, the same step everywhere, and an end in time."""
+"""Preemption: one last save, of the same step in all processes, and an exit in time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_step_at_which_it_is_notified_is_saved(run_python: RunPython, tmp_pa
 @pytest.mark.child
 @pytest.mark.parametrize("how", ["stuck", "stuck without room", "stuck locally"])
 def test_the_deadline_holds_where_storage_hangs(tmp_path: Path, how: str) -> None:
-    # Its writes sleep for 1,000 s: that it ends at all shows that it did not wait for them.
+    # Its writes sleep for 1,000 s. The program can only end if it does not wait for them.
     done = finish(PROGRAMS / "preempted_alone.py", tmp_path / "s", how, timeout=120)
     assert done.returncode == 128 + signal.SIGTERM, str(done)
     assert "step 7 was not saved within the deadline" in done.stdout

@@ -1,5 +1,5 @@
-"""Which steps are saved and kept: the rules against a model of them, alone and on real directories with readers and
-pins."""
+"""Which steps are saved and kept: the rules compared with a model of them, alone and on real directories with readers
+and pins."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def odd_or_two(step: int, metrics: Metrics) -> bool:
 
 @dataclass
 class Kept:
-    """A step that must exist."""
+    """A step that must exist, in the model."""
 
     metrics: Metrics
     days: int = 0
@@ -59,7 +59,7 @@ class Kept:
 
 
 def wanted(steps: Mapping[int, Kept], rules: Mapping[str, Any]) -> set[int]:
-    """The steps that the rules keep, decided for each step by itself."""
+    """The steps that the rules keep, decided for each step separately."""
     given = {name: value for name, value in rules.items() if value is not None and name != "components"}
     bests = given.get("keep_best", ())
     if not given or any(all(best[0] not in kept.metrics for kept in steps.values()) for best in bests):
@@ -164,11 +164,11 @@ def test_subtrees_are_dropped_once_from_all_but_the_newest(ages: list[bool], cou
 
 
 class Crash(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 class Run(RuleBasedStateMachine):
-    """A Checkpointer, rivals with the same rules, readers that hold steps, a follower, and people who pin them."""
+    """A Checkpointer, rivals with the same rules, readers that hold steps, a follower, and users who pin steps."""
 
     @initialize(
         rules=RULES,
@@ -186,7 +186,7 @@ class Run(RuleBasedStateMachine):
     def start(
         self, rules: dict[str, Any], components: int | None, due: dict[str, Any], where: str, background: bool
     ) -> None:
-        leases.TERM_SECONDS = 3600.0  # only the model checks for readers
+        leases.TERM_SECONDS = 3600.0  # readers are checked only in the model
         self.folder = tempfile.mkdtemp()
         self.url = f"memory://retention/{uuid.uuid4().hex}" if where == "bucket" else f"{self.folder}/run"
         self.rules = rules
@@ -222,7 +222,7 @@ class Run(RuleBasedStateMachine):
         return {step for step, _ in self.readers} | {*self.pinned.values(), self.followed} - {None}  # pyright: ignore
 
     def settle(self) -> None:
-        """Have the rules carried out, here and in the model."""
+        """Apply the rules, here and in the model."""
         self.checkpoints._deletion._ask()
         self.checkpoints.wait()
         self.apply()
@@ -310,7 +310,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(crash=st.booleans())
     def start_again(self, crash: bool) -> None:
-        """After a proper end, or killed at the first step that it clears away: it is not published any more."""
+        """Restart after a clean end, or after a kill at the first deletion, whose step is no longer published."""
         if crash:
             self.crash()
         else:
@@ -341,7 +341,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def a_rival(self) -> None:
-        """An evaluation that makes a Checkpointer of its own."""
+        """An evaluation that makes its own Checkpointer."""
         minutes = self.saved_at
         self.opened().close()
         self.saved_at = minutes
@@ -434,7 +434,7 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
             if step == 1:
                 assert jaxckpt.pin(tmp_path, "first") == 1
     (pin,) = (tmp_path / "_run").glob("pin-*")
-    assert pin.stat().st_size == 0  # on a full disk, a pin with content would exist although it raised an error
+    assert pin.stat().st_size == 0  # on a full disk, a pin with content could exist although `pin` raised an error
     assert jaxckpt.steps(tmp_path) == [1, 3, 4]
     assert ["opt" in jaxckpt.open(f"{tmp_path}@{name}") for name in ("first", "3", "latest")] == [True, False, True]
     with pytest.raises(jaxckpt.InputError, match=r"no step named 'frist'.*did you mean 'first'"):
@@ -471,7 +471,7 @@ def test_a_copy_by_hard_links_has_a_best_step_of_its_own(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("created", "kept"), [("", True), ("yesterday", True), ("2020-01-01T00:00:00", False)])
 def test_a_step_without_a_date_counts_as_new(tmp_path: Path, created: str, kept: bool) -> None:
-    """The format calls the date informative."""
+    """The format defines the date as informative only."""
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"w": step})

@@ -19,9 +19,9 @@ STEPS = 60
 
 
 def losses_of(printed: str) -> dict[int, str]:
-    """The loss of each step, as text, so that nothing is rounded. The first line says where the run began.
+    """The loss of each step, as text, so that nothing is rounded. The first line shows where the run began.
 
-    A process that is killed may leave a last line without its end: that step does not count.
+    A killed process may leave an incomplete last line. That step does not count.
     """
     lines = [line for line in printed.splitlines(keepends=True)[1:] if line.endswith("\n")]
     return {int(step): loss for step, loss in map(str.split, lines)}
@@ -40,13 +40,13 @@ def _programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a run that nobody kills saves its steps."""
+    """The folder of a run that is never killed."""
     return tmp_path_factory.mktemp("whole")
 
 
 @pytest.fixture(scope="module")
 def expected(whole: Path) -> dict[int, str]:
-    """The losses of a run that nobody kills."""
+    """The losses of a run that is never killed."""
     losses = losses_of(processes.run_python(TRAINING, args=[str(whole), "--steps", str(STEPS)]))
     assert list(losses) == list(range(1, STEPS + 1))
     assert len(set(losses.values())) == STEPS
@@ -56,7 +56,7 @@ def expected(whole: Path) -> dict[int, str]:
 def test_killed_at_any_moment_the_losses_are_the_same(
     run_python: RunPython, tmp_path: Path, expected: dict[int, str]
 ) -> None:
-    # From the first step that this life has saved, until a moment somewhere in the saves and steps that follow.
+    # The kill comes after the first step that this process saves, during the next saves or steps.
     seen: dict[int, str] = {}
     for _ in range(2):
         delay = random.uniform(0, 0.2)
@@ -70,7 +70,7 @@ def test_killed_at_any_moment_the_losses_are_the_same(
     losses = losses_of(printed)
     assert losses.items() <= expected.items()
     assert seen | losses == expected
-    assert int(printed.split()[2]) >= 5  # it went on after a saved step, not from the start
+    assert int(printed.split()[2]) >= 5  # it resumed from a saved step, not from the start
 
 
 def test_on_sigterm_it_saves_the_step_it_is_in(run_python: RunPython, tmp_path: Path, expected: dict[int, str]) -> None:
@@ -80,7 +80,7 @@ def test_on_sigterm_it_saves_the_step_it_is_in(run_python: RunPython, tmp_path: 
     losses = dict(items)
     assert status == 143
     assert losses.items() <= expected.items()
-    assert newest(tmp_path) == max(losses)  # not a step is lost
+    assert newest(tmp_path) == max(losses)  # no step is lost
 
     again = losses_of(run_python(TRAINING, args=[str(tmp_path), "--steps", str(STEPS)]))
     assert min(again) == max(losses) + 1
@@ -121,7 +121,7 @@ def test_the_rules_hold_on_disk(whole: Path, expected: dict[int, str]) -> None:
 
 
 def printed(done: Finished) -> list[list[list[int]]]:
-    """What each iterator gave: [dataset, loader], three batches each."""
+    """The values that each iterator returned: [dataset, loader], three batches each."""
     return json.loads(done.stdout.splitlines()[-1])
 
 

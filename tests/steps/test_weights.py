@@ -26,7 +26,7 @@ SHAPES = {"w": (64, 48), "b": (48,), "deep": [(2, 3, 8), ()]}
 
 
 def weights(seed: int, step: int, rate: float = 1e-3) -> Any:
-    """Weights after so many steps of a random walk, as any process computes them."""
+    """Weights after this number of steps of a random walk; every process computes the same ones."""
 
     def leaf(shape: tuple[int, ...]) -> jax.Array:
         start = np.random.default_rng(seed).standard_normal(shape, np.float32)
@@ -137,7 +137,7 @@ def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch
             jaxckpt.Publisher(tmp_path / "other", options=FAST).publish(0, {"w": jnp.ones(3), "n": jnp.arange(3)})
     found = [jaxckpt.open(f"{tmp_path}@{number}").metadata for number in jaxckpt.steps(tmp_path)]
     assert [(note["step"], note["previous"]) for note in found] == [(1, None), (2, 1), (5, None)]
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:  # started again
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:  # restarted
         publisher.publish(6, {"w": jnp.full(4, 6.0)})
     assert jaxckpt.open(tmp_path).metadata == {"step": 6, "previous": None}
     ((step, tree),) = jaxckpt.subscribe(tmp_path)
@@ -163,7 +163,7 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
 
 @pytest.mark.child
 def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
-    """The follower has the bits of each step that it gets, and gets ever later publications."""
+    """The follower gets the right bits for each step, and keeps getting newer publications."""
     found: list[int] = []
     for _ in range(2):
         publisher = start([str(PROGRAMS / "publisher.py"), str(tmp_path / "w")], environment(1))
@@ -232,12 +232,12 @@ def test_every_publication_must_have_floats(tmp_path: Path) -> None:
     with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
         with pytest.raises(jaxckpt.InputError, match="'w' is not"):
-            publisher.publish(1, {"w": jnp.array([1001, 2, 3])})  # 1000 in bfloat16
+            publisher.publish(1, {"w": jnp.array([1001, 2, 3])})  # 1001 becomes 1000 in bfloat16
 
 
 def test_leaves_on_different_devices_and_leaves_that_move(tmp_path: Path) -> None:
     first, second = (jax.sharding.SingleDeviceSharding(jax.devices()[number]) for number in (1, 5))
-    mesh = jax.make_mesh((4,), ("x",))  # with explicit axes, where JAX has them
+    mesh = jax.make_mesh((4,), ("x",))  # with explicit axes, if JAX has them
     other = jax.sharding.Mesh(np.array(jax.devices()[4:]), ("x",))
     stages = [[first, second], [first, second], [second, first], [NamedSharding(mesh, P("x")), second]]
     stages += [[NamedSharding(other, P("x")), NamedSharding(mesh, P("x"))]] * 2

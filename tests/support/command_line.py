@@ -28,7 +28,7 @@ SAVED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 
 def fill(folder: Path) -> None:
-    """A run of three steps, with the remains of killed jobs and files of other libraries."""
+    """Make a run of three steps, with the remains of killed jobs and files of other libraries."""
     with contextlib.chdir(folder):
         with jaxckpt.Checkpointer("run1", components={"opt_state": 1}, background=False) as steps:
             for step in (100, 200, 300):

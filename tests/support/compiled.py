@@ -1,4 +1,4 @@
-"""For tests that start one training again and again: what it compiles is kept in a folder."""
+"""Keeps compiled code in a folder, for tests that start the same training several times."""
 
 from __future__ import annotations
 

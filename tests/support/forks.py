@@ -1,4 +1,4 @@
-"""Child processes that start quickly: forks of a Python that has imported JAX and jaxckpt, and has started no thread.
+"""Child processes that start quickly: forks of a Python that has imported JAX and jaxckpt, and has no threads.
 
 Starting Python and importing JAX takes 2.5 s of CPU time, a fork 0.15 s. A server (`serve`) forks a process for each
 request; the process then runs the program as `python PROGRAM ARGS` would, up to the interpreter's own end.
@@ -30,17 +30,17 @@ READ_AT_START = ("JAX", "LD_", "MALLOC_", "PYTHON")
 """Prefixes of environment variables that are read when Python starts or JAX is imported."""
 
 _LARGEST_REQUEST = 200_000
-_WORD = 8  # bytes of a number in the pipe that reports a process id, then an exit status
+_WORD = 8  # size of each number in the pipe that reports a process id, then an exit status
 
 
 class Forked:
-    """A process that runs a program, with as much of subprocess.Popen's interface as the tests need."""
+    """A process that runs a program, with the part of subprocess.Popen's interface that the tests need."""
 
     def __init__(
         self, number: int, command: Sequence[str], env: Mapping[str, str], streams: Sequence[IO[bytes] | int]
     ) -> None:
-        """The command is a program's path, or "-c" and its text, then its arguments; the streams are stdin, stdout and
-        stderr. Each process of a job has a `number`, so that they come from two servers: hashes of strings differ."""
+        """The command is a program's path, or "-c" and its text, then its arguments. The streams are stdin, stdout and
+        stderr. An even and an odd `number` use different servers, so that string hashes differ within a job."""
         sys.audit("os.fork")
         request = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode()
         assert len(request) <= _LARGEST_REQUEST, "pass large arguments in a file"
@@ -79,7 +79,7 @@ class Forked:
 
 
 def can_run(env: Mapping[str, str]) -> bool:
-    """Whether a fork behaves like a new Python process with this environment."""
+    """Whether a fork with this environment behaves like a new Python process."""
     return _read_at_start(env) == _read_at_start(_environment())
 
 
@@ -142,7 +142,7 @@ def serve(link_file: int) -> None:
 
 
 def _report(stdin: int, stdout: int, stderr: int, reports: int) -> bool:
-    """Fork again. True in the process that is to run the program; the other reports how it ended, and ends too."""
+    """Fork again. Returns True in the process that runs the program; the other one reports its end and exits."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -166,7 +166,7 @@ def _run(command: Sequence[str], env: dict[str, str], cwd: str, started_with: di
         del os.environ[name]
     os.environ.update(env)
     time.tzset()
-    sys.modules["numpy"].random.seed()  # Python's own generator does that after a fork
+    sys.modules["numpy"].random.seed()  # Python reseeds its own generator after a fork, but not NumPy's
     importlib.invalidate_caches()
     path, *args = command
     main: Any = types.ModuleType("__main__")

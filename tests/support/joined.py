@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-# gloo prints lines of its own to stdout at any moment. They go to stderr, so that stdout is what the program printed.
+# gloo may print to stdout at any time. Redirect its output to stderr, so that stdout contains only the program's.
 sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 
@@ -24,6 +24,6 @@ args: Any = json.loads(sys.argv[4])
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 heartbeat: dict[str, int] = {}
-if isinstance(args, dict) and "heartbeat_seconds" in args:  # JAX ends the job if a process is silent for so long
+if isinstance(args, dict) and "heartbeat_seconds" in args:  # JAX ends the job if a process is silent for longer
     heartbeat["heartbeat_timeout_seconds"] = args["heartbeat_seconds"]
 jax.distributed.initialize(sys.argv[3], int(sys.argv[2]), process_id, initialization_timeout=60, **heartbeat)

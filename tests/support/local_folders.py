@@ -1,4 +1,4 @@
-"""Local folders of a run, in the form of `Checkpointer(local=…)`: the objects of a step spread over several hosts."""
+"""Local folders in the form that `Checkpointer(local=…)` writes: a step's objects, spread over several hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spread(step: Path, hosts: Sequence[Path], run: Path, storage: Path, *, copie
 
 
 def take(hosts: Path, run: Path, to: Path, storage: Path) -> list[Path]:
-    """The local folders of an earlier run that saved into `storage`."""
+    """Copy the local folders of an earlier run, as if it had saved into `storage`; returns the copies."""
     shutil.copytree(hosts, to)
     shutil.copytree(run / "_run", storage / "_run", dirs_exist_ok=True)
     for note in to.glob("*/process-*/run.json"):
@@ -41,6 +41,6 @@ def take(hosts: Path, run: Path, to: Path, storage: Path) -> list[Path]:
 
 
 def files(step: Path) -> list[Path]:
-    """The files that must exist in some folder: objects, and process states."""
+    """The files that must exist in at least one folder: objects and process states."""
     objects = (file for file in step.glob("data-*/*/c/**/*") if file.is_file())
     return sorted([*objects, *step.glob("data-*/process-*.json")])

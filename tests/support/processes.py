@@ -33,9 +33,9 @@ PYTHONPATH = os.pathsep.join(
 File = IO[bytes] | int
 Child = subprocess.Popen[bytes] | forks.Forked
 
-_SHOWN = 6000  # characters of each stream that a failure shows: its end, where the traceback is
+_SHOWN = 6000  # characters of each stream's end that a failure shows, because the traceback is there
 
-_JOIN = "from joined import args, jax, process_id\n"  # what a program that is text may use
+_JOIN = "from joined import args, jax, process_id\n"  # for programs given as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def run_python(
     args: Sequence[str] = (),
     check: bool = True,
 ) -> str:
-    """Run a program, given as text or as a file, in a child process; return what it printed. Fails if it fails."""
+    """Run a program, given as text or as a file, in a child process; return its output. Raises if it fails."""
     done = finish(code, *args, devices=devices, timeout=timeout, env=env)
     assert not check or done.returncode == 0, str(done)
     return done.stdout
@@ -135,7 +135,7 @@ def run_processes(
 
 
 def run_together(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> None:
-    """Run programs concurrently, each in a child process. Fails if any of them fails."""
+    """Run programs concurrently, each in a child process. Raises if any of them fails."""
     done = _run(commands, environment(1), timeout)
     assert all(one.returncode == 0 for one in done), _report(done)
 
@@ -149,8 +149,8 @@ def start(
     stdin: File | None = None,
     number: int = 0,
 ) -> Child:
-    """Start a program in a separate session, so that everything it starts can be killed with it. The command is that of
-    Python: a file, or "-c" and text, then arguments. By default, streams are empty or those of this process. Each
+    """Start a program in a separate session, so that everything it starts can be killed with it. The command is like
+    Python's: a file, or "-c" and text, then arguments. By default, streams are empty or those of this process. Each
     process of a job has a `number`."""
     with open(os.devnull, "rb") as nothing:
         streams = (stdin or nothing, stdout or 1, stderr or 2)

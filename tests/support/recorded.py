@@ -14,12 +14,12 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def recorded(library: str) -> dict[str, Any]:
-    """The encoded content of each checkpoint in a folder of tests/data."""
+    """The encoded content of each checkpoint in a folder of tests/data, by name."""
     return json.loads((DATA / library / "expected.json").read_text())
 
 
 def decoded(node: Any) -> Any:
-    """A value as it was before a make.py encoded it."""
+    """A value, decoded from the form that make.py wrote."""
     match node:
         case {"dtype": dtype, "shape": shape, "hex": text}:
             raw = bytes.fromhex(text)
@@ -42,7 +42,7 @@ def decoded(node: Any) -> Any:
 
 
 def require_same(found: Any, wanted: Any) -> None:
-    """The same keys of the same types, and the same bits."""
+    """Require the same keys of the same types, and the same bits."""
     if isinstance(wanted, dict):
         assert isinstance(found, dict)
         assert {(type(key), key) for key in found} == {(type(key), key) for key in wanted}

@@ -65,7 +65,7 @@ class Exchange:
         self.closing = handler.server.proxy.closing
 
     def forward(self) -> Answer:
-        """The answer of the server."""
+        """Forward the request, and return the server's answer."""
         connection = http.client.HTTPConnection(self._handler.server.proxy.behind, timeout=60)
         try:
             connection.request(self._handler.command, self.path, self.body, self.headers)
@@ -116,7 +116,7 @@ def status(code: int, reason: str = "SlowDown") -> Spoil:
 
 
 def reset(exchange: Exchange) -> None:
-    """The connection breaks. The server does not receive the request."""
+    """Break the connection. The server does not receive the request."""
     exchange.reset()
 
 
@@ -137,20 +137,20 @@ def applied(code: int) -> Spoil:
 
 
 def short(exchange: Exchange) -> None:
-    """Half of the body that Content-Length announces, then the connection closes."""
+    """Send half of the body that Content-Length announces, then close the connection."""
     answer = exchange.forward()
     exchange.send(answer, cut=len(answer.body) // 2)
 
 
 def halved(exchange: Exchange) -> None:
-    """Half of the body, with a matching Content-Length."""
+    """Send half of the body, with a matching Content-Length."""
     answer = exchange.forward()
     answer.body = answer.body[: len(answer.body) // 2]
     exchange.send(answer)
 
 
 def flipped(at: float) -> Spoil:
-    """One bit of the body is flipped, at a given fraction of its length."""
+    """Flip one bit of the body, at a given fraction of its length."""
 
     def spoil(exchange: Exchange) -> None:
         answer = exchange.forward()
@@ -164,7 +164,7 @@ def flipped(at: float) -> Spoil:
 
 
 def slow(seconds: float) -> Spoil:
-    """The answer comes late."""
+    """Delay the answer."""
 
     def spoil(exchange: Exchange) -> None:
         exchange.closing.wait(seconds)
@@ -174,7 +174,7 @@ def slow(seconds: float) -> Spoil:
 
 
 def never(exchange: Exchange) -> None:
-    """No answer, and the connection stays open."""
+    """Send no answer, and keep the connection open."""
     exchange.closing.wait(600)
     exchange.reset()
 
@@ -280,11 +280,11 @@ class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
     def shutdown_request(self, request: Any) -> None:
-        """Only closed: a connection that shall be reset must not be ended in order first."""
+        """Only close it: a connection that will be reset must not be shut down cleanly first."""
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that disconnect, because tests do that on purpose."""
+        """Ignore clients that disconnect, because tests do that on purpose."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -306,11 +306,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _answer
 
     def log_message(self, *_: object) -> None:
-        """The requests are kept; nothing is printed."""
+        """Print nothing, because the requests are recorded."""
 
 
 def _asked(method: str, path: str, headers: Mapping[str, str]) -> tuple[str, str, bool]:
-    """Method, key and whether it is conditional, of a request to S3 or to Google's Cloud Storage."""
+    """The method, the key, and whether it is conditional, of a request to S3 or Google Cloud Storage."""
     found = urlsplit(path)
     query = parse_qs(found.query)
     google = re.fullmatch(r"(/upload)?/storage/v1/b/[^/]+/o(?:/(.*))?", found.path)
@@ -360,13 +360,13 @@ class Bucket:
             patch.setenv("TENSORSTORE_GCS_HTTP_URL", self.proxy.upstream)
             context = ts.Context(
                 {"gcs_request_retries": {"max_retries": 3}}
-            )  # its own: else it finds the proxy's client
+            )  # a separate context; the default one has a client for the proxy
             return ts.KvStore.open({"driver": "gcs", "bucket": bucket, "path": path}, context=context).result()
 
 
 @contextlib.contextmanager
 def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """Points URLs of this process, and of those it starts, to a proxy in front of a server."""
+    """Direct the URLs of this process and its children to a proxy in front of a server."""
     with Proxy(server.endpoint) as proxy:
         for name, value in environment(server.scheme, proxy.endpoint).items():
             monkeypatch.setenv(name, value)

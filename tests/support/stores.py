@@ -1,6 +1,6 @@
 """Object stores for tests: real servers in child processes.
 
-A server reads its standard input and ends when that closes, so it never outlives the test run.
+A server reads its standard input and exits when that closes, so it never outlives the test run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUCKET = "checkpoints"
-KEY = SECRET = "S3RVER"  # the only pair that s3rver accepts; moto accepts any
+KEY = SECRET = "S3RVER"  # the only pair that s3rver accepts; moto accepts any pair
 CACHE = Path(__file__).parents[1] / ".cache"
 _TESTBENCH_AT = Path(__file__).parents[3] / "shared" / "gcs-testbench" / "start"
 TESTBENCH = Path(os.environ.get("JAXCKPT_GCS_TESTBENCH", _TESTBENCH_AT))
@@ -27,7 +27,7 @@ TESTBENCH = Path(os.environ.get("JAXCKPT_GCS_TESTBENCH", _TESTBENCH_AT))
 _START_SECONDS = 60
 _FIRST_START_SECONDS = 300  # the testbench creates its virtual environment
 
-# moto checks a condition and writes in two steps, between which another thread may write. This makes them atomic.
+# moto checks a condition and writes in two steps, so another thread may write between them. This makes them atomic.
 _MOTO = """
 import logging, sys, threading, urllib.request
 from moto.s3.responses import S3Response
@@ -77,7 +77,7 @@ finally:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An object store that runs."""
+    """A running object store."""
 
     scheme: str
     """Of the URLs that it serves: "s3" or "gs"."""
@@ -85,7 +85,7 @@ class Server:
     endpoint: str
 
     def fresh_bucket(self) -> str:
-        """The name of a bucket. Each client of a gs:// bucket keeps its endpoint, so there each test has its own."""
+        """The name of a bucket; a new one for gs://, because a client of a gs:// bucket keeps its endpoint."""
         if self.scheme == "s3":
             return BUCKET
         name = f"{BUCKET}-{uuid.uuid4().hex[:8]}"
@@ -96,7 +96,7 @@ class Server:
 
 
 def environment(scheme: str, endpoint: str) -> dict[str, str]:
-    """What points URLs of a scheme to a server."""
+    """The environment variables that direct URLs of a scheme to a server."""
     if scheme == "gs":
         return {"TENSORSTORE_GCS_HTTP_URL": endpoint, "GOOGLE_AUTH_TOKEN_FOR_TESTING": SECRET}
     return {
@@ -110,7 +110,7 @@ def environment(scheme: str, endpoint: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def moto() -> Iterator[Server]:
-    """moto's S3 server, which honours conditions. It keeps all in memory."""
+    """moto's S3 server, which honours conditions. It keeps everything in memory."""
     with _child([sys.executable, "-c", _MOTO, BUCKET], Path.cwd()) as endpoint:
         yield Server("s3", endpoint)
 
@@ -123,7 +123,7 @@ def storage_testbench() -> Iterator[Server]:
     CACHE.mkdir(exist_ok=True)
     with contextlib.ExitStack() as running:
         with (CACHE / "gcs-testbench.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # it makes a virtual environment when it starts for the first time
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the first start creates a virtual environment
             command = [sys.executable, "-c", _TESTBENCH, str(TESTBENCH)]
             endpoint = running.enter_context(_child(command, CACHE, _FIRST_START_SECONDS))
         yield Server("gs", endpoint)
@@ -152,7 +152,7 @@ def _child(command: Sequence[str], folder: Path, start_seconds: float = _START_S
     child = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout
-        # Killed if it says nothing for too long: its output ends then, and so does the wait for a line of it.
+        # A timer kills a silent server. Its output then ends, and so does the wait for a line.
         timer = threading.Timer(start_seconds, child.kill)
         timer.start()
         line = child.stdout.readline()

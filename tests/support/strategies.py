@@ -1,4 +1,4 @@
-"""Trees, meshes, specs and layouts for property tests, and what must be equal of a leaf that came back."""
+"""Trees, meshes, specs and layouts for property tests, and the equality that restored leaves must have."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from jaxckpt._save.plan import ArrayLeaf
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """A box inside an array, at least one element large."""
+    """A non-empty box inside an array."""
     starts = [draw(st.integers(0, n - 1)) for n in shape]
     return tuple((start, draw(st.integers(start + 1, n))) for start, n in zip(starts, shape, strict=True))
 
 
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content of a file that was cut, or in which a byte was changed."""
+    """The content of a file after a truncation or a change of one byte."""
     at = draw(st.integers(0, len(content) - 1))
     if draw(st.booleans()):
         return content[:at]
@@ -40,13 +40,13 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def sides(most: int = 3, largest: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes without a zero: small numbers and primes among them."""
+    """Shapes without zeros, with small numbers and primes."""
     return st.lists(st.integers(1, largest), max_size=most).map(tuple)
 
 
 @st.composite
 def stacks(draw: st.DrawFn) -> Stack:
-    """Any stack that a save could have made, and some that only another writer would."""
+    """Any stack that a save could write, and some that only another writer would."""
     shape = draw(sides(2, 12))
     rows = draw(st.integers(1, 9))
     chunk = tuple(draw(st.integers(1, n)) for n in (rows, *shape))
@@ -60,7 +60,7 @@ def chunks_of(stack: Stack, box: Box) -> Iterator[tuple[int, ...]]:
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...], processes: int = 4) -> Layout:
-    """Any regular grid, with any processes as holders of each cell."""
+    """Any regular grid; any processes may hold a cell."""
     grid = tuple(draw(st.sampled_from(divisors(n))) for n in shape)
     holders = st.sets(st.integers(0, processes - 1), min_size=1).map(lambda found: tuple(sorted(found)))
     cells = math.prod(grid)
@@ -68,7 +68,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], processes: int = 4) -> Layo
 
 
 def paint(shape: tuple[int, ...], found: list[Box]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """How many of the boxes hold each element."""
+    """The number of boxes that cover each element."""
     canvas = np.zeros(shape, np.int64)
     for box in found:
         canvas[tuple(slice(*side) for side in box)] += 1
@@ -77,7 +77,7 @@ def paint(shape: tuple[int, ...], found: list[Box]) -> np.ndarray[Any, np.dtype[
 
 @st.composite
 def mesh_specs(draw: st.DrawFn, axes: dict[str, int], shape: tuple[int, ...]) -> Spec:
-    """A spec that lays an array of this shape on a mesh of these axes."""
+    """A spec with which an array of this shape can be sharded over a mesh with these axes."""
     left = list(draw(st.permutations(list(axes))))
     entries: list[tuple[str, ...]] = []
     for length in shape:
@@ -91,7 +91,7 @@ def mesh_specs(draw: st.DrawFn, axes: dict[str, int], shape: tuple[int, ...]) ->
 
 @st.composite
 def array_leaves(draw: st.DrawFn, processes: int = 4) -> list[ArrayLeaf]:
-    """Leaves for the planner: several equal ones, so that stacks have rows."""
+    """Leaves for the planner, some of them equal, so that stacks have several rows."""
     kinds = draw(st.lists(sides(2, 24), min_size=1, max_size=3))
     found: list[ArrayLeaf] = []
     for shape in kinds:
@@ -137,14 +137,14 @@ def meshes(draw: st.DrawFn, among: tuple[int, ...] = tuple(range(8))) -> Mesh:
 
 @st.composite
 def mesh_sets(draw: st.DrawFn) -> list[Mesh]:
-    """The meshes of one tree: one, two that may overlap, or two that share no device."""
+    """The meshes of one tree: one mesh, two that may overlap, or two without common devices."""
     if draw(st.booleans()):
         return draw(st.lists(meshes(), min_size=1, max_size=2))
     return [draw(meshes((0, 1, 2, 3, 4))), draw(meshes((5, 6, 7)))]
 
 
 def fitting(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> P:
-    """Some spec that an array of this shape can have on a mesh."""
+    """A spec that an array of this shape can have on a mesh."""
     spec = draw(mesh_specs(dict(mesh.shape), shape))
     return P(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec))
 
@@ -172,7 +172,7 @@ python_values = st.one_of(
 
 
 def bits(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    """Random bits of a dtype: NaN payloads, subnormals, negative zeros; but valid ones of bool and of narrow types."""
+    """Random bits of a dtype, with NaN payloads, subnormals and negative zeros. Bools and narrow types stay valid."""
     random = np.random.default_rng(seed)
     if dtype.kind == "b":
         return random.integers(0, 2, shape).astype(bool)
@@ -208,7 +208,7 @@ def leaves(draw: st.DrawFn, on: list[Mesh]) -> Any:
 
 
 def strided(draw: st.DrawFn, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array as it is, or a view of other strides, or read-only."""
+    """The array itself, a view with other strides, or a read-only one."""
     match draw(st.integers(0, 4)):
         case 0:
             return array.T
@@ -227,7 +227,7 @@ names = st.one_of(st.sampled_from(["w", "a/b", "a.b", "~", "~1", "", "..", "/abs
 
 
 def containers(below: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Every container that comes back as it was without a target, around `below`."""
+    """Containers around `below` of every type that is restored unchanged without a target."""
     return st.one_of(
         st.dictionaries(names, below, max_size=4),
         st.dictionaries(st.integers(-3, 9), below, max_size=3),
@@ -244,11 +244,11 @@ def trees(draw: st.DrawFn, on: list[Mesh]) -> Any:
     return draw(st.recursive(leaves(on), containers, max_leaves=10))
 
 
-# Equality to the bit --------------------------------------------------------------------------------------
+# Bitwise equality -----------------------------------------------------------------------------------------
 
 
 def raw(leaf: Any) -> tuple[Any, ...]:
-    """All that must be equal of a leaf's value."""
+    """All properties of a leaf's value that must be equal."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "key", str(jax.random.key_impl(leaf)), leaf.shape, np.asarray(jax.random.key_data(leaf)).tobytes()
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
@@ -259,7 +259,7 @@ def raw(leaf: Any) -> tuple[Any, ...]:
 
 
 def shape_of(tree: Any) -> Any:
-    """A tree's structure without regard for the class that stands for a namedtuple."""
+    """A tree's structure, regardless of the class of namedtuples."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree).__name__, {name: shape_of(child) for name, child in zip(tree._fields, tree, strict=True)}
     if isinstance(tree, (list, tuple)):
@@ -270,10 +270,10 @@ def shape_of(tree: Any) -> Any:
 
 
 def sorted_items(tree: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """A dict's items as JAX orders them; an OrderedDict's in its own order."""
+    """A dict's items in JAX's order; an OrderedDict keeps its own order."""
     return list(tree.items()) if isinstance(tree, collections.OrderedDict) else sorted(tree.items())
 
 
 def neighbours(path: str) -> list[str]:
-    """The path of every container above a leaf, the leaf's own last."""
+    """The paths of all containers of a leaf, then the leaf's own path."""
     return list(itertools.accumulate(path.split("/"), lambda head, part: f"{head}/{part}"))

@@ -1,4 +1,4 @@
-"""For programs that run strace on themselves."""
+"""Lets a program run strace on itself."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def trace(*filters: str) -> subprocess.Popen[bytes]:
 def _traced(thread: Path) -> bool:
     try:
         return "TracerPid:\t0\n" not in (thread / "status").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
         return True
