@@ -9,8 +9,8 @@
 #   make gpu     on a machine with a GPU: correctness, then figures, within 8 minutes; see docs/accelerators.md
 #   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
-#   make bench   saving and restoring beside Orbax, PyTorch DCP, safetensors and one plain file; hours; ARGS=--quick
-#                only shows that it runs, ARGS="--workload b --dir /dev/shm" runs one workload in one place
+#   make bench   saving and restoring compared with Orbax, PyTorch DCP, safetensors and one plain file, in less than
+#                two hours; ARGS=--quick only shows that it runs, ARGS="--workload b" runs one workload
 
 # PYTHON=/path/to/python3 chooses another Python than the first that is new enough; each minor version has a stamp of
 # its own, so that choosing one makes the environment anew.

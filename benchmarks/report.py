@@ -1,6 +1,6 @@
 """What the benchmarks share: where they ran, the files that their results go to, and the summary of a run of peers.py.
 
-A run is {"workload", "seconds": {operation: {contender: [a number a round]}}, "cpu_seconds": the same, ...}.
+A run is {"workload", "groups": [{"seconds": {operation: {contender: [a number a round]}}, ...}], ...}.
 """
 
 from __future__ import annotations
@@ -112,21 +112,43 @@ def _lines(path: str) -> list[str]:
 
 
 def summed_up(run: dict[str, Any]) -> dict[str, Any]:
-    """A run without its samples: [least, median, greatest] of each figure, and of its ratio to ours within a round."""
-    spreads: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for operation, seconds in run.get("seconds", {}).items():
-        spreads[operation] = {
-            name: {
-                "seconds": spread(found),
-                "cpu_seconds": spread(run["cpu_seconds"][operation][name]),
+    """A run without its samples: [least, median, greatest] of each figure, and of its ratio to ours within a round.
+
+    Our own samples are those of all groups.
+    """
+    samples: dict[str, dict[str, dict[str, list[float]]]] = {}
+    groups = run["groups"]
+    for group in groups:
+        for operation, seconds in group.get("seconds", {}).items():
+            for name, times in seconds.items():
+                found = samples.setdefault(operation, {}).setdefault(name, {})
                 # A slow contender takes part in the first rounds only.
-                "times_jaxckpt": spread([other / ours for other, ours in zip(found, seconds[OURS], strict=False)]),
-                "rounds": len(found),
+                ratios = [other / ours for other, ours in zip(times, seconds[OURS], strict=False)]
+                for what, new in (
+                    ("seconds", times),
+                    ("cpu_seconds", group["cpu_seconds"][operation][name]),
+                    ("times_jaxckpt", ratios),
+                ):
+                    found.setdefault(what, []).extend(new)
+    names = [name for of in samples.values() for name in of if name != OURS]
+    return {
+        **{name: value for name, value in run.items() if name != "groups"},
+        **next(({key: group[key] for key in ("title", "bytes")} for group in groups if "title" in group), {}),
+        "contenders": list(dict.fromkeys(names)),
+        "failed": "; ".join(group["failed"] for group in groups if group["failed"]),
+        "spreads": {
+            operation: {
+                name: {what: spread(one) for what, one in found.items()} | {"rounds": len(found["seconds"])}
+                for name, found in of.items()
             }
-            for name, found in seconds.items()
-        }
-    kept = {name: value for name, value in run.items() if name not in ("seconds", "cpu_seconds")}
-    return {**kept, "spreads": spreads}
+            for operation, of in samples.items()
+        },
+        **{
+            key: {name: count for group in groups for name, count in group.get(key, {}).items()}
+            for key in ("one_leaf_bytes_read", "files")
+        },
+        "over_read": next((group["over_read"] for group in groups if group.get("over_read")), {}),
+    }
 
 
 def spread(samples: list[float]) -> list[float]:

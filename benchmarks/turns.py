@@ -43,7 +43,7 @@ import jaxckpt
 SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
 SLOW_SECONDS = 120  # a contender whose round takes longer than this has only SLOW_ROUNDS counted rounds
-SLOW_ROUNDS = 2
+SLOW_ROUNDS = 1
 STEP_LEAVES = 5000  # above this a step takes minutes to compile
 
 # Its own inverse, bit for bit: after two steps the tree is what it was.
