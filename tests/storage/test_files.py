@@ -113,6 +113,18 @@ def test_a_block_is_what_numpy_would_cut(made: tuple[Stack, Array], data: st.Dat
     assert bits(found.array()) == bits(array[cut(found.box)])
 
 
+@given(st.lists(st.binary(min_size=7, max_size=7), min_size=1, max_size=20), st.data())
+def test_one_checksum_of_intact_chunks_does_not_depend_on_their_content(
+    contents: list[bytes], data: st.DataObject
+) -> None:
+    content = b"".join(one + crc32c.crc32c(one).to_bytes(4, "little") for one in contents)
+    expected = _zarr.sum_of_intact(11, len(contents))
+    assert crc32c.crc32c(content) == expected
+    flipped = bytearray(content)
+    flipped[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert crc32c.crc32c(flipped) != expected
+
+
 @given(stacks(), st.data())
 def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObject) -> None:
     index, box = data.draw(st.sampled_from(list(stack.objects())))
@@ -124,10 +136,9 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
     most = data.draw(st.sampled_from([1, 3 * size, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_zarr, "RUN_BYTES", most)
-        patch.setattr(_zarr, "BLOCK_BYTES", most)
         found = list(_zarr.chunk_runs(stack, index, part))
         starts = np.array(data.draw(st.permutations(range(stack.chunks_per_object))), np.int64) * size
-        blocks = list(_zarr.chunk_blocks(stack, index, part, starts))
+        blocks = list(_zarr.chunk_blocks(stack, index, part, starts, most))
     touched: list[int] = []
     for block in found:
         numbers = block.numbers
