@@ -65,7 +65,7 @@ class Draft:
     plans: list[tuple[Any, SavePlan, Copies | None]] = field(
         default_factory=list[tuple[Any, SavePlan, "Copies | None"]], repr=False
     )
-    """The last plan and its key, shared by the drafts of similar trees."""
+    """The last plan with the key that it was made for. Drafts of similar trees share this list."""
 
 
 _HOST = ((0,),)  # the holder of the single cell of a host-local leaf: process 0

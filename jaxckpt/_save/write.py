@@ -88,7 +88,7 @@ def sleep_until(moment: float, check: Callable[[], None]) -> None:
         time.sleep(min(left, POLL_SECONDS))
 
 
-# Seconds, and writes under way ----------------------------------------------------------------------------
+# Timing, and running writes -------------------------------------------------------------------------------
 
 
 def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:

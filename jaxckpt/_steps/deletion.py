@@ -282,7 +282,7 @@ class Deletion:
 
 
 def _is_link(step: Store) -> TypeGuard[Folder]:
-    """Whether a step's folder is a symbolic link: its data is perhaps another run's, and is not ours to delete."""
+    """Whether a step's folder is a symbolic link. Its files may belong to another run, so they are never deleted."""
     return isinstance(step, Folder) and os.path.islink(step.folder)
 
 
