@@ -61,7 +61,7 @@ def gather(
     report: Report,
     meeting: Meeting,
 ) -> None:
-    """Run the rounds of this process's community in each partition. Every process calls this, even without one."""
+    """Run the rounds of this process's community in each partition. Every process calls this, even if it has none."""
     process = meeting.group.index
     with Aside(options.timeout_seconds) as aside:
         for partition, rounds in planned.items():
@@ -74,7 +74,7 @@ def gather(
             while True:
                 if current is not None:
                     current.wait()
-                ahead = next(coming, None)  # is read while the current one is sent
+                ahead = next(coming, None)  # read while the current round is sent
                 agreed = _agreed(meeting, None if current is None or community is None else community.offer(current))
                 if agreed is None:
                     break

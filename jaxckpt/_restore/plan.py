@@ -54,7 +54,7 @@ class Run:
 
     @property
     def like(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
-        """The shape of the boxes in each row."""
+        """The properties that a want must share with this run to extend it."""
         return self.boxes, self.dtype, self.kept
 
     @property
@@ -79,7 +79,7 @@ class Region:
 
     @property
     def staged(self) -> bool:
-        """Whether it is read into separate memory by a reader that fills one array per box."""
+        """Whether it is first read into separate memory, unless the reader has `shares_chunks`."""
         return self.converted or len(self.serves) > 1
 
 
@@ -120,7 +120,7 @@ class ReadStep:
 
 
 def read_bytes(host_bytes: int) -> int:
-    """The largest read if this many bytes may be in flight: one is read, one is decoded, two are being transferred."""
+    """The largest read if this many bytes may be in flight: while one is read, one is decoded and two transferred."""
     return max(1, host_bytes // 4)
 
 

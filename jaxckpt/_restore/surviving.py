@@ -54,7 +54,7 @@ class Files:
     """The numbered files of a save: the objects of each stack, then the state of each process."""
 
     keys: Sequence[str]
-    """Path of each file below the step's folder."""
+    """Path of each file, relative to the step's folder."""
 
     lengths: Sequence[int]
 
@@ -130,7 +130,7 @@ Hop = dict[tuple[int, int], Parcel]
 
 
 def server(number: int, getter: int, held: Held) -> int:
-    """The process that reads a file for another: one of the next few processes that can, in turn."""
+    """The process that reads a file for `getter`: one of the next few processes that can, alternating between files."""
     holders = np.flatnonzero(held[:, number // 8] & (128 >> number % 8))
     first = int(np.searchsorted(holders, getter))
     return int(holders[(first + number % min(SERVERS, len(holders))) % len(holders)])
