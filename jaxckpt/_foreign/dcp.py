@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP) without torch.
 
 .metadata: a pickle with the chunks of each tensor, and names of Python objects ─▶ positions in __<rank>_<n>.distcp
 shard-*.safetensors, written by its HuggingFaceStorageWriter: the header of each file has the positions of its chunks
@@ -46,7 +46,7 @@ def owned(path: str, names: Collection[str]) -> set[str]:
 
 
 def open_dcp(path: str) -> Foreign:
-    """A folder that torch.distributed.checkpoint wrote."""
+    """A folder that torch.distributed.checkpoint wrote. Raises DataError, StorageError."""
     names = os.listdir(path)
     if _METADATA in names:
         return compose(path, _with_common_state(path, names, _tree_of(path)), "dcp")
@@ -119,12 +119,12 @@ class TensorStorageMetadata(msgspec.Struct):
 
 
 def _record(where: str, value: Any, kind: type[_Record]) -> _Record:
-    """An instance of the class of torch that has the same name. Raises DataError."""
+    """A `kind` from an unpickled instance of torch's class of the same name. Raises DataError."""
     return converted(where, required(value, kind.__name__, where).fields, kind)
 
 
 StoredItems = Mapping[tuple[str, tuple[int, ...] | None], _StorageInfo]
-"""Where items lie, by name and, for a chunk of a tensor, its offset."""
+"""The file, offset and length of each item, by its name and, for a chunk of a tensor, the chunk's offset."""
 
 
 def _stored_items(path: str, where: str, storage: Any) -> StoredItems:

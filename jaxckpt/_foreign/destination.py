@@ -85,7 +85,7 @@ def replacing(path: str) -> Generator[str]:
         os.makedirs(parent, exist_ok=True)
         _clear(path)
         folder = _locked_folder(path, at_end)
-        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
+        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # the suffix matters to some writers
         yield draft
         _sync(draft)
         _put_in_place(draft, path)
@@ -120,7 +120,7 @@ def _discard(folder: str, path: str) -> None:
 
 def _drafts(path: str) -> str:
     parent, name = os.path.split(path)
-    # Names of one length may all be as long as the file system allows.
+    # A digest, because the name itself may already be as long as the file system allows.
     return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-convert-")
 
 
@@ -149,9 +149,9 @@ def _put_in_place(draft: str, path: str) -> None:
         return
     old = os.path.join(os.path.dirname(draft), _OLD)
     try:
-        os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
+        os.rename(path, old)  # first, because a rename cannot replace a folder that has files, or a file by a folder
         os.rename(draft, path)
-    except BaseException:  # an interrupt may come right after either
+    except BaseException:  # an interrupt may come right after either rename
         _move_back(old, path)
         raise
 

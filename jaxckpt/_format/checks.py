@@ -27,9 +27,9 @@ MAX_INDEX_BYTES = 64 << 20
 """Largest index of an object, which tensorstore holds in memory: 4 million chunks."""
 
 MAX_TIED = 256
-"""The most leaves in one row, so that a forged manifest cannot claim much more than its objects hold."""
+"""The most leaves that share one row, so that a forged manifest cannot claim much more data than its objects hold."""
 
-_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes; blosc's are of zstd
+_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes; blosc's blocks use zstd too
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 

@@ -47,13 +47,13 @@ def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
 
 
 def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
-    """Every device of a sharding with its process and box, devices of other processes too."""
+    """Every device of a sharding with its process and box, including devices of other processes."""
     places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     return tuple((device, device.process_index, _box(index, shape)) for device, index in places.items())
 
 
 def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
-    """The box that JAX gives as slices."""
+    """The box for JAX's slices, whose ends may be None."""
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
@@ -115,7 +115,7 @@ class PlannedSharding:
         return mesh_layout(processes, [axis for axis, _ in self.axes], () if 0 in shape else self.spec, len(shape))
 
 
-# Recording and bringing back ------------------------------------------------------------------------------
+# Recording and recreating ---------------------------------------------------------------------------------
 
 
 class LayoutTable:
