@@ -1,13 +1,13 @@
-"""Objects as plain files: encoded, checksummed, written and read by jaxckpt's own threads, without a copy if possible.
+"""Reads and writes objects as plain files with jaxckpt's own threads, including checksums, without a copy if possible.
 
 tensorstore's zarr3 driver is used for compressed chunks, on object stores, and with Options(io="tensorstore"). For
 plain files it is slower, because a checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes
 0.9 s of CPU to write 1 GiB and 0.7 s to read it. The file system alone takes 0.3 and 0.25 s, and this module 0.5 and
 0.4 s (docs/performance.md). Each engine reads the other's files.
 
-write:  object ─▶ runs of chunks ─▶ where they lie, or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
-read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to where they are wanted, or aside ─▶ crc32c compared
-                                                                                     and scattered from there ◀─┘
+write:  object ─▶ runs of chunks, in place or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
+read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to their destination, or to a buffer ─▶ crc32c compared
+                                                                       copied from the buffer to the boxes ◀─┘
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.workers import All, submit
 
 BATCH_BYTES = 4 << 20
-"""Approximate bytes per system call, if they need not be gathered or scattered. Other threads run during a system call,
-and this thread has to wait for its turn only between two calls."""
+"""Approximate bytes per system call, if they need not be gathered or scattered. A system call releases the GIL, which
+this thread then has to wait for, so few calls are better than many."""
 
 BUFFERS = 1024  # largest number per system call: IOV_MAX of Linux and macOS
 
@@ -54,7 +54,7 @@ class FileWriter:
     """Writes objects of a stack that is not compressed."""
 
     folder: str
-    """Where its zarr.json lies."""
+    """The stack's folder, which has its zarr.json."""
 
     stack: Stack
 
@@ -95,12 +95,12 @@ class FileWriter:
 
 @dataclass(frozen=True, slots=True)
 class FileReader(ArrayReader):
-    """Reads boxes of a stack that is not compressed."""
+    """Reads boxes of a stack that is not compressed, from the stack's `folder`."""
 
     shares_chunks: ClassVar[bool] = True
 
     folder: str
-    """Where its zarr.json lies."""
+    """The stack's folder, which has its zarr.json."""
 
     stack: Stack
 
@@ -162,7 +162,7 @@ class FileReader(ArrayReader):
         if isinstance(entries, str):
             raise DataError(f"{path} {entries}")
         made = _Index(path, entries, self.stack.chunk_stored_bytes, digest)
-        with self.lock:  # if two threads read it at the same time, one result is kept, so that both note checks in it
+        with self.lock:  # two threads may have read it at the same time; both must note their checks in one object
             return self.indices.setdefault(index, made)
 
 
@@ -201,8 +201,8 @@ class _Opened:
         self._read_aside(aside)
 
     def _runs_in_place(self, wanted: Sequence[_Wanted]) -> list[tuple[Chunks, Bytes | None]] | None:
-        """The chunks of boxes that share chunks, and their destination if it is contiguous memory; None without
-        chunks."""
+        """The chunks of a box, each with its destination if that is contiguous memory. None if not even one chunk has a
+        contiguous destination, or if there are several boxes, which share chunks."""
         if len(wanted) > 1:
             return None
         ((part, target),) = wanted
@@ -293,8 +293,10 @@ class _Index:
         self._lock = threading.Lock()
 
     def runs(self, path: str, numbers: Sequence[int], borders: Collection[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """(offset, first, last) of each run of chunks that follow each other in the file: one list of runs for the
-        chunks from each border to the next."""
+        """(offset in the file, first, last) of each run of chunks that are adjacent in the file.
+
+        Yields one list for the chunks from each border to the next. First, last and borders are indices in `numbers`.
+        """
         if not numbers:
             return
         wanted = np.asarray(numbers)
@@ -339,7 +341,7 @@ def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator
 
 
 def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wanted]]:
-    """Merges boxes that share no chunks into one group if they form one box, which is read in file order."""
+    """Merges all groups into one if the chunks that they touch form a box, which is then read in file order."""
     found = [touched(hull(box for box, _ in group), sides) for group in groups]
     if len(groups) > 1 and sum(map(volume, found)) == volume(hull(found)):
         return [[one for group in groups for one in group]]
@@ -347,7 +349,7 @@ def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wan
 
 
 def _together(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
-    """Chunks in batches of at most this many."""
+    """Consecutive items in batches of at most `most` chunks."""
     group: list[tuple[Chunks, T]] = []
     count = 0
     for one in wanted:
@@ -413,7 +415,7 @@ class _Output:
         """Their checksums."""
 
         self.buffers: list[Any] = []
-        """What will be written together."""
+        """Chunks and checksums for the next write."""
 
         self._handle = handle
         self._stored_bytes = stored_bytes
@@ -439,8 +441,8 @@ class _Output:
 
 
 def _checksums(chunks: Sequence[Any]) -> list[int]:
-    """Crc32c of each chunk. Holds the GIL if a chunk takes no longer than 40 µs, because getting the GIL back from a
-    busy Python thread may take the switch interval of 5 ms."""
+    """The crc32c of each chunk. Keeps the GIL for chunks that take at most 40 µs, because getting it back from a busy
+    Python thread may take the switch interval of 5 ms."""
     release = 0 if len(chunks[0]) <= 1 << 20 else 1
     return [crc32c.crc32c(chunk, 0, release) for chunk in chunks]
 
@@ -468,7 +470,7 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
 
 
 def _after(buffers: list[Any], count: int) -> list[Any]:
-    """The buffers without their first bytes, because a system call may stop anywhere."""
+    """The buffers without their first `count` bytes. A system call may stop after any byte."""
     for number, buffer in enumerate(buffers):
         size = len(buffer)
         if count < size:

@@ -56,7 +56,7 @@ def _why_not(store: Store) -> str:
     except StorageError as error:
         if error.errno not in (errno.ENOTSUP, errno.EACCES):
             raise
-        return f"it has no manifest.json ({error})"  # reading may work without listing, as over HTTP
+        return f"it has no manifest.json ({error})"  # some stores, such as HTTP, can be read but not listed
     if any(map(is_data, names)):
         return "a save to it is in progress or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published]
