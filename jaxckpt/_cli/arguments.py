@@ -46,7 +46,9 @@ def axis_sizes(text: str) -> dict[str, int]:
 def rule(text: str) -> Rule:
     """A rule for specs: GLOB=P(…), or P(…) for all leaves."""
     match = re.fullmatch(r"(?:(.+?)=)?\s*((?:P|PartitionSpec)\(.*\))\s*", text, re.DOTALL)
-    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as literal_eval says
+    with contextlib.suppress(
+        ValueError, TypeError, SyntaxError, MemoryError, RecursionError
+    ):  # documented by literal_eval
         call = ast.parse(match[2], mode="eval").body if match else None
         if isinstance(call, ast.Call) and not call.keywords:
             entries = tuple(ast.literal_eval(entry) for entry in call.args)

@@ -48,6 +48,8 @@ class LeafPlan:
     """The saved and the restored layout of a leaf."""
 
     path: str
+    """Path of the leaf."""
+
     dtype: str
     """Stored dtype."""
 
@@ -55,7 +57,10 @@ class LeafPlan:
     """Stored shape: for a PRNG key, of its raw data."""
 
     saved: Where
+    """The layout at the time of the save."""
+
     wanted: Where
+    """The layout after the restore."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class _Group:
     """Indices of the leaves in `asks`."""
 
     leaf: SavedLeaf
-    """The first of them."""
+    """The first leaf of the group."""
 
     spec: Spec | None
     """The spec that `specs=` gives them, if any."""
@@ -248,7 +248,7 @@ def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None
 
 
 def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> Goal | _Reason:
-    """The goal of a saved leaf for a leaf of a target, or for None as it was saved. `dtype` overrides the target's."""
+    """The goal of a saved leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
     if isinstance(wanted, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):

@@ -1,4 +1,4 @@
-"""Leaves that `select=` chooses, and the tree that `rename=` makes of them."""
+"""The leaves that `select=` chooses, and the tree that they form after `rename=`."""
 
 from __future__ import annotations
 

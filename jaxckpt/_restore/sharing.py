@@ -20,9 +20,9 @@ ALIGNED_BYTES = 64
 """Read data begins at multiples of this, so that JAX uses it on CPU devices without a copy."""
 
 JOINED_BYTES = 1 << 20
-"""Smaller leaves that share chunks are read together by all processes that need any of them. Sending a whole leaf needs
-memory for it. Without that, a chunk at the border of two boxes is read by each process that needs a part of it.
-"""
+"""Smaller leaves that share chunks are read together by all processes that need any of these leaves. Sending a whole
+leaf needs memory for it. Of larger leaves, a chunk at the border of two boxes is therefore read by each process that
+needs a part of it."""
 
 ROUNDS = 4
 """The least number of rounds, unless each process would read less than ROUND_BYTES per round."""
@@ -45,7 +45,7 @@ def share(
     need each cell. Every process gets the same partitions in the same order. If `together` is the number of processes
     of the job, only partitions that cover all of them are used.
     """
-    joined: dict[int, set[int]] = {}  # by stack: small leaves share chunks, so all that want any of them read together
+    joined: dict[int, set[int]] = {}  # by stack, the processes that want any leaf of it, if its leaves share chunks
     for want, layout in wanted:
         if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
             joined.setdefault(want.stack, set()).update(layout.processes)

@@ -234,13 +234,12 @@ class Checkpointer:
 
         Args:
             step: The number of the step, from 0 to 2**62.
-            tree, dtype: As for `jaxckpt.save`. The tree may be donated as soon as this returns.
-            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded, and None for
-                values that are not finite.
+            tree: As for `jaxckpt.save`. Its arrays may be donated as soon as this returns.
+            dtype: As for `jaxckpt.save`.
+            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded.
             process_state: As for `jaxckpt.save`: state that differs by process.
             metadata: Any JSON value.
-            on_done: Called with the result once the step is published, as for `jaxckpt.save_async`; not called if this
-                returns False.
+            on_done: As for `jaxckpt.save_async`: called with the result. Not called if this returns False.
             force: Save even if the step is not due.
             overwrite: Replace this step if it exists.
 
@@ -250,6 +249,7 @@ class Checkpointer:
         Raises:
             Preempted: The job was preempted, and this step is saved; see `on_preemption`.
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
+            CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately.
         """
         self._trains = True
@@ -405,8 +405,7 @@ class Checkpointer:
                 jitted with out_shardings is not run to find these; it is run only for leaves that do not come from the
                 checkpoint, and XLA removes the rest. Any other function is called, and its result is freed before the
                 checkpoint is read, except for these leaves.
-            mesh: As for `jaxckpt.restore`; needed only if `init` returns uncommitted arrays that were saved from
-                several devices.
+            mesh: As for `jaxckpt.restore`; needed only for uncommitted arrays that were saved from several devices.
             specs: As for `jaxckpt.restore`.
             rename: As for `jaxckpt.restore`.
             select: As for `jaxckpt.restore`; `init` makes the other leaves.
@@ -438,6 +437,7 @@ class Checkpointer:
             The JSON value or bytes that were saved.
 
         Raises:
+            NotACheckpointError: The step does not exist, or the run has no steps.
             InputError: A different number of processes saved, and `resplit` is not given; or no state has that name.
             DataError: The stored state is not what was saved.
         """

@@ -109,8 +109,8 @@ class Saver:
         """Start to save a step. Returns whether it is being saved."""
         flush = None
         if self.local is not None:
-            # A separate call, which every process counts before anything can fail, even if its step is not stored:
-            # processes that disagree on the step then make the same number of calls.
+            # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
+            # stored, so that processes that disagree on the step still make the same number of calls.
             store = self.directory.child(step)
             group = Group.current(self.options, Call.of("flush", store.url))
             if stored:

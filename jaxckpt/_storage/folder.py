@@ -350,7 +350,7 @@ class Folder:
         sync_path(self._path(data))
         sync_path(self.folder)
         folder = os.path.dirname(self.folder)
-        # Up to the first folder that this process may not open, which must have existed before.
+        # Stops at the first folder that this process has no permission to open, because that folder must have existed.
         while os.access(folder, os.R_OK):
             try:
                 sync_path(folder)

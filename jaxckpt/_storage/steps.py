@@ -39,7 +39,7 @@ def step_name(step: int) -> str:
 
 
 def is_step(name: str) -> bool:
-    """Whether a name is that of a step's folder."""
+    """Whether a step's folder can have this name."""
     # A number with more digits could exceed the largest step and would then always be the newest.
     return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= LARGEST
 
