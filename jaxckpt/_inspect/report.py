@@ -98,7 +98,7 @@ def report(
         MismatchError, SpecError, LayoutError: As `restore` onto `mesh` would.
         DataError, StorageError: A leaf cannot be read; with `histograms` only.
 
-    Example:
+    Examples:
         >>> import jaxckpt, numpy as np
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/report", {"w": np.ones((8, 4))}, overwrite=True)
         >>> page = jaxckpt.report("/tmp/jaxckpt-doc/report", mesh={"data": 2})

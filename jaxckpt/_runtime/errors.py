@@ -104,7 +104,7 @@ class LayoutError(InputError):
 
 
 class CheckpointExistsError(JaxckptError, FileExistsError):
-    """The path already holds a checkpoint or other files."""
+    """The path already holds a checkpoint or other files, or another save published there first."""
 
 
 class NotACheckpointError(JaxckptError, FileNotFoundError):
@@ -120,11 +120,11 @@ class ManifestError(CorruptError):
 
 
 class DataError(CorruptError):
-    """An object or a zarr.json is missing, has the wrong length, or was altered."""
+    """An object, a zarr.json or a process's state is missing or altered, or a file of another library is damaged."""
 
 
 class StorageError(JaxckptError, OSError):
-    """The file system or the object store refused an operation: no space, no permission, or an I/O error."""
+    """The file system or the object store refused an operation (no space, no permission, an I/O error), or hangs."""
 
 
 class PeerError(JaxckptError):
@@ -140,7 +140,7 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class PeersDisagreeError(PeerError):
-    """The processes passed different trees or arguments, or see different checkpoints."""
+    """The processes made different calls, passed different trees or arguments, or see different checkpoints."""
 
 
 class PathNotSharedError(PeerError):
