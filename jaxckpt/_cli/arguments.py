@@ -23,7 +23,7 @@ LAYOUTS = ("plain", "scan", "maxtext")
 """Values of `--rules`."""
 
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
-"""Formats that `convert` writes."""
+"""The formats that `convert` writes. A copy of `registry.WRITTEN`, whose import would be slow."""
 
 FORMATS_MODULE = "jaxckpt._foreign.registry"
 """Import it before a checkpoint is opened: without it, only jaxckpt's own format is known."""

@@ -176,7 +176,7 @@ CALLS: Mapping[str, Call] = {
         )
     },
 }
-"""Functions for every pickle."""
+"""The functions that any pickle may call, by the names that pickles use for them."""
 
 
 # Trees ----------------------------------------------------------------------------------------------------

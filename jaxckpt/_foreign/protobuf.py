@@ -130,7 +130,7 @@ class Message:
         return field.start, field.stop
 
     def text(self, field: Field) -> str:
-        """A field as text."""
+        """A field as text of at most `MAX_TEXT_BYTES`. Raises DataError."""
         start, stop = self.span(field)
         if stop - start > MAX_TEXT_BYTES:
             raise self.damaged(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")

@@ -182,18 +182,18 @@ def spec_box(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], position
 
 
 def show_box(box: Box) -> str:
-    """`[0:8, 4:16]`."""
+    """A box as an index expression: `[0:8, 4:16]`."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 def show_spec(spec: Spec) -> str:
-    """`P('data', None, ('x', 'y'))`."""
+    """A spec as JAX writes it: `P('data', None, ('x', 'y'))`."""
     entries = ("None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry) for entry in spec)
     return f"P({', '.join(entries)})"
 
 
 def show_axes(axes: Mapping[str, int]) -> str:
-    """`data=2×model=4`."""
+    """The axis sizes of a mesh: `data=2×model=4`."""
     return "×".join(f"{name}={size}" for name, size in axes.items())
 
 

@@ -100,7 +100,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     chunk: list[Size]
     object: list[Size]
     sha256: str
-    """Digest of its zarr.json."""
+    """SHA-256 of its zarr.json, in hexadecimal digits."""
 
     objects: dict[str, tuple[Size, str]]
     """For each object, by its grid index ("0/1/0"): its length in bytes and its digest."""

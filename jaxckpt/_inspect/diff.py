@@ -40,7 +40,7 @@ class LeafDelta:
     For a Python value, its kind, such as "int". Empty if a does not have the leaf."""
 
     b: str
-    """The same in b."""
+    """Kind, dtype and shape in b, in the same form."""
 
     size: int = 0
     """Elements that were compared. 0 if the shapes differ, if one side is a Python value and the other an array, or if
@@ -78,10 +78,10 @@ class Delta:
     """The result of `diff`."""
 
     path_a: str
-    """The path of a."""
+    """The path or URL of checkpoint a."""
 
     path_b: str
-    """The path of b."""
+    """The path or URL of checkpoint b."""
 
     leaves: tuple[LeafDelta, ...]
     """The compared leaves of a and b, sorted by path: all of them, or those that `select` chooses."""

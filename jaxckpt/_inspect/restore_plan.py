@@ -65,7 +65,7 @@ class LeafPlan:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A layout in words."""
+    """A layout, in words and as data."""
 
     spec: str
     """The PartitionSpec, such as "P('data')"; empty if there is none."""
@@ -289,7 +289,7 @@ def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
 
 @functools.lru_cache(maxsize=256)
 def _where(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> Where:
-    """A requested layout."""
+    """The layout of a goal with this sharding."""
     if sharding is None:
         return Where("", "default device" if on_devices else "host")
     if isinstance(sharding, PlannedSharding):

@@ -59,7 +59,7 @@ class TargetObject:
         return self.type.set_state is not None
 
     def state(self, values: Mapping[int, Any]) -> Any:
-        """The saved state."""
+        """The saved state as a tree, from the values of leaves by number."""
         return unflatten(self.structure, values, functools.partial(revived, self.manifest))
 
     def made(self, values: Mapping[int, Any]) -> Any:

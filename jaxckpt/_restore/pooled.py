@@ -31,7 +31,7 @@ class Pooled:
     """A jaxckpt checkpoint in several folders, of which this process sees some."""
 
     url: str
-    """Its name in messages."""
+    """The name of the checkpoint in messages."""
 
     manifest: Manifest
     digest: str

@@ -87,7 +87,7 @@ class Files:
         return None if number >= self.starts[-1] else bisect.bisect_right(self.starts, number) - 1
 
     def request_bytes(self, request: Request) -> int:
-        """Bytes of a request."""
+        """Number of bytes that a request asks for."""
         stack = self.stack(request[0])
         return volume(request[1]) * (1 if stack is None else DTYPES[self.stacks[stack].dtype].itemsize)
 

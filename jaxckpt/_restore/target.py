@@ -89,13 +89,13 @@ class Asks:
     """The requests for saved leaves, in three lists, because creating a record per leaf would take too long."""
 
     paths: Sequence[str]
-    """Requested path of each."""
+    """The requested path of each leaf."""
 
     numbers: Sequence[int]
-    """Number of the saved leaf."""
+    """The number of each saved leaf."""
 
     values: Sequence[Any]
-    """Leaf of the target; None if the leaf is restored as it was saved."""
+    """The target's leaf for each; None if the leaf is restored as it was saved."""
 
 
 Build = Callable[[Mapping[int, Any], Sequence[Any]], Tree]

@@ -38,7 +38,7 @@ _STATE_HEAD = 8
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True):
-    """One permutation."""
+    """One permutation of bytes over a channel."""
 
     channel: int
     n_bytes: int

@@ -187,7 +187,7 @@ class _Cut:
         """Sides of all rows of a cell."""
 
         self.counts = tuple(-(-side // length) for side, length in zip(self.sides, stack.object, strict=True))
-        """Objects along each side."""
+        """Number of objects along each side."""
 
     def batches(self) -> Iterator[tuple[int, Box]]:
         """(bytes of an object, range of positions in the cell) of each group of equal objects. The last object along a

@@ -97,7 +97,7 @@ class _Kept(msgspec.Struct, frozen=True):
     deleted."""
 
     step: int
-    """-1 if none stays."""
+    """The number of the step; -1 if no step stays."""
 
     save_id: str
 
@@ -124,7 +124,7 @@ class Local:
         labels: Sequence[object] | None,
         bytes_per_second: float | None,
     ) -> None:
-        """Raises InputError."""
+        """Takes the `local` arguments of a Checkpointer. Raises InputError."""
         path = local_path(folder, "local")
         if path is None:
             raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")

@@ -412,7 +412,7 @@ class _Output:
         """Numbers of the chunks, in file order."""
 
         self.sums: list[int] = []
-        """Their checksums."""
+        """Checksums of these chunks."""
 
         self.buffers: list[Any] = []
         """Chunks and checksums for the next write."""
