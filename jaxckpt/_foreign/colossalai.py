@@ -95,6 +95,7 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 def _distributed(path: str, metas: Sequence[str]) -> Tree:
+    """The tree of a model whose shards the files of all ranks describe. Raises DataError."""
     numbers = sorted(int(cast("re.Match[str]", _META.fullmatch(name))[1]) for name in metas)
     if numbers != list(range(len(numbers))):
         raise DataError(f"{path} has the pytorch_model-meta-dist files {numbers[:20]}: some are missing")

@@ -61,6 +61,7 @@ def _strangers(path: str, names: Collection[str]) -> list[str]:
 
 
 def _owned(path: str, names: Collection[str]) -> Collection[str]:
+    """The names in a folder that belong to the one checkpoint that it holds; none if it is not a checkpoint."""
     if MANIFEST in names:
         load_manifest(store_at(path, Options()))
         return {MANIFEST, *filter(is_data, names)}

@@ -151,6 +151,7 @@ def _saved(path: str) -> Tree:
 
 
 def _unpickled(path: str, folder: str | None) -> Tree:
+    """The tree in a pickle. Its tensors are in the pickle, or in subfolders of `folder` if that is given."""
     tensors: list[Object] = []
 
     def tensor(name: str, *args: Any) -> Object:

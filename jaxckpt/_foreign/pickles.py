@@ -129,6 +129,7 @@ class _NumpyArray(Unbuilt):
 
 
 def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy") -> ForeignArray | Object:
+    """An array from the arguments of NumPy's functions; an `Object` if its dtype or data is not supported."""
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("the dtype of a NumPy array is missing")
     name = dtype.known

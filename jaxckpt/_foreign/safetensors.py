@@ -107,6 +107,7 @@ def read_metadata(path: str) -> dict[str, str]:
 
 
 def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """The metadata and the entries in the header of a .safetensors file of `size` bytes. Raises DataError."""
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise DataError(
@@ -214,6 +215,7 @@ _NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 
 def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
+    """Write one .safetensors file."""
     # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}

@@ -167,6 +167,7 @@ class _Saved:
         return member
 
     def _storage(self, identity: Any) -> _Storage | Object:
+        """The storage that a pickle refers to; an `Object` if its elements have an unsupported dtype."""
         match identity:
             case ("storage", Global(name=name), str(key), _, _):
                 kind = name.rpartition(".")[2].removesuffix("Storage").lower()
@@ -183,6 +184,7 @@ class _Saved:
         return self._storages[key]
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None) -> Any:
+        """A tensor from its storage. Raises ValueError, TypeError if it does not fit its storage."""
         if isinstance(storage, Object):
             return storage
         if not isinstance(storage, _Storage):

@@ -147,6 +147,7 @@ class Archive:
         return self._read(member.offset - self.start, min(member.n_stored, most))
 
     def _read(self, offset: int, size: int) -> bytes:
+        """Bytes of the archive, by their offset in it. Raises ValueError if they are outside of it."""
         if offset < 0 or offset + size > self._size:
             raise ValueError(f"bytes {offset} to {offset + size} are beyond the archive's {self._size} bytes")
         first = self._size - len(self._tail)
@@ -158,6 +159,7 @@ class Archive:
         return data
 
     def _directory(self) -> dict[str, _Entry]:
+        """The entries of the directory at the end of the archive, also in zip64 form. Raises ValueError."""
         at = self._size - 22
         if at < 0 or not (end := self._read(at, 22)).startswith(_END):
             raise ValueError("it has no directory at its end: it was truncated, or is not a zip archive")

@@ -45,6 +45,7 @@ def problems(manifest: Manifest) -> list[str]:
 
 
 def _head_problems(manifest: Manifest) -> Iterator[str]:
+    """Problems of the format, the version and other members that describe the whole save."""
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
         return
@@ -55,6 +56,7 @@ def _head_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _layout_problems(manifest: Manifest) -> Iterator[str]:
+    """Problems of stacks, meshes and layouts."""
     yield from _stack_problems(manifest.stacks)
     for number, mesh in enumerate(manifest.meshes):
         if len(mesh.axes) > _MAX_AXES or math.prod(mesh.axes.values()) != len(mesh.devices) or not mesh.devices:
@@ -79,6 +81,7 @@ def _few(items: Collection[Any]) -> str:
 
 
 def _tree_problems(manifest: Manifest) -> Iterator[str]:
+    """Problems of the tree, the leaves and their paths."""
     leaves = manifest.leaves
     paths = [leaf.path for leaf in leaves]
     try:

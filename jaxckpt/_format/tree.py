@@ -198,6 +198,7 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
 
 
 def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
+    """The record of a container. Raises TreeError for keys that cannot be restored."""
     kind = type(cast("object", node))
     if kind is list:
         return Container(type="list", children=children)

@@ -257,6 +257,7 @@ def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
 
 
 def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
+    """As `_with`, for at most `_TOGETHER` elements."""
     size = leaf.size + a.size
     if a.dtype == b.dtype and _is_number(a):
         differ = (_bits(a) != _bits(b)).reshape(*a.shape, -1).any(axis=-1)

@@ -237,6 +237,7 @@ class _File:
 
 
 def _files(manifest: Manifest) -> Iterator[_File]:
+    """The objects that a checkpoint should have."""
     rows: dict[int, dict[int, list[str]]] = {}
     for leaf in manifest.leaves:
         if leaf.stack is not None and leaf.row is not None:

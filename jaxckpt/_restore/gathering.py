@@ -148,6 +148,7 @@ class _Community:
             yield self._begun(portions, readers)
 
     def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _UnderWay:
+        """Start the reads of this process in a round."""
         mine = [portion for portion in portions if portion.reader == self._process]
         own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
         begun: list[Coming] = []

@@ -294,6 +294,7 @@ class _Leaves:
             return self._deliver(step, buffers)
 
     def _deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        """`deliver`, while Python's garbage collector runs rarely."""
         hosts: list[Array] = []
         targets: list[Any] = []
         pieces: list[tuple[list[int], Goal, int]] = []

@@ -194,6 +194,7 @@ def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
 
 
 def _step(number: int, stack: Stack, wants: Sequence[Want], buffer_bytes: int, most_bytes: int) -> ReadStep:
+    """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows

@@ -48,6 +48,8 @@ def dequantised(
 
 @dataclass(frozen=True, slots=True)
 class _Dequantised(ArrayData):
+    """A quantized leaf: each value is multiplied by the scale of its block when it is read."""
+
     array: ForeignArray
     scales: ForeignArray | None
     block: tuple[int, ...]

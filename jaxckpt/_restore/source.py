@@ -396,6 +396,7 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
 
 
 def _opened(location: str | os.PathLike[str], store: Store, options: Options) -> tuple[Native | Foreign, str]:
+    """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
         return _native(store, options)
     except NotACheckpointError:

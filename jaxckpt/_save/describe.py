@@ -160,6 +160,7 @@ def _key_paths(tree: Tree) -> Any:
 def _describe(
     tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...], dtype: Dtypes
 ) -> Draft:
+    """The draft of a tree, without the cache of `describe`."""
     leaves, structure = flatten(tree, states=True)
     draft = Draft(structure, in_state=frozenset(number for number, leaf in enumerate(leaves) if leaf.in_state))
     problems: list[Problem] = []

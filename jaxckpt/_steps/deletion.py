@@ -226,6 +226,7 @@ class Deletion:
             self._deleting = None
 
     def _delete(self, step: int) -> None:
+        """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""
         child = self._directory.child(step)
         if _is_link(child):
             with system_errors(f"cannot delete {child.url}"):

@@ -159,6 +159,7 @@ def follow(
 def _follow(
     run: Store, last: int, timeout: float | None, poll_seconds: float, term_seconds: float, options: Options
 ) -> Generator[Step]:
+    """The generator of `follow`, with valid arguments."""
     waiting_since = time.monotonic()
     warned = False
     while True:

@@ -282,6 +282,7 @@ def _alike(now: Tree, before: Tree) -> bool:
 
 
 def _require_floats(weights: Tree) -> None:
+    """Raise InputError unless all leaves are floating-point arrays."""
     dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(weights)}
     if all(dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return  # avoids building up to 20,000 paths
@@ -292,6 +293,7 @@ def _require_floats(weights: Tree) -> None:
 
 
 def _require_bfloat16(weights: Tree) -> None:
+    """Raise InputError unless all restored leaves are jax.Arrays in bfloat16."""
     for leaf in flatten(weights)[0]:
         if not isinstance(leaf.value, jax.Array):
             raise InputError(

@@ -295,6 +295,7 @@ class Bucket:
             self._sweep(None, all_writers=True)
 
     def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
+        """Delete data folders other than `current`, except of saves that may still publish. Returns if any is left."""
         left = False
         for name in self._data_folders():
             if name == current:

@@ -216,6 +216,7 @@ class _Opened:
         return [(chunks, in_place(chunks.box, part, target)) for chunks in runs]
 
     def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
+        """Read chunks directly into their destinations, then check them."""
         numbers = [number for some, _ in places for number in some]
         chunks = [chunk for some, place in places for chunk in _rows(place, len(some))]
         stored = np.empty(len(chunks), "<u4")
@@ -228,6 +229,7 @@ class _Opened:
         self._check(numbers, sums, stored, self.stack.dtype == "bool" and any(map(_has_odd_bools, chunks)))
 
     def _read_aside(self, wanted: Sequence[tuple[Chunks, Sequence[_Wanted]]]) -> None:
+        """Read chunks into a buffer, copy them to the wanted boxes, and check them."""
         size = self.stack.chunk_stored_bytes
         numbers = [number for chunks, _ in wanted for number in chunks.numbers]
         most = max(

@@ -298,6 +298,7 @@ class Folder:
         return self._sweep(current, swept)
 
     def _sweep(self, current: str | None, log: Callable[[str, str], object]) -> bool:
+        """Delete data folders other than `current` whose writer is dead. Returns whether any is left."""
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
         gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)

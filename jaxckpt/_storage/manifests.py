@@ -49,6 +49,7 @@ def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, by
 
 
 def _why_not(store: Store) -> str:
+    """The reason why a path without a manifest is not a checkpoint, for the error."""
     if store.is_file():
         return "it is a file, not a folder"
     try:

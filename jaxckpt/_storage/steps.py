@@ -129,6 +129,7 @@ def _named(run: Store, name: str, published: list[int]) -> int:
 
 
 def _best(run: Store, published: list[int]) -> int:
+    """The step with the best value of the metric that the run's note names. Raises InputError, NotACheckpointError."""
     note = run.read(f"{RUN}/{BEST}")
     if note is None:
         raise InputError(

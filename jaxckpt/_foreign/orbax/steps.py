@@ -103,6 +103,7 @@ def open_orbax(path: str) -> Native | Foreign:
 
 
 def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item"] | None:
+    """What a folder of Orbax holds, from the names in it; None if it is not Orbax's."""
     if TREE_FILE in names or _lost_manifest(path, names):
         return "item"
     if not _STEP_MARKS.isdisjoint(names):

@@ -114,6 +114,7 @@ class _Entry:
 
 
 def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> Iterator[_Entry]:
+    """The entries of a subtree: its leaves, None, and empty containers."""
     node = bare(node)
     if not isinstance(node, Container):
         yield _Entry(keys, kinds, "None" if node is None else node)
