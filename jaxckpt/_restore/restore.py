@@ -218,7 +218,8 @@ def load_numpy(
         MismatchError: The `Rules` in `rename` do not fit the checkpoint.
 
     Examples:
-        , {"w": np.arange(3)}, overwrite=True)
+        >>> import numpy as np, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/numpy", {"w": np.arange(3)}, overwrite=True)
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/numpy")
         {'w': array([0, 1, 2])}
     """

@@ -52,7 +52,8 @@ class Publisher:
         InputError: The directory has steps that no Publisher wrote, or an argument is invalid.
 
     Examples:
-        , ignore_errors=True)
+        >>> import shutil, jax.numpy as jnp, jaxckpt
+        >>> shutil.rmtree("/tmp/jaxckpt-doc/weights", ignore_errors=True)
         >>> with jaxckpt.Publisher("/tmp/jaxckpt-doc/weights") as publisher:
         ...     published = [publisher.publish(step, {"w": jnp.full(4, 1 + step / 8)}) for step in range(3)]
         >>> [(step, float(w["w"][0])) for step, w in jaxckpt.subscribe("/tmp/jaxckpt-doc/weights")]
