@@ -150,7 +150,7 @@ def _put_in_place(draft: str, path: str) -> None:
         return
     old = os.path.join(os.path.dirname(draft), _OLD)
     try:
-        os.rename(path, old)  # first, because a rename cannot replace a folder that has files, or a file by a folder
+        os.rename(path, old)  # first, because os.rename can replace files only by files
         os.rename(draft, path)
     except BaseException:  # an interrupt may come right after either rename
         _move_back(old, path)

@@ -95,7 +95,7 @@ class Checkpointer:
             by its sharding are sent to one over the devices' interconnect.
         local_domains: The failure domain of each process, such as its rack: one label for each process. By default
             each host is a domain; if all processes are on one host, each process is one.
-        local_bytes_per_second: Limit of each process's copying to the directory; by default that of `options`.
+        local_bytes_per_second: Limit of each process's copying to the directory. None: `Options.max_bytes_per_second`.
         options: See `Options`.
 
     Examples:
