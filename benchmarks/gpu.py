@@ -44,7 +44,7 @@ from jaxckpt._restore.reading import aligned_empty
 from jaxckpt._save import staging
 
 BUDGET_SECONDS = 440.0
-"""`make gpu` ends after 480; what runs at the limit has the rest."""
+"""No section begins after this time. `make gpu` ends after 480 s; the difference is for the section that runs last."""
 
 Tree = dict[str, jax.Array]
 Results = dict[str, Any]
@@ -62,7 +62,7 @@ class Sizes:
         self.small = 4 << 10 if smoke else 64 << 10
         self.rounds = 1 if smoke else 3
         self.side = 256 if smoke else 8192
-        """Of the matrices that a training step multiplies."""
+        """Rows and columns of the matrices that a training step multiplies."""
 
 
 def gib_per_second(n_bytes: int, seconds: float) -> float:

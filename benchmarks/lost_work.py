@@ -29,13 +29,13 @@ class Tier:
     """How steps are saved to one place and restored from it. All values are in seconds."""
 
     interval: float
-    """Work between two saves."""
+    """Time of training work between two saves."""
 
     blocked: float
-    """For how long a save keeps the job from its work."""
+    """How long a save stops the training."""
 
     behind: float
-    """After how much more time the save is published."""
+    """Time from the end of that stop until the save is published."""
 
     restore: float
 

@@ -32,17 +32,17 @@ from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.stalls import Watch
 
 SERVICE_PER_SECOND = 7_000
-"""Requests that JAX's coordination service answers in a second: one takes 145 µs of process 0's CPU time, as if one
-core did it all. Together with 8 processes that ask, on two busy cores, it answered 3,500."""
+"""Requests per second that JAX's coordination service answers with one core: a request takes 145 µs of process 0's CPU
+time. Sharing two busy cores with 8 requesting processes, it answered 3,500."""
 
 SERVICE_SECONDS = 330e-6
-"""Until one request, of one process that waits for each before the next, is answered."""
+"""Latency of a request, for a single process that sends one request at a time."""
 
 UNMET_BYTES = 14_000
-"""Memory that the service keeps for a request whose key was not posted in time, until it is (jaxlib 0.6.2, 0.10.2)."""
+"""Memory that the service holds for a request that timed out, until its key is posted (jaxlib 0.6.2, 0.10.2)."""
 
 NETWORK_BYTES = 25e9 / 8
-"""Bytes a second of each process, and so of process 0, in which the service runs."""
+"""Network bandwidth of each process, in bytes per second. The service runs in process 0."""
 
 
 KINDS = {
@@ -51,10 +51,10 @@ KINDS = {
     "key_value_dir_get": "list",
     "key_value_delete": "delete",
 }
-"""What the library asks of JAX's coordination service."""
+"""The methods of the coordination service's client that the library calls, and the kind of request that each sends."""
 
 CALLS = {"save": ("agree", "look", "publish"), "restore": ("open", "end")}
-"""The meetings of a call."""
+"""The meetings of each call, in order."""
 
 
 class Service:
@@ -110,19 +110,19 @@ class Meeting:
 
     processes: int
     by_first: collections.Counter[str]
-    """Requests of process 0, one after the other."""
+    """Number of requests of process 0 by kind. They are sent one after the other."""
 
     by_other: collections.Counter[str]
-    """Requests of each other process."""
+    """Number of requests of each other process, by kind."""
 
     bytes: int
-    """Of all messages."""
+    """Bytes of all messages."""
 
     largest: int
     """Bytes of the largest message."""
 
     given_bytes: int
-    """Of what process 1 gives."""
+    """Bytes of the text that process 1 sends to `gather`."""
 
     @property
     def first(self) -> int:
@@ -180,7 +180,7 @@ class Clock(Service):
         self.posted = posted
         self.now = 0.0
         self.unmet: dict[str, int] = {}
-        """Requests that are in the service still, by key."""
+        """Number of timed-out requests that the service still holds, by key."""
 
         self.most_unmet = 0
 

@@ -38,10 +38,10 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: str
     grid: tuple[int, ...]
-    """Parts along each dimension, eight in all."""
+    """Number of parts along each dimension; eight parts in total."""
 
     layers: int | None = 0
-    """The dimension of the layers."""
+    """The dimension of the layers; None without layers."""
 
 
 LEAVES = (

@@ -58,13 +58,14 @@ SITTING: tuple[tuple[str, int, str, tuple[tuple[str, ...], ...]], ...] = (
     ("b", 4, TMPFS, (("one plain file", "Orbax no OCDBT"),)),
     *((key, 1, TMPFS, (("one plain file", "Orbax raw"),)) for key in ("e-small", "e-wide", "f-small", "f-wide")),
 )
-"""Workload, number of processes, folder, and groups of contenders, the most important first. A group takes turns in one
-process with jaxckpt; more contenders would not fit into 24 GiB, because freed memory stays in the process."""
+"""(workload, number of processes, folder, groups of contenders), the most important first. The contenders of a group
+take turns with jaxckpt in one process. Larger groups do not fit into 24 GiB, because freed memory stays in the process.
+"""
 
 ROUNDS = 5
 LIMIT_SECONDS = 3600
 SAME = ("workload", "processes", "filesystem")
-"""A run replaces an earlier one in the results if these are equal."""
+"""A run replaces an earlier run in the results if it has the same values of these fields."""
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ TARGETS = {"cpu_seconds": 2.0, "peak_bytes": 500 << 20}
 OPERATIONS = ("save", "restore, same mesh", "restore, another mesh")
 
 PLANNING = 1
-"""The process that plans; process 0 has what is on the host alone beside its share."""
+"""The index of the process that plans. Not process 0, which also writes the host leaves."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Point:
     processes: int = 4_096
     devices_per_process: int = 4
     replicas: int = 4
-    """Data-parallel replicas; 0: nothing but replicas."""
+    """Number of data-parallel replicas; 0: every device holds a replica of everything."""
 
     width: int = 8_192
 

@@ -28,7 +28,7 @@ LABELS = {
     "Orbax chunks": "Orbax, chunks of 1 MiB",
     "DCP one thread": "DCP",
 }
-"""The names of contenders on the page."""
+"""How the page shows the names of contenders."""
 
 LEFT_OUT = ("a step just after it", "a step alone")
 LARGE = ("a", "c", "e", "f")

@@ -35,16 +35,16 @@ class Workload:
     title: str
     leaves: Mapping[str, Leaf]
     one: str
-    """The leaf that is read alone."""
+    """The path of the leaf that is read by itself."""
 
     layouts: tuple[str, ...] = ("2×4", "4×1", ONE)
-    """Those that it is restored to; it is saved in the first."""
+    """The layouts that it is restored to. It is saved in the first."""
 
     parameters: str = ""
     """The subtree that is read without the others, such as the parameters without the moments."""
 
     scanned: tuple[str, ...] = ()
-    """Leaves of which single layers are read: their first dimension."""
+    """The paths of leaves from which single layers are read, along the first dimension."""
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +114,7 @@ _SCANNED = {
     "f-small": (12, 384, True),
     "f-wide": (4, 1536, True),
 }
-"""Layers, width, and whether the mesh is FSDP alone."""
+"""(number of layers, width, whether the mesh has only an FSDP axis)."""
 
 KEYS = ("a", "b", "c", "d", *_SCANNED)
 

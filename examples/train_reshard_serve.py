@@ -179,7 +179,7 @@ class Trainer:
 
         shapes = jax.eval_shape(self._init, jax.random.key(SEED))
         self.target: State = jax.tree.map_with_path(self._place, shapes)
-        """What a state looks like here: shapes, dtypes and shardings, and not one byte of memory."""
+        """The state on this mesh as shapes, dtypes and shardings, without any array memory."""
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.target)
         replicated = NamedSharding(mesh, P())

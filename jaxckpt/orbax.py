@@ -2,11 +2,10 @@
 
     manager = ocp.CheckpointManager(folder, options=…, handler_registry=jaxckpt.orbax.handler_registry())
 
-From there on `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` of any item go through
-`jaxckpt.save_async` and `jaxckpt.restore`. Steps that Orbax itself wrote before are restored as well.
+This manager saves and restores every item of `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` and
+`PyTreeRestore` with `jaxckpt.save_async` and `jaxckpt.restore`. It also restores steps that Orbax itself wrote before.
 
-Restoring is a translation, leaf by leaf: what Orbax's arguments ask of a saved leaf becomes a leaf of a target of
-`jaxckpt.restore`.
+A restore translates Orbax's arguments, leaf by leaf, into the target of `jaxckpt.restore`.
 
     manager.save ─▶ Orbax creates <step>.orbax-checkpoint-tmp/<item>… ─▶ async_save: jaxckpt copies the arrays, and
     training resumes ─▶ jaxckpt writes and publishes the item there ─▶ Orbax waits for all processes, then renames
@@ -154,7 +153,7 @@ class Handler(ocp.AsyncCheckpointHandler):
 
 
 def register_v1(options: Options | None = None) -> None:
-    """Make jaxckpt write and load every pytree that the program saves with Orbax v1 after this call.
+    """Make jaxckpt save and load the pytrees that the program passes to Orbax v1 after this call.
 
     `ocp.training.Checkpointer`, `ocp.save` and `ocp.load` of `orbax.checkpoint.experimental.v1`, and libraries that use
     them, work as before. They also load checkpoints that Orbax itself wrote. In a job of several processes, a step must
@@ -196,7 +195,7 @@ class V1Handler:
         manifest = source_at(directory, self.options)[0].manifest
         leaves, left = _flat(abstract, manifest), _left_in(abstract, manifest)
         if left >= manifest.numbers.keys() | {leaf.path for leaf in leaves}:
-            return abstract  # nothing is to be read
+            return abstract  # there is nothing to read
         target = jax.tree.unflatten(jax.tree.structure(abstract), [_v1_leaf(leaf, manifest) for leaf in leaves])
         partial = get_context().pytree_options.loading.partial_load
         return restore(
@@ -215,13 +214,13 @@ class V1Handler:
         return bool(leaves) and all(is_array_like(type(leaf)) or type(leaf) in PYTHON for leaf in leaves)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Whether it is an abstract pytree, of arrays, shapes, types, and places that are left as they are."""
+        """Whether this is a pytree of arrays, shapes, types, None and `...` that describes what to load."""
         leaves = jax.tree.leaves(abstract_checkpointable, is_leaf=_is_none)
         return abstract_checkpointable is not None and bool(leaves) and all(map(_is_v1_abstract, leaves))
 
 
 def _v1_cast(tree: Tree) -> Tree:
-    """What is saved: the tree, with the dtypes that the storage options of Orbax's context ask for."""
+    """The tree to save, with the dtypes that the storage options of Orbax's context request."""
     from orbax.checkpoint.experimental.v1._src.context.context import get_context
     from orbax.checkpoint.experimental.v1._src.serialization.options_resolution import resolve_storage_options
 
@@ -245,11 +244,11 @@ def _is_v1_abstract(leaf: Any) -> bool:
 
 
 _V1_ARRAYS = {np.ndarray: np.ndarray, jax.Array: jax.Array, jax.ShapeDtypeStruct: jax.Array}
-"""What types of arrays in an abstract pytree of Orbax v1 ask for, in the saved shape and dtype."""
+"""The restored type for each array type in an abstract pytree of Orbax v1. Shape and dtype are the saved ones."""
 
 
 def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
-    """A leaf of an abstract pytree of Orbax v1 as one of a target."""
+    """Translate a leaf of an abstract pytree of Orbax v1 into a leaf of a target."""
     wanted, number = leaf.value, manifest.numbers.get(leaf.path)
     if isinstance(wanted, type):
         if wanted in PYTHON or number is None:
@@ -371,7 +370,7 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
 
 
 def _flat(tree: Tree, manifest: Manifest) -> list[Leaf]:
-    """The leaves by their paths in the checkpoint."""
+    """The leaves of a tree, each with its path in the checkpoint."""
     return [msgspec.structs.replace(leaf, path=leaf.path_in(manifest.numbers)) for leaf in flatten(tree)[0]]
 
 
@@ -422,7 +421,7 @@ def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
 
 
 def _standard(wanted: Any, saved: SavedLeaf) -> Any:
-    """A leaf of the item of a StandardRestore as a leaf of a target. Concrete leaves have the same meaning in both."""
+    """Translate a leaf of a StandardRestore's item into a leaf of a target. Concrete leaves mean the same in both."""
     if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
         return _target(ocp.RestoreArgs(), saved)
     if not isinstance(wanted, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
@@ -433,7 +432,7 @@ def _standard(wanted: Any, saved: SavedLeaf) -> Any:
 
 
 def _target(asked: Any, saved: SavedLeaf, item: Any = None) -> Any:
-    """A leaf's RestoreArgs as a leaf of a target."""
+    """Translate a leaf's RestoreArgs into a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
         return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_sharding(asked))
     kind: Any = KINDS[saved.kind].type if asked.restore_type is None else asked.restore_type
@@ -454,7 +453,7 @@ def _target(asked: Any, saved: SavedLeaf, item: Any = None) -> Any:
 
 
 def _sharding(asked: Any) -> Sharding | None:
-    """The sharding in RestoreArgs; None for the saved sharding."""
+    """The sharding that RestoreArgs request; None for the saved sharding."""
     found = getattr(asked, "sharding", None)
     if found is None:
         mesh = getattr(asked, "mesh", None)

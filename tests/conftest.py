@@ -112,7 +112,7 @@ def bucket(request: pytest.FixtureRequest) -> servers.Bucket:
 # The mark `child` -----------------------------------------------------------------------------------------
 
 STARTS_A_CHILD = {"run_python", "run_processes", "moto", "storage_testbench", "bucket", "browser"}
-"""Fixtures: a test that uses one of them has the mark `child` without writing it."""
+"""Fixtures that start a child process. A test that uses one of them gets the mark `child` automatically."""
 
 _unmarked: str | None = None  # the current test, if it does not have the mark
 

@@ -27,7 +27,7 @@ FLOORS = [
     "_format",
     "_runtime",
 ]
-"""From the top down."""
+"""The folders of the library, from the top down. A folder imports only from folders below it."""
 
 SOURCES = {
     path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path.read_text()

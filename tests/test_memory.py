@@ -23,10 +23,10 @@ from jaxckpt._restore import source as _source
 
 HOST_BYTES = 32 << 20
 SLACK = 24 << 20
-"""What interpreter, threads and allocator take meanwhile."""
+"""Memory that the interpreter, the threads and the allocator take in the meantime."""
 
 PROGRAMS = 48 << 20
-"""What JAX takes to compile the programs that put parts together, one for each device and shape."""
+"""Memory that JAX takes to compile the programs that join parts, one for each device and shape."""
 
 SHAPES = {"a": (1536, 4096), "b": (1536, 4096), "large": (12288, 4096)}
 SMALLER = {name: (rows // 4, columns) for name, (rows, columns) in SHAPES.items()}

@@ -80,7 +80,7 @@ def test_calls_before_the_processes_are_connected_and_a_second_job(tmp_path: Pat
 
 
 Cases = dict[str, list[list[Any]]]
-"""For each case, what each process noted."""
+"""For each case, the list of values that each process reported."""
 
 
 @pytest.fixture(scope="module")

@@ -52,10 +52,10 @@ SIZES = [
     {"passing": 1, "whole": 0, "pack": 1, "tiny": 1},
     {"stacked": 1},
 ]
-"""Bytes at which leaves count as large: what takes megabytes otherwise is met by the small leaves of a test.
+"""Thresholds in bytes at which leaves count as large, so low that small leaves take the code paths of large ones.
 
-With "passing", CPU devices are filled as accelerators are: from buffers that are let go, and large leaves in parts.
-With "stacked", few leaves are stacked by a jitted call, as many are.
+With "passing", CPU devices are filled like accelerators: from buffers that are then freed, and large leaves in parts.
+With "stacked", a jitted call stacks even a few leaves.
 """
 
 

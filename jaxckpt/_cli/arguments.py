@@ -23,7 +23,7 @@ LAYOUTS = ("plain", "scan", "maxtext")
 """Values of `--rules`."""
 
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
-"""Formats that `convert` writes."""
+"""The formats that `convert` writes. A copy of `registry.WRITTEN`, whose import would be slow."""
 
 FORMATS_MODULE = "jaxckpt._foreign.registry"
 """Import it before a checkpoint is opened: without it, only jaxckpt's own format is known."""
@@ -33,7 +33,7 @@ FORMATS_MODULE = "jaxckpt._foreign.registry"
 
 
 def axis_sizes(text: str) -> dict[str, int]:
-    """data=4,model=2."""
+    """Axis sizes of a mesh: data=4,model=2."""
     axes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().rpartition("=")
@@ -44,9 +44,11 @@ def axis_sizes(text: str) -> dict[str, int]:
 
 
 def rule(text: str) -> Rule:
-    """GLOB=P(…), or P(…) for all leaves."""
+    """A rule for specs: GLOB=P(…), or P(…) for all leaves."""
     match = re.fullmatch(r"(?:(.+?)=)?\s*((?:P|PartitionSpec)\(.*\))\s*", text, re.DOTALL)
-    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as literal_eval says
+    with contextlib.suppress(
+        ValueError, TypeError, SyntaxError, MemoryError, RecursionError
+    ):  # documented by literal_eval
         call = ast.parse(match[2], mode="eval").body if match else None
         if isinstance(call, ast.Call) and not call.keywords:
             entries = tuple(ast.literal_eval(entry) for entry in call.args)
@@ -62,7 +64,7 @@ def _is_entry(entry: object) -> bool:
 
 
 def n_bytes(text: str) -> int:
-    """65536, 64KiB, 1MiB."""
+    """A number of bytes: 65536, 64KiB, 1MiB."""
     match = re.fullmatch(r"(\d+)\s*(|[KMG]iB)", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
         raise click.BadParameter(f"{text!r}: expected bytes, such as 65536, 64KiB or 1MiB")
@@ -70,7 +72,7 @@ def n_bytes(text: str) -> int:
 
 
 def old_and_new(text: str) -> tuple[str, str]:
-    """OLD=NEW."""
+    """A pair of paths: OLD=NEW."""
     old, separator, new = text.partition("=")
     if not separator:
         raise click.BadParameter(f"{text!r}: expected OLD=NEW, two paths of leaves or containers")
@@ -86,7 +88,7 @@ def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[Rule]) -> None:
 
 
 def complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Paths of leaves of the checkpoint argument, one component at a time, as shells complete folders."""
+    """Completions for a leaf of the checkpoint argument, one path component at a time, as shells complete folders."""
     # After an option that still lacks its value, click leaves the arguments in `ctx.args`.
     before = [*filter(None, map(ctx.params.get, ("path", "source", "a"))), *ctx.args]
     ends: set[str] = set()
@@ -98,7 +100,10 @@ def complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
 
 def _leaf_paths(path: str) -> list[str]:
-    """The leaves of a local checkpoint. A key press must not wait for a network or the import of JAX."""
+    """The leaves of a local checkpoint; none for a URL, because a key press must not wait for a network.
+
+    The manifest of a jaxckpt checkpoint is read without importing JAX.
+    """
     local = urllib.parse.unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
     if "://" in local:
         return []

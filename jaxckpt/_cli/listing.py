@@ -90,7 +90,7 @@ def list_checkpoints(path: str) -> list[Entry]:
     except NotACheckpointError as error:
         nothing = error
     except CorruptError:
-        return _entries([path])  # with its problem
+        return _entries([path])  # the entry reports the problem
     if checkpoint is not None and _stands_alone(path, checkpoint, store):
         return _entries([path])
     # On an object store, `folders` costs one request per checkpoint, and `names` one per thousand objects.

@@ -133,17 +133,17 @@ def show_age(created: str | None) -> str:
 
 
 def show_metrics(metrics: Mapping[str, float | None]) -> str:
-    """`loss=0.01, accuracy=0.6`."""
+    """Metrics in one line: `loss=0.01, accuracy=0.6`; "-" for values that were not finite."""
     return ", ".join(f"{name}={'-' if value is None else format(value, '.4g')}" for name, value in metrics.items())
 
 
 def show_array(dtype: str, shape: Sequence[int]) -> str:
-    """`float32[8, 4]`."""
+    """Dtype and shape of an array: `float32[8, 4]`."""
     return f"{dtype}{list(shape)}" if shape else dtype
 
 
 def fields(value: Any, names: str) -> dict[str, Any]:
-    """Some attributes, by name."""
+    """Some attributes of an object, by name. `names` has them separated by spaces."""
     return {name: getattr(value, name) for name in names.split()}
 
 

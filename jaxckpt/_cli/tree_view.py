@@ -38,7 +38,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
 _SHOWN_BYTES = 16 << 20
-"""The most elements of an array that `cat` shows."""
+"""The most bytes of an array that `cat` prints."""
 
 _SHOWN_VALUE = 40
 """The most characters of a Python value in a tree."""
@@ -259,8 +259,8 @@ def _n_bytes(leaf: LazyLeaf, index: Any) -> int:
 
 
 def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
-    """The part that an index selects, or the whole leaf, as a .npy file. The whole leaf is written row by row, because
-    it may be larger than memory."""
+    """Write the part that an index selects, or the whole leaf, as a .npy file. The whole leaf is written in groups of
+    rows, because it may be larger than memory."""
     if leaf.kind in ("str", "bytes"):
         raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is not an array")
     slabs: Iterable[Array]

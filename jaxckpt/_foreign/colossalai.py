@@ -1,7 +1,7 @@
-"""Checkpoints of ColossalAI, read without it and without torch.
+"""Reads checkpoints of ColossalAI, without ColossalAI and torch.
 
 pytorch_model-meta-dist-<n>.json, one per rank of tensor and pipeline parallelism: the box of each of its parameters,
-  and the file ─▶ a tensor of a .bin or .safetensors file
+  and its file ─▶ a tensor in a .bin or .safetensors file
 pytorch_model.bin.index.json, pytorch_optim.bin.index.json: the file of each whole tensor, of each parameter's state
 """
 
@@ -28,7 +28,7 @@ from jaxckpt._runtime.errors import DataError, InputError, show
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
 _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.index(\.[^.]+)?\.json")
-"""A prefix that the user chose for the files comes before ".json"."""
+"""If the user chose a prefix for the files, it comes before ".json"."""
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
@@ -55,7 +55,7 @@ def owned(path: str, names: Collection[str]) -> set[str]:
 
 
 def open_colossalai(path: str) -> Foreign:
-    """A folder that ColossalAI's booster wrote: of a model, of an optimizer, or of both."""
+    """A folder that ColossalAI's booster wrote, with a model, an optimizer, or both. Raises DataError, InputError."""
     names = sorted(os.listdir(path))
     metas = [name for name in names if _META.fullmatch(name)]
     indices = [name for name in names if _is_ours(name)]
@@ -95,6 +95,7 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 def _distributed(path: str, metas: Sequence[str]) -> Tree:
+    """The tree of a model whose shards the files of all ranks describe. Raises DataError."""
     numbers = sorted(int(cast("re.Match[str]", _META.fullmatch(name))[1]) for name in metas)
     if numbers != list(range(len(numbers))):
         raise DataError(f"{path} has the pytorch_model-meta-dist files {numbers[:20]}: some are missing")
@@ -116,7 +117,7 @@ def _distributed(path: str, metas: Sequence[str]) -> Tree:
 
 
 def _tensors(path: str) -> Mapping[str, Tree]:
-    """The tensors of a file of either kind, by name."""
+    """The tensors of a .safetensors or .bin file, by name."""
     if path.endswith(".safetensors"):
         return read_header(path)
     tensors = read_saved(path)
@@ -184,8 +185,8 @@ def _optimizer(path: str, where: str) -> Tree:
 
 
 def _states(path: str) -> Mapping[Any, Tree]:
-    """The states by parameter. A file in safetensors, written in the background, has "state-<parameter>-<name>" for
-    each, and pickled values as bytes."""
+    """The states by parameter, from one file. In a .safetensors file, which ColossalAI writes in the background, their
+    names are "state-<parameter>-<name>", and values other than tensors are pickles in arrays of bytes."""
     if not path.endswith(".safetensors"):
         return _tensors(path)
     text = read_metadata(path).get("non_tensor_keys", "[]")

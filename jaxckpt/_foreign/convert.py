@@ -1,7 +1,7 @@
 """Converts between formats and layouts, in bounded memory.
 
-source ─▶ its manifest, with the selected leaves ─▶ to jaxckpt: a Draft whose values are read when an object is written
-                                                 ─▶ to others: leaf by leaf, slab by slab
+source ─▶ its manifest, with the selected leaves ─▶ jaxckpt: a Draft whose values are read when an object is written
+                                                 ─▶ other formats: leaf by leaf, slab by slab
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ def convert(
         NotACheckpointError, CorruptError: As `restore`.
         StorageError: As `restore`; or `destination` cannot be written.
         SpecError: A spec does not fit its leaf or the mesh.
-        TreeError: Leaves that the format cannot store; one error lists them.
-        CheckpointExistsError: `destination` already exists.
+        TreeError: Leaves that the format cannot store; one error lists them. Or a pattern of `select` or a path of
+            `rename` matches nothing.
+        MismatchError: The `Rules` in `rename` do not fit the source.
+        InputError: Another argument is invalid, such as `format` or a suffix that is not a format.
+        CheckpointExistsError: `destination` exists and `overwrite` is false, or it must not be deleted.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -140,7 +143,7 @@ def integrate(
 
 
 def _check(source: Foreign) -> None:
-    """Verify all data to be read with the checksums of its format, because the written data gets new checksums."""
+    """Verify all data with the checksums of its format, because the written data gets new checksums."""
     for leaf in source.manifest.leaves:
         if leaf.stack is not None:
             stack, row = source.manifest.place(leaf)
@@ -169,7 +172,7 @@ def _format_of(destination: str, format: str | None) -> str:
 def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options) -> Draft:
     """The checkpoint as a tree to be saved, laid out for the requested mesh, or for its saved mesh.
 
-    Process 0 holds everything. Raises SpecError.
+    Process 0 is the only holder of all cells, and writes everything. Raises SpecError.
     """
     manifest = source.manifest
     draft = Draft(manifest.tree)

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP) without torch.
 
 .metadata: a pickle with the chunks of each tensor, and names of Python objects ─▶ positions in __<rank>_<n>.distcp
 shard-*.safetensors, written by its HuggingFaceStorageWriter: the header of each file has the positions of its chunks
@@ -46,7 +46,7 @@ def owned(path: str, names: Collection[str]) -> set[str]:
 
 
 def open_dcp(path: str) -> Foreign:
-    """A folder that torch.distributed.checkpoint wrote."""
+    """A folder that torch.distributed.checkpoint wrote. Raises DataError, StorageError."""
     names = os.listdir(path)
     if _METADATA in names:
         return compose(path, _with_common_state(path, names, _tree_of(path)), "dcp")
@@ -62,6 +62,7 @@ def open_dcp(path: str) -> Foreign:
 
 
 def _tree_of(path: str) -> dict[str, Tree]:
+    """The tree that `.metadata` describes, with tensors that are read later. Raises DataError."""
     where = os.path.join(path, _METADATA)
     metadata = required(unpickle(where, calls={"torch.Size": sizes}), "Metadata", where).fields
     items = _by_name(metadata.get("state_dict_metadata"))
@@ -79,6 +80,7 @@ def _tree_of(path: str) -> dict[str, Tree]:
 
 
 def _by_name(value: Any) -> dict[str, Any] | None:
+    """A dict with str keys; None for other values."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in cast("dict[Any, Any]", value)):
         return cast("dict[str, Any]", value)
     return None
@@ -119,15 +121,16 @@ class TensorStorageMetadata(msgspec.Struct):
 
 
 def _record(where: str, value: Any, kind: type[_Record]) -> _Record:
-    """An instance of the class of torch that has the same name. Raises DataError."""
+    """A `kind` from an unpickled instance of torch's class of the same name. Raises DataError."""
     return converted(where, required(value, kind.__name__, where).fields, kind)
 
 
 StoredItems = Mapping[tuple[str, tuple[int, ...] | None], _StorageInfo]
-"""Where items lie, by name and, for a chunk of a tensor, its offset."""
+"""The file, offset and length of each item, by its name and, for a chunk of a tensor, the chunk's offset."""
 
 
 def _stored_items(path: str, where: str, storage: Any) -> StoredItems:
+    """The items in `storage_data`, after a check that each file is long enough. Raises DataError."""
     if not isinstance(storage, dict):
         raise DataError(f"{where}: its storage_data is not a dict")
     items: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {}
@@ -144,6 +147,7 @@ def _stored_items(path: str, where: str, storage: Any) -> StoredItems:
 
 
 def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
+    """A tensor or Python object of the metadata as a leaf. Raises DataError."""
     if isinstance(item, Object) and item.name.rpartition(".")[2] == "BytesStorageMetadata":
         return _python_object(where, name, stored)
     what = f"{where}: {show(name)}"
@@ -174,6 +178,7 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
 
 
 def _encoded(info: _StorageInfo) -> ForeignArray:
+    """An unreadable leaf for an item whose bytes are encoded, for example compressed."""
     return unreadable(f"was encoded by {', '.join(info.transform_descriptors or ())}, which jaxckpt cannot decode")
 
 
@@ -185,6 +190,7 @@ def _dtype(properties: Object) -> str:
 
 
 def _python_object(where: str, name: str, stored: StoredItems) -> Tree:
+    """A Python object, which is a file of torch.save by itself; an unreadable leaf if it is damaged."""
     info = stored.get((name, None))
     if info is None:
         raise DataError(f"{where}: the object {show(name)} is not in any file")
@@ -279,6 +285,7 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 def _sharded(path: str, names: Sequence[str]) -> Tree:
+    """The tensors by name, from the chunks in safetensors files. Raises DataError."""
     ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     if ranks != {*range(1, len(ranks) + 1)}:
         lost = next(number for number in range(1, max(ranks) + 1) if number not in ranks)

@@ -61,6 +61,7 @@ def _strangers(path: str, names: Collection[str]) -> list[str]:
 
 
 def _owned(path: str, names: Collection[str]) -> Collection[str]:
+    """The names in a folder that belong to the one checkpoint that it holds; none if it is not a checkpoint."""
     if MANIFEST in names:
         load_manifest(store_at(path, Options()))
         return {MANIFEST, *filter(is_data, names)}
@@ -85,7 +86,7 @@ def replacing(path: str) -> Generator[str]:
         os.makedirs(parent, exist_ok=True)
         _clear(path)
         folder = _locked_folder(path, at_end)
-        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # writers look at the suffix
+        draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # the suffix matters to some writers
         yield draft
         _sync(draft)
         _put_in_place(draft, path)
@@ -120,7 +121,7 @@ def _discard(folder: str, path: str) -> None:
 
 def _drafts(path: str) -> str:
     parent, name = os.path.split(path)
-    # Names of one length may all be as long as the file system allows.
+    # A digest, because the name itself may already be as long as the file system allows.
     return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-convert-")
 
 
@@ -149,9 +150,9 @@ def _put_in_place(draft: str, path: str) -> None:
         return
     old = os.path.join(os.path.dirname(draft), _OLD)
     try:
-        os.rename(path, old)  # no folder can be renamed over something, nor a file over a folder
+        os.rename(path, old)  # first, because os.rename can replace files only by files
         os.rename(draft, path)
-    except BaseException:  # an interrupt may come right after either
+    except BaseException:  # an interrupt may come right after either rename
         _move_back(old, path)
         raise
 

@@ -23,7 +23,7 @@ Data = Stored | Array
 
 
 def halved(options: Options) -> Options:
-    """Options for reading while writing: two slabs are in memory, one of which is being read."""
+    """Options with half of the memory, because two slabs are in memory: one is read while the other is written."""
     return replace(options, host_bytes=max(1, options.host_bytes // 2))
 
 

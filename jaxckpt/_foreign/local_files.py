@@ -24,8 +24,8 @@ MAX_INDEX_BYTES = 1 << 28
 
 
 def path_on_disk(path: str | os.PathLike[str], what: str) -> str:
-    """The absolute path of a local file or folder. Raises InputError for what is no path, or is a URL of something
-    else."""
+    """The absolute path of a local file or folder. Raises InputError for other values, and for a URL of another scheme
+    than file://. `what` names the argument."""
     found = local_path(path, what)
     if found is None:
         raise InputError(f"{what} must be a local path, found the URL {os.fspath(path)!r}: copy its files here first")
@@ -129,7 +129,7 @@ class Index(msgspec.Struct, frozen=True):
 def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]) -> dict[Any, T]:
     """The contents of the files that an index names, each read by `read`.
 
-    Raises DataError unless the index names all their tensors, and all files with similar numbers.
+    Raises DataError unless the index names every tensor in these files, and every file of the same numbered series.
     """
     files: dict[str, set[str]] = {}
     for name, file in read_json(index, Index).weight_map.items():

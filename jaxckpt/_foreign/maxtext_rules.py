@@ -48,8 +48,8 @@ _PATTERN = {"gemma3_text": 6}
 """Number of alternating kinds of layers, each of which is stacked separately."""
 
 Group = tuple[str, str, range | int | None]
-"""Where layers go, what is added to the first name below, and their numbers: several that are stacked, one, or None
-for all of them by `{i}`."""
+"""(path of layers in MaxText's tree, suffix of the first name below it, numbers of the layers). The numbers are a range
+of layers that are stacked, one layer, or None for all layers, with `{i}` in the path."""
 
 
 def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
@@ -92,7 +92,7 @@ def _query_or_key(rule: Rule, is_query: bool, config: Mapping[str, Any]) -> Rule
 
 
 def _groups(family: str, layers: int, scan: bool) -> Iterator[Group]:
-    if family == "gemma2":  # a layer of MaxText's is two: one with local, one with global attention
+    if family == "gemma2":  # each layer of MaxText is a pair of layers, with local and with global attention
         for number, kind in enumerate(("_local", "_global")):
             if scan:
                 yield "decoder/layers", kind, range(number, layers, 2)
@@ -134,5 +134,5 @@ def _of_group(rule: Rule, name: str, group: Group) -> Rule:
 
 
 def _filled(name: Names, number: int) -> str:
-    """The path of one layer's leaf; "" if there is none."""
+    """The path of one layer's leaf, or "" if `name` is empty."""
     return "".join(names_in(name)).replace("{i}", str(number))

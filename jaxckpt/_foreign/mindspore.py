@@ -55,7 +55,7 @@ _TRAILER = b"crc_num"
 
 def recognises(path: str, names: Collection[str]) -> bool:
     """Whether this is a .ckpt file of MindSpore. PyTorch files with that suffix are zip files or pickles."""
-    return not names and path.endswith(".ckpt") and head(path, 1) == b"\n"  # field 1, of a length
+    return not names and path.endswith(".ckpt") and head(path, 1) == b"\n"  # the tag of field 1, length-delimited
 
 
 def open_mindspore(path: str) -> Foreign:
@@ -80,16 +80,20 @@ def mindspore_ranks(
         files: The file of each rank, .ckpt or .safetensors, as {rank: path}; or the folder with the folders rank_0,
             rank_1, …, each with one file.
         strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, for one pipeline stage or
-            merged; or a folder with the files of all stages. Arrays that are not in it are whole in each rank. The axes
-            of its device matrices are named "d0", "d1", … from the left; the axis of pipeline stages is "stage".
+            merged; or a folder with the files of all stages. Each rank holds the whole of an array that is not in it.
+            The axes of its device matrices are named "d0", "d1", … from the left; that of pipeline stages is "stage".
         mesh_shape: Without a strategy, the mesh on which the ranks were numbered, as for `rank_files`.
         specs: Without a strategy, how each array was split over that mesh, as for `rank_files`.
+
+    Returns:
+        A checkpoint: a dict of global arrays by name. It refers to the files, which must stay in place.
 
     Raises:
         DataError: A file is missing or damaged; or shards of an array overlap, or no rank has some box of it. The error
             names the array and the box.
         NotACheckpointError: The folder does not exist, or has no rank folders.
-        InputError: Both a strategy and specs were given, or a rank's folder has several files.
+        SpecError: A spec does not fit the mesh or its array.
+        InputError: Both a strategy and a mesh or specs were given, or a rank's folder does not have exactly one file.
         TreeError: An array has a dtype that NumPy and JAX do not support.
 
     Examples:
@@ -123,7 +127,7 @@ class Layout(msgspec.Struct, frozen=True):
     """The layout of an array on the devices of a pipeline stage."""
 
     dev_matrix: _Dims
-    """Sides of the grid of devices, which are numbered row by row."""
+    """Sides of the grid of devices, which are numbered in row-major order."""
 
     tensor_map: tuple[Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)], ...]
     """For each dimension of the array, the dimension of the grid that splits it, counted from the right; -1: none."""
@@ -132,16 +136,18 @@ class Layout(msgspec.Struct, frozen=True):
     """The number of rows of each shard, if the user split them unevenly."""
 
     indices_offset: _Dims = ()
-    """With `param_split_shape`, the offset of the ids in each shard; not used here."""
+    """With `param_split_shape`, the offset of the ids in each shard. Only its presence is used here: without it, rows
+    are split evenly."""
 
     field: int = 0
     """If positive, rows are split within each of this many fields."""
 
     opt_weight_shard_step: int = 0
-    """Distance in ranks of the shards that the optimizer splits rows into once more; 0: it does not."""
+    """If the optimizer splits the rows further: the distance, in ranks, of its shards of one shard of the model.
+    0: it does not split them."""
 
     opt_weight_shard_size: int = 0
-    """The number of those shards; -1: the largest possible number."""
+    """The number of the optimizer's shards of one shard of the model; -1: the largest possible number."""
 
     tensor_shape: _Dims | None = None
     """The global shape; only in JSON files."""
@@ -156,7 +162,7 @@ class _Operator(msgspec.Struct, frozen=True):
 
 
 class _StrategyFile(msgspec.Struct, frozen=True):
-    """The parts of a strategy file, of either form, that are read."""
+    """The parts of a strategy file, protobuf or JSON, that are read."""
 
     parallel_layout_item: dict[str, Layout]
     parallel_strategy_item: dict[str, _Operator] = {}
@@ -206,14 +212,14 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
         )
     for name, shards in arrays.items():
         stages = [stage for stage, layouts in strategy.items() if name in layouts]
-        if not stages:  # a learning rate, for example
+        if not stages:  # not in the strategy, such as a learning rate, so whole in each rank
             whole[name] = from_ranks(name, shards, {"rank": max(held) + 1}, ())
             continue
         of_stages: list[tuple[int, ForeignArray]] = []
         for stage in stages:
             # Ranks may have saved arrays of other stages too, as they were before the first step.
             own = {rank: shard for rank, shard in shards.items() if rank // n_devices == stage}
-            if own:  # what stages share is saved by one of them
+            if own:  # an array that several stages share may be saved by only one of them
                 of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
             raise DataError(
@@ -239,7 +245,7 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
     """The global array from the shards of a stage's ranks."""
     rank = len(next(iter(shards.values())).shape)
     if max(layout.tensor_map, default=-1) < 0 and not layout.opt_weight_shard_step:
-        layout = msgspec.structs.replace(layout, tensor_map=(-1,) * rank)  # a scalar may have one entry
+        layout = msgspec.structs.replace(layout, tensor_map=(-1,) * rank)  # the map of a scalar may have one entry
     if len(layout.tensor_map) != rank or max(layout.tensor_map, default=-1) >= len(layout.dev_matrix):
         raise DataError(
             f"{show(name)} has {rank} dimensions; its strategy has tensor_map {list(layout.tensor_map)} over"
@@ -265,10 +271,11 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
 
 
 def _optimizer_shards(name: str, layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The grid with the optimizer's own split of rows; and for each dimension of the array those of the grid that split
-    it, counted from the right. As MindSpore's _construct_tensor_layout_for_opt_shard computes them.
+    """The sides of the device grid, extended by the optimizer's own split of rows; and for each dimension of the array,
+    the dimensions of that grid that split it, counted from the right.
 
-    The ranks that hold a shard of the model lie `step` apart, and each has one `size`th of the shard's rows.
+    The ranks that hold the same shard of the model are `step` apart, and each has one `size`th of the shard's rows. As
+    in MindSpore's _construct_tensor_layout_for_opt_shard.
     """
     split = [1 if dim < 0 else layout.dev_matrix[-1 - dim] for dim in layout.tensor_map]
     step, size = layout.opt_weight_shard_step, layout.opt_weight_shard_size
@@ -310,7 +317,7 @@ class _Tensor(msgspec.Struct, frozen=True):
 
     type: str
     content: tuple[int, int]
-    """Where it starts and stops in the file."""
+    """Its first byte in the file, and the byte after its last."""
 
     dims: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_RANK)] = ()
 
@@ -363,14 +370,14 @@ def _values(wire: Message) -> Iterator[_Value]:
 
 
 def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> ForeignArray | str:
-    """The tensor or text in one or more ranges."""
+    """The tensor or text that consists of one or more ranges of elements."""
     first, where = runs[0], f"{path}: {show(tag)}"
     if odd := [run for run in runs if (run.dims, run.type) != (first.dims, first.type)]:
         raise DataError(f"{where} is {first.type}{list(first.dims)} and then {odd[0].type}{list(odd[0].dims)}")
     n_bytes = sum(run.n_bytes for run in runs)
     offset = first.content[0]
     if first.type == "str":
-        # NumPy's form: UTF-32, padded with zeros.
+        # As NumPy stores text: UTF-32, padded with zeros.
         if n_bytes > MAX_TEXT_BYTES or len(runs) > 1:
             raise DataError(f"{where} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
         try:
@@ -381,7 +388,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         return ForeignArray(first.type[:40], first.dims, FileData(path, offset, "uint8", (n_bytes,)))
     dtype = _DTYPES[first.type]
     size = DTYPES[dtype].itemsize
-    shape = () if first.dims == (0,) and n_bytes else first.dims  # the form of a scalar in older versions
+    shape = () if first.dims == (0,) and n_bytes else first.dims  # older versions write scalars so
     expected = math.prod(shape) * size
     if math.prod(side or 1 for side in shape) * size >= 1 << 63 or n_bytes != expected:
         raise DataError(f"{where} has {n_bytes} bytes, expected {expected} of {first.type}{list(shape)}")
@@ -405,7 +412,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
 
 
 def _numbers(wire: Message, field: Field) -> list[int]:
-    """A message that is a list."""
+    """The integers in field 1 of a message that represents a list."""
     return wire.read(field, "a list", {1: ("numbers", None)}).get("numbers", [])
 
 
@@ -422,7 +429,7 @@ _ITEMS: Mapping[int, tuple[str, str, Table]] = {
     2: ("parallel_strategy_item", "an operator", {1: ("stage", Message.number)}),
     3: ("parallel_layout_item", "a layout", _LAYOUT),
 }
-"""For each field of a strategy: its name in JSON, and what a name in it is given."""
+"""For each field of a strategy: its name in JSON, a name for error messages, and the fields of its entries."""
 
 
 def _from_wire(wire: Message) -> _StrategyFile:

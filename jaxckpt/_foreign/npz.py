@@ -40,11 +40,11 @@ SNAPSHOTS = 256
 """The most positions of a deflated member at which reading can start. Each takes about 50 KB."""
 
 SNAPSHOT_BYTES = 16 << 20
-"""The least distance of these positions, in bytes."""
+"""The least distance between these positions, in bytes of decompressed data."""
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
-    """Whether a file has the suffix or begins with an array, because `convert` writes to files of any name."""
+    """Whether a file has the suffix .npz, or is an archive that begins with an array: `convert` writes to any name."""
     return not names and os.path.isfile(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
 
 
@@ -88,7 +88,7 @@ class _Stream:
 
     member: Member
     snapshots: dict[int, _Snapshot] = field(default_factory=dict[int, _Snapshot], compare=False, repr=False)
-    """Positions at which reading can start: the first in each stretch of the member."""
+    """Positions at which reading can start, by the number of a stretch of the member: at most one in each stretch."""
 
     def read(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
         """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
@@ -119,11 +119,11 @@ class _Stream:
 
 
 def _head(handle: int, member: Member, count: int) -> bytes:
-    """The first bytes of a member."""
+    """The first `count` bytes of a member, decompressed."""
     count = min(count, member.n_bytes)
     if not member.deflated:
         return os.pread(handle, count, member.offset)
-    try:  # deflate never doubles the size
+    try:  # twice the bytes suffice, because deflate never makes data twice as large
         return zlib.decompressobj(-15).decompress(
             os.pread(handle, min(2 * count, member.n_stored), member.offset), count
         )
@@ -170,7 +170,7 @@ def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of its format is not supported")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    with warnings.catch_warnings(action="ignore"):  # about headers that Python 2 wrote
+    with warnings.catch_warnings(action="ignore"):  # NumPy warns about headers that Python 2 wrote
         return read(file, MAX_HEADER_BYTES)
 
 
@@ -178,7 +178,7 @@ def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: n
     member.require(zlib.crc32(raw))
     try:
         return np.ndarray((), dtype, raw[start:] or b"\0").item()
-    except ValueError as error:  # a number that is no character
+    except ValueError as error:  # raised for a number that is not a Unicode character
         raise DataError(f"{path}: {show(name)} is not text: {error}") from error
 
 
@@ -240,12 +240,12 @@ class Deflated(ArrayData):
                 element = (at - self.start) // target.itemsize
                 _copy(shape, element, np.frombuffer(held, target.dtype, count), box, target)
                 held, at = held[count * target.itemsize :], at + count * target.itemsize
-                if last < element + count < math.prod(shape):  # to the end if it is near, where the checksum is
+                if last < element + count < math.prod(shape):  # so the checksum, at the end, is not compared
                     return
 
 
 def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target: Array) -> None:
-    """Copy the part of a box in a range of elements."""
+    """Copy the elements of a box that are among `values`, the elements of the array from number `element` on."""
     for run in flat_boxes(shape, element, element + len(values)):
         common = intersection(run, box)
         if common is not None:
@@ -257,7 +257,8 @@ def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target:
 
 
 def write_npz(source: Source, path: str, options: Options, report: Report) -> None:
-    """An uncompressed .npz, each leaf a member by its path: numpy.load opens it without pickle."""
+    """Write an uncompressed .npz in which each leaf is a member with its path as the name. numpy.load opens it without
+    pickle. Raises TreeError for leaves that the format cannot hold."""
     arrays = arrays_of(source, options, report, _problem)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, data in arrays.items():

@@ -32,7 +32,7 @@ from jaxckpt._runtime.errors import DataError, NotACheckpointError
 _PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
 _MAGIC = b"__oneflow__"
 _OF_A_PICKLE = re.compile(r"(global_)?tensor_\d+")
-"""Folders of tensors whose names are only in the pickle."""
+"""Names of tensor folders that a pickle refers to. The tensors' own names are only in the pickle."""
 
 _DTYPES = {  # oneflow/core/common/data_type.proto
     "kFloat": (2, "float32"),
@@ -97,6 +97,10 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
             Without a spec, each rank holds the whole tensor. Ranks that hold the same box are replicas: one is enough,
             and they are compared when they are read.
 
+    Returns:
+        A checkpoint with the tree that the ranks saved, of global arrays. It refers to the files, which must stay in
+        place.
+
     Raises:
         DataError: A file is missing or damaged; shards of an array overlap, or no rank has some box of it; or a number
             or text differs between ranks.
@@ -147,6 +151,7 @@ def _saved(path: str) -> Tree:
 
 
 def _unpickled(path: str, folder: str | None) -> Tree:
+    """The tree in a pickle. Its tensors are in the pickle, or in subfolders of `folder` if that is given."""
     tensors: list[Object] = []
 
     def tensor(name: str, *args: Any) -> Object:

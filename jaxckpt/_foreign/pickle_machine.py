@@ -77,7 +77,7 @@ class Machine:
     _path: str
     _handle: int
     _first: int
-    """Where the window begins in the file; at first, where the pickle does."""
+    """Position in the file of the window's first byte; at first, of the pickle."""
 
     _end: int
     _calls: Mapping[str, Call]
@@ -93,7 +93,8 @@ class Machine:
     _globals: dict[str, Global] = field(default_factory=dict[str, Global])
     _read: int = 0
     _budget: int = 1 << 16
-    """What calls may still copy: they copy what they are given, and a pickle can give a long list a million times."""
+    """How many more values calls may copy. A pickle could otherwise pass a long list to a million calls, and each call
+    copies it."""
 
     @property
     def at(self) -> int:
@@ -274,7 +275,7 @@ class Machine:
             target.state = state
         elif isinstance(target, Unbuilt):
             target.build(state)
-        elif not isinstance(target, dict):  # attributes of an OrderedDict, as torch's modules have
+        elif not isinstance(target, dict):  # the attributes of an OrderedDict, as in torch's modules, are ignored
             raise TypeError(f"a {type(target).__name__} has no state")
 
     def persistent(self, identity: Any) -> None:
@@ -303,8 +304,8 @@ _KEYS = (str, float, bool, bytes, type(None), Object, Global)
 
 
 def _odd(key: Any) -> Object:
-    """Replaces a key whose hash can be slow. Each level of nested tuples can double the time, and millions of large
-    integers or tuples of integers can share one hash."""
+    """Replaces a key that could make a dict slow: each level of nested tuples can double the time of its hash, and
+    millions of large integers or tuples of integers can have equal hashes."""
     return Object(f"builtins.{type(key).__name__}")
 
 

@@ -27,7 +27,8 @@ from jaxckpt._restore.source import ForeignArray, Memory
 from jaxckpt._runtime.errors import DataError
 
 MAX_VALUES = 1 << 22
-"""Values of a tree. A pickle may hold one list twice, so ten nested lists of ten are 10^10 values in 200 bytes."""
+"""The most values of a tree. A pickle can repeat a list cheaply: ten levels of ten references are 10^10 values in 200
+bytes."""
 
 
 def unpickle(
@@ -68,7 +69,7 @@ def _ordered_dict(items: Sequence[Any] = ()) -> dict[Any, Any]:
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    """bytes in protocols 0 to 2."""
+    """A bytes object, in the form that protocols 0 to 2 have for it."""
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes are encoded as {encoding[:20]!r}")
     return text.encode("latin1")
@@ -93,7 +94,7 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 class _NumpyDtype(Unbuilt):
-    """numpy.dtype, not checked yet."""
+    """A numpy.dtype, before its state is set and checked."""
 
     def __init__(self, code: Any, align: Any = None, copy: Any = None) -> None:
         self.name: str | None = None
@@ -117,7 +118,7 @@ class _NumpyDtype(Unbuilt):
 
 
 class _NumpyArray(Unbuilt):
-    """numpy.ndarray, without its data yet."""
+    """A numpy.ndarray, before its data is set."""
 
     def __init__(self, kind: Any, shape: Any, code: Any) -> None:
         self.array: ForeignArray | Object = Object("numpy.ndarray")
@@ -128,6 +129,7 @@ class _NumpyArray(Unbuilt):
 
 
 def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy") -> ForeignArray | Object:
+    """An array from the arguments of NumPy's functions; an `Object` if its dtype or data is not supported."""
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("the dtype of a NumPy array is missing")
     name = dtype.known
@@ -145,7 +147,7 @@ def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """A shape, or the strides of one. Raises ValueError, TypeError if no array can have it."""
+    """A shape or strides as a tuple. Raises ValueError or TypeError if no array can have them."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"a shape is a {type(value).__name__}")
     numbers = cast("Sequence[Any]", value)
@@ -175,7 +177,7 @@ CALLS: Mapping[str, Call] = {
         )
     },
 }
-"""Functions for every pickle."""
+"""The functions that any pickle may call, by the names that pickles use for them."""
 
 
 # Trees ----------------------------------------------------------------------------------------------------

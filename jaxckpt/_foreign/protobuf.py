@@ -1,4 +1,4 @@
-"""Parses the wire format of protobuf messages in a file into fields and their positions, without copying large fields.
+"""Parses protobuf messages in a file into fields and their positions, without reading large fields.
 
 Every length is compared with the enclosing message before anything is read.
 """
@@ -17,7 +17,7 @@ _VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
 MAX_TEXT_BYTES = 1 << 16
 
 MAX_NUMBERS = 1 << 17
-"""The longest list."""
+"""The most integers in a repeated field."""
 
 _WINDOW_BYTES = 4096
 """Bytes per read of the small fields between large ones."""
@@ -130,7 +130,7 @@ class Message:
         return field.start, field.stop
 
     def text(self, field: Field) -> str:
-        """A field as text."""
+        """A field as text of at most `MAX_TEXT_BYTES`. Raises DataError."""
         start, stop = self.span(field)
         if stop - start > MAX_TEXT_BYTES:
             raise self.damaged(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")

@@ -61,11 +61,14 @@ def rank_files(
         offsets: Instead of a spec, the start of each rank's shard in the global array: {rank: {name: (0, 4096)}}.
         shapes: The global shape of each array in `offsets`.
 
+    Returns:
+        A checkpoint of nested dicts of global arrays. It refers to the files, which must stay in place.
+
     Raises:
         DataError: A file is missing or damaged; or shards of an array overlap, or no rank has some box of it. The error
             names the array and the box.
         SpecError: A spec does not fit the mesh or its array.
-        InputError: Offsets without shapes, or for arrays that do not exist.
+        InputError: No files or invalid ranks; offsets without shapes, or for arrays that do not exist.
         TreeError: An array has a dtype that NumPy and JAX do not support.
 
     Examples:
@@ -122,7 +125,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
 
 
 def common_url(paths: Mapping[int, str]) -> str:
-    """The name of the files of all ranks, for messages."""
+    """The path of the single file, or the common parent folder of all files, for messages."""
     return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
 
 
@@ -145,7 +148,7 @@ def assemble(
     boxes = _boxes(arrays, _mapping(offsets, "offsets"), _mapping(shapes, "shapes"))
     firsts = {name: next(iter(shards.values())) for name, shards in arrays.items() if name not in boxes}
     leaves = [(name, jax.ShapeDtypeStruct(one.shape, DTYPES.get(one.dtype, np.uint8))) for name, one in firsts.items()]
-    if isinstance(specs, Mapping):  # of names, which are no paths: in them a "/" is a "/"
+    if isinstance(specs, Mapping):  # keys are names, not paths, so a "/" in a key is not escaped
         specs = nested({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
     chosen = resolve_specs(specs, leaves)
     for name, shards in arrays.items():

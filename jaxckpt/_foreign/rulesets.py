@@ -39,7 +39,7 @@ def huggingface_rules(
     scan: bool | None = None,
     vocab_size: int | None = None,
 ) -> Rules:
-    """Make rules from the tensors of a Hugging Face folder to a tree of arrays. Pass them as `rename=`.
+    """Make rules that map the tensors of a Hugging Face folder to a tree of arrays. Pass them as `rename=`.
 
     Supported families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
     leaves. Weights quantized in float8 blocks, or in int8 or float8 by compressed-tensors, are dequantized.
@@ -58,7 +58,7 @@ def huggingface_rules(
 
     Raises:
         DataError: config.json is missing or incomplete.
-        InputError: The model's family is not supported.
+        InputError: The model's family or its quantization is not supported, or an argument is invalid.
     """
     config = _config_of(folder)
     family = str(config.get("model_type"))
@@ -94,7 +94,7 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
 
 
 def huggingface_dtype(folder: str | os.PathLike[str]) -> str:
-    """The dtype of the weights of a Hugging Face folder, as its config.json says. Raises DataError."""
+    """The dtype of the weights of a Hugging Face folder, from its config.json. Raises DataError."""
     return _dtype(_config_of(folder))
 
 
@@ -103,7 +103,7 @@ def _dtype(config: Config) -> str:
 
 
 def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
-    """The rule of the embedding or of the head, for another vocabulary."""
+    """The rule, for a vocabulary of another size if it makes the embedding or the head."""
     layout = {"embed/embedding": "v m -> v m", "head/kernel": "v m -> m v"}.get(str(rule.target))
     if vocab_size is None or layout is None:
         return rule
@@ -111,7 +111,7 @@ def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
 
 
 def _dequantising(rule: Rule, config: Config) -> Rule:
-    """The rule of a weight of a layer, if the model is quantised."""
+    """The rule, with scales if it is for a layer's weight in a quantized model. Raises InputError."""
     quantised: Config | None = config.get("quantization_config")
     if quantised is None or not re.fullmatch(r"model\.layers\..*_proj\.weight", str(rule.source)):
         return rule
@@ -128,7 +128,7 @@ def _dequantising(rule: Rule, config: Config) -> Rule:
 
 
 def _block_of(quantised: Config) -> Sequence[int] | None:
-    """The sides of blocks in compressed-tensors; None if a scale is for a row or a tensor. Raises InputError."""
+    """The sides of blocks in compressed-tensors; None if each scale is for a row or a tensor. Raises InputError."""
     weights: list[Config] = [group["weights"] for group in quantised["config_groups"].values()]
     blocks = [
         _sides(one.get("block_structure")) or (one.get("group_size") and (1, one["group_size"])) for one in weights
@@ -153,7 +153,7 @@ def _sides(block: str | Sequence[int] | None) -> tuple[int, ...]:
 def _layer_rule(
     source: str, target: Names, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
 ) -> Rule:
-    """A rule for a leaf of each layer, or for several that are parts of one."""
+    """A rule that makes a leaf of each layer from one tensor, or several leaves from the parts of one tensor."""
     axes = axes_of(Axes.parse(layout).source)
     targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in names_in(target))
     return Rule(
@@ -175,16 +175,16 @@ def _llama(
     is_tied: bool = False,
     offset: float = 0.0,
 ) -> Rules:
-    """Llama and the families that are made like it.
+    """The rules for Llama and for families with the same architecture.
 
     Args:
         config: The folder's config.json.
         scan: Whether layers are stacked.
-        bias: The projections of the attention that have a bias, such as "qkv".
-        norms: Their names for the norms of a layer, and ours.
+        bias: The attention projections that have a bias, such as "qkv".
+        norms: Maps Hugging Face's names of a layer's norms to the names in the tree. None: Llama's.
         head_norms: Whether queries and keys have norms.
-        is_tied: Whether the embedding is also the head, if the configuration does not say.
-        offset: What is added to the weights of norms.
+        is_tied: Whether the embedding is also the head, if the configuration does not specify this.
+        offset: Added to the weights of norms.
     """
     heads = int(config["num_attention_heads"])
     dim = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -229,7 +229,7 @@ _GEMMA_NORMS = {
 
 
 def _gemma(config: Config, scan: bool, *, head_norms: bool) -> Rules:
-    """Gemma stores weights of norms as what is added to 1; the tree has the whole scale, in float32."""
+    """The rules for Gemma. It stores the weights of norms minus 1; the tree has the full scale, in float32."""
     return _llama(config, scan, norms=_GEMMA_NORMS, head_norms=head_norms, is_tied=True, offset=1.0)
 
 

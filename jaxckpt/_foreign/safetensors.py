@@ -1,6 +1,6 @@
-"""Safetensors, read and written: one file, or a folder of shards with an index, as Hugging Face has them.
+"""Reads and writes safetensors: one file, or a folder of shards with an index as in Hugging Face's repositories.
 
-8 bytes: length of the header ─▶ the header, JSON: name ─▶ dtype, shape, data_offsets ─▶ the tensors, back to back
+8 bytes: length of the header ─▶ the header, JSON: name ─▶ dtype, shape, data_offsets ─▶ the tensors, without gaps
 (github.com/huggingface/safetensors)
 """
 
@@ -25,10 +25,10 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the format allows."""
+"""The largest header that the format allows."""
 
 MAX_BYTES = (1 << 63) - 1
-"""Of a tensor, its sides of 0 counted as 1: what NumPy can give a shape to."""
+"""The largest tensor, with sides of 0 counted as 1: NumPy's limit for an array's shape."""
 
 DTYPE_OF = {
     "BOOL": "bool",
@@ -52,7 +52,7 @@ DTYPE_OF = {
     "C64": "complex64",
 }
 
-# Of an element. What NumPy and JAX lack keeps its own name, under which it is refused.
+# Bits per element. Dtypes that NumPy and JAX lack keep the format's name, which `compose` refuses.
 _BITS = {name: 8 * DTYPES[ours].itemsize for name, ours in DTYPE_OF.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
@@ -67,7 +67,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_header(path: str) -> dict[str, ForeignArray]:
     """The tensors of a .safetensors file, in order of their offsets. Only the header is read.
 
-    Raises DataError if the file is cut, or its tensors overlap, leave a hole, or do not fit their shapes.
+    Raises DataError if the file is truncated, or its tensors overlap, leave a gap, or do not fit their shapes.
     """
     with opened(path) as handle:
         size = os.fstat(handle).st_size
@@ -107,6 +107,7 @@ def read_metadata(path: str) -> dict[str, str]:
 
 
 def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """The metadata and the entries in the header of a .safetensors file of `size` bytes. Raises DataError."""
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise DataError(
@@ -128,21 +129,22 @@ INDEX = ".safetensors.index.json"
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
-    """A .safetensors file; a folder with the index of several, or with one alone."""
+    """Whether this is a .safetensors file, or a folder with an index of such files or with exactly one of them."""
     if not names:
         return path.endswith(".safetensors")
     return any(name.endswith(INDEX) for name in names) or len(_tensor_files(names)) == 1
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that are its own."""
+    """The names in its folder that belong to the format."""
     indices = [name for name in names if name.endswith(INDEX)]
     files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}
     return {*indices, *files} if indices else set(_tensor_files(names))
 
 
 def open_safetensors(path: str) -> Foreign:
-    """Tensors by name: nested dicts if names have "/", as ours have, else one flat dict, as Hugging Face's are."""
+    """Tensors by name: nested dicts if a name has a "/", as jaxckpt writes them; otherwise a flat dict, as for Hugging
+    Face's files. Raises DataError, InputError."""
     return compose(path, _as_tree(_tensors(path)), "safetensors")
 
 
@@ -159,7 +161,7 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
 
 
 def _tensor_files(names: Collection[str]) -> list[str]:
-    # What a conversion that was killed has left is hidden.
+    # Names that start with "." are remains of a killed conversion.
     return [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
 
 
@@ -167,7 +169,7 @@ def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
     if any("/" in name for name in tensors) or [*tensors] == [""]:  # "" is a tree of one leaf
         try:
             return nested(tensors)
-        except TreeError:  # one name is both a leaf and a container of others
+        except TreeError:  # a name is both a leaf and a container of other leaves
             pass
     return tensors
 
@@ -175,11 +177,12 @@ def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
 # Writing --------------------------------------------------------------------------------------------------
 
 SHARD_BYTES = 5_000_000_000
-"""Bytes of tensors in one file of a folder of safetensors, at most, but for a larger tensor: as Hugging Face does."""
+"""The most bytes of tensors in one file of a folder, unless a single tensor is larger: Hugging Face's default."""
 
 
 def write_safetensors(source: Source, path: str, options: Options, report: Report) -> None:
-    """One file if `path` ends in .safetensors; else a folder of shards with an index, as Hugging Face reads them."""
+    """Write one file if `path` ends in .safetensors, otherwise a folder of shards with an index, which Hugging Face's
+    libraries read. Raises TreeError for leaves that the format cannot hold."""
     arrays = arrays_of(source, options, report, _problem)
     if path.endswith(".safetensors"):
         _write_tensors(path, arrays)
@@ -212,7 +215,8 @@ _NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 
 def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
-    # Largest items first, as the reference implementation does: all lie aligned without holes.
+    """Write one .safetensors file."""
+    # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}
     end = 0

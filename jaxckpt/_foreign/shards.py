@@ -1,7 +1,7 @@
-"""Arrays in other libraries' files: where they lie, at an offset, with strides; and put together of such pieces.
+"""Arrays in other libraries' files: at an offset of a file, with strides, or assembled from several such pieces.
 
-Coverage is checked before anything is read: pieces that overlap, leave a hole, or lie outside are an error
-that names the array and the box.
+Coverage is checked before anything is read. If pieces overlap, leave a gap, or lie outside the array, the error names
+the array and the box.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from jaxckpt._runtime.errors import DataError, SpecError, listing, show
 from jaxckpt._storage import files
 
 SPAN_BYTES = 4 << 20
-"""What lies scattered over no more bytes of a file than this is read with all that lies between."""
+"""Elements that are scattered over at most this many bytes of a file are read in one call, with the bytes between them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class FileData(ArrayData):
     shape: tuple[int, ...]
 
     strides: tuple[int, ...] | None = None
-    """Elements from one index to the next along each dimension, none below zero; None: C order."""
+    """Elements from one index to the next along each dimension, never negative; None: C order."""
 
     def read(self, box: Box, target: Array) -> None:
         if not target.size:
@@ -63,7 +64,7 @@ class FileData(ArrayData):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The strides, also if the array is in C order."""
+        """The strides, computed if the array is in C order."""
         return c_strides(self.shape) if self.strides is None else self.strides
 
     @property
@@ -81,13 +82,13 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The same in Fortran order."""
+    """Elements from one index to the next along each dimension, in Fortran order."""
     return c_strides(shape[::-1])[::-1]
 
 
 def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
-    """Read a strided array: in place if it lies in one piece, in one go if it lies close together, else index by
-    index of the dimension with the longest stride."""
+    """Read a strided array, with strides in bytes: in place if it is contiguous, in one call if its span is small,
+    otherwise in parts along the dimension with the longest stride."""
     shape = target.shape
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
     in_order = span == target.nbytes and all(
@@ -103,7 +104,7 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
     else:
         dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
         rest = (*strides[:dim], *strides[dim + 1 :])
-        # Several at once if they are small: else each row of a wide array would take a call of its own.
+        # Several indices per part if they are small. Otherwise each row of a wide array would need its own call.
         per = max(1, SPAN_BYTES // max(1, strides[dim]))
         for first in range(0, shape[dim], per):
             rows = target[(slice(None),) * dim + (slice(first, first + per),)]
@@ -115,7 +116,7 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
 
 @dataclass(frozen=True, slots=True)
 class Tiled(ArrayData):
-    """An array put together of pieces that cover it, each element once: `require_cover` has looked."""
+    """An array assembled from pieces that cover each element exactly once, which `require_cover` has checked."""
 
     pieces: Sequence[tuple[Box, ArrayData]]
 
@@ -132,14 +133,14 @@ class Tiled(ArrayData):
 
 @dataclass(frozen=True, slots=True)
 class Replicas(ArrayData):
-    """Copies that must be the same: all are read, and compared bit for bit."""
+    """Copies of an array that must be equal: each read reads all of them and compares them bit for bit."""
 
     copies: Sequence[ArrayData]
     names: Sequence[str]
-    """Who holds each, in words."""
+    """The holder of each copy, for messages: "rank 3"."""
 
     path: str
-    """Of the leaf."""
+    """Path of the leaf."""
 
     def read(self, box: Box, target: Array) -> None:
         self.copies[0].read(box, target)
@@ -159,7 +160,7 @@ class Replicas(ArrayData):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable(ArrayData):
-    """What a checkpoint holds and cannot be read; the leaves around it can."""
+    """A leaf that cannot be read, in a checkpoint whose other leaves can."""
 
     reason: str
 
@@ -168,15 +169,15 @@ class Unreadable(ArrayData):
 
 
 def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
-    """The array at a leaf path from what each rank holds of it, split as `spec` says.
+    """The array at a leaf path, from the shards of ranks, split by `spec` over a mesh with these axes.
 
-    Ranks are numbered row by row over the mesh. Ranks that hold the same box are replicas, one of which is enough, and
-    all of which must be equal. Raises DataError if ranks disagree about shape or dtype, or if none has a box;
-    SpecError if the spec does not fit.
+    Ranks are numbered in row-major order of the mesh. Ranks with the same box are replicas: one is enough, and all must
+    be equal. Raises DataError if shapes or dtypes differ between ranks, or if no rank has some box; SpecError if the
+    spec does not fit.
     """
     _, first = min(shards.items())
     sides = tuple(axes.values())
-    # Of any length a dimension divides: each rank has its shard already.
+    # Lengths of 0, so that divisibility is not checked: the ranks already hold shards.
     problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
     if problem:
         raise SpecError(f"{show(path)}: {problem}")
@@ -192,8 +193,8 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
 
 
 def require_alike(path: str, held: Sequence[tuple[str, ForeignArray]], *, shapes: bool = True) -> None:
-    """Raise DataError unless what files or ranks, each called by a name, hold of an array has one dtype and one
-    shape; or, without `shapes`, one rank."""
+    """Raise DataError unless the parts of an array in several files or ranks, given as (name, part), have equal dtypes
+    and shapes; without `shapes`, equal dtypes and numbers of dimensions."""
     (first_name, first), *others = held
     for name, array in others:
         fits = array.shape == first.shape if shapes else len(array.shape) == len(first.shape)
@@ -207,19 +208,19 @@ def require_alike(path: str, held: Sequence[tuple[str, ForeignArray]], *, shapes
 def from_boxes(
     path: str, shards: Mapping[int, ForeignArray], boxes: Mapping[int, Box], shape: tuple[int, ...]
 ) -> ForeignArray:
-    """The array at a leaf path from the box of it that each rank holds.
+    """The array of `shape` at a leaf path, from the shard of each rank and its box.
 
-    Ranks that hold the same box are replicas, one of which is enough, and all of which must be equal. Raises DataError
-    where a rank holds another shape than its box, where ranks disagree about the dtype, or where none has a box.
+    Ranks with the same box are replicas: one is enough, and all must be equal. Raises DataError if the shape of a shard
+    and of its box differ, if dtypes differ, or if the boxes do not cover the array exactly.
     """
     return joined(path, shape, [(f"rank {rank}", boxes[rank], shard) for rank, shard in sorted(shards.items())])
 
 
 def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, ForeignArray]]) -> ForeignArray:
-    """The array at a leaf path from the boxes of it that files or ranks hold, each called by a name.
+    """The array of `shape` at a leaf path, from parts in files or ranks: (name for messages, box, part).
 
-    The same box in several are replicas. Raises DataError if an array has another shape than its box, if dtypes differ,
-    or if no box has an element.
+    Parts with the same box are replicas. Raises DataError if a part does not have the shape of its box, if dtypes
+    differ, or if the boxes do not cover the array exactly.
     """
     require_alike(path, [(name, array) for name, _, array in held], shapes=False)
     copies: dict[Box, list[tuple[str, ArrayData]]] = {}
@@ -235,8 +236,8 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
 
 
 def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
-    """The array at a leaf path that files or ranks, each called by a name, all hold whole; they are compared when it is
-    read. Raises DataError if shapes or dtypes differ."""
+    """The array at a leaf path, from complete copies in several files or ranks, by name. The copies are compared when
+    the array is read. Raises DataError if shapes or dtypes differ."""
     held = list(copies.items())
     require_alike(path, held)
     return replace(held[0][1], data=_replicas(path, [(name, array.data) for name, array in held]))
@@ -248,14 +249,14 @@ def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
 
 
 def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData]]) -> ArrayData:
-    """The array at a leaf path from its pieces. Raises DataError unless they cover it, each element once."""
+    """The data of an array from its pieces. Raises DataError unless they cover each element exactly once."""
     filled = [(box, data) for box, data in pieces if volume(box)]
     require_cover(path, shape, [box for box, _ in filled])
     return filled[0][1] if len(filled) == 1 else Tiled(filled)
 
 
 def require_cover(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Raise DataError unless boxes cover an array, each element once; the error names the array and the box."""
+    """Raise DataError, which names the array and the box, unless boxes cover each element of an array exactly once."""
     problems = [
         f"{show_box(box)} is outside its shape {list(shape)}"
         for box in boxes
@@ -270,7 +271,7 @@ def require_cover(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
 
 
 def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]:
-    """Boxes that are covered twice or not at all, of a grid drawn through all borders."""
+    """The boxes that are covered several times or not at all, among the cells of the grid through all borders."""
     cuts = [sorted({0, side, *(edge for box in boxes for edge in box[dim])}) for dim, side in enumerate(shape)]
     if math.prod(len(cut) - 1 for cut in cuts) > 1 << 24:
         yield "the shards are too many and too irregular to be checked"

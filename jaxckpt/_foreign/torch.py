@@ -1,4 +1,4 @@
-"""What torch.save writes: a zip archive with each tensor's storage as an uncompressed member; torch is not imported.
+"""Reads files of torch.save without torch: a zip archive with each tensor's storage as an uncompressed member.
 
 data.pkl: the object, with its tensors as (storage, offset, shape, strides) ─▶ data/<storage>: bytes ─▶ FileData
 
@@ -24,7 +24,8 @@ from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
 from jaxckpt._runtime.errors import DataError
 
 MAX_REPEATED_BYTES = 1 << 26
-"""Of a tensor that repeats elements of its storage by strides of 0: a few bytes could otherwise ask for any memory."""
+"""The largest tensor that repeats elements of its storage by strides of 0. Without a limit, a file of a few bytes could
+make a reader allocate any amount of memory."""
 
 _DTYPES = {
     "double": "float64",
@@ -40,11 +41,11 @@ _DTYPES = {
     "char": "int8",
     "byte": "uint8",
 }
-"""torch's own names of dtypes, and those in the names of its storages in lower case: ComplexFloatStorage."""
+"""Dtypes by torch's own names, and by lowercase names of its storages without "Storage" (ComplexFloatStorage)."""
 
 
 def dtype_of(value: Any) -> str | None:
-    """The dtype that a pickle names, as `tree.DTYPES` does; None if it is another or none."""
+    """The name in `DTYPES` of a torch dtype in a pickle; None for unsupported dtypes and for other values."""
     if not isinstance(value, Global) or not value.name.startswith("torch."):
         return None
     name = value.name.removeprefix("torch.")
@@ -53,19 +54,19 @@ def dtype_of(value: Any) -> str | None:
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
-    """Whether a file is what torch.save writes: the first member of the archive is the pickle."""
+    """Whether torch.save wrote a file: the first member of its archive is the pickle."""
     return not names and first_name(path).endswith("/data.pkl")
 
 
 def open_torch(path: str) -> Foreign:
-    """A file that torch.save wrote."""
+    """A file that torch.save wrote, as a checkpoint. Raises DataError, StorageError."""
     return compose(path, read_saved(path), "torch")
 
 
 def read_saved(path: str, start: int = 0, size: int | None = None) -> Tree:
-    """The object that torch.save wrote to a part of a file, its tensors as ForeignArrays.
+    """The object that torch.save wrote to a part of a file, with tensors as ForeignArrays.
 
-    What is not data becomes leaves that cannot be read. Raises DataError, StorageError.
+    Values that are not data become leaves that cannot be read. Raises DataError, StorageError.
     """
     with opened_archive(path, start, size) as archive:
         return as_tree(_Saved(archive).read(), f"{path} at byte {start}")
@@ -73,8 +74,8 @@ def read_saved(path: str, start: int = 0, size: int | None = None) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor(ArrayData):
-    """A tensor that torch.save wrote by itself to a part of a file. Its place there is looked up when it is first read:
-    a checkpoint may have a million tensors."""
+    """A tensor that torch.save wrote to its own part of a file. It is located only when it is first read, because a
+    checkpoint may have a million tensors."""
 
     path: str
     start: int
@@ -117,7 +118,7 @@ class _TensorData(ArrayData):
         self.data.read(box, target)
 
     def check(self) -> None:
-        if self.member.crc32:  # torch writes 0 if it computes none
+        if self.member.crc32:  # torch writes 0 if it computes no checksum
             self.member.check()
 
 
@@ -125,11 +126,11 @@ class _TensorData(ArrayData):
 class _Storage:
     member: Member
     dtype: str
-    """Empty if the tensors have it."""
+    """Dtype of the elements; empty if each tensor records its own."""
 
 
 class _Saved:
-    """An archive that torch.save wrote, and what its pickle calls."""
+    """An archive that torch.save wrote, and the functions that its pickle may call."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
@@ -166,6 +167,7 @@ class _Saved:
         return member
 
     def _storage(self, identity: Any) -> _Storage | Object:
+        """The storage that a pickle refers to; an `Object` if its elements have an unsupported dtype."""
         match identity:
             case ("storage", Global(name=name), str(key), _, _):
                 kind = name.rpartition(".")[2].removesuffix("Storage").lower()
@@ -182,6 +184,7 @@ class _Saved:
         return self._storages[key]
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None) -> Any:
+        """A tensor from its storage. Raises ValueError, TypeError if it does not fit its storage."""
         if isinstance(storage, Object):
             return storage
         if not isinstance(storage, _Storage):
@@ -217,7 +220,8 @@ class _Saved:
         return _plain(self._tensor(storage, offset, shape, strides, known), metadata)
 
     def _of_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
-        """A tensor of a subclass: what it adds to a tensor may change how to read it, except in a parameter."""
+        """A tensor of a subclass. Only parameters and buffers can be read, because other subclasses may interpret their
+        data differently."""
         if isinstance(function, Global) and isinstance(kind, Global) and isinstance(args, tuple):
             plain = kind.name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
             rebuild = self._calls.get(function.name)
@@ -233,7 +237,8 @@ def _parameter(data: Any = None, grad: Any = None, hooks: Any = None, state: Any
 
 
 def _plain(tensor: Any, metadata: list[Any]) -> Any:
-    """A tensor whose bits are its values: torch conjugates and negates some only when they are used."""
+    """The tensor if its bits are its values, otherwise a leaf that cannot be read: torch conjugates and negates some
+    tensors only when they are used."""
     if any(isinstance(one, dict) and any(cast("dict[Any, Any]", one).values()) for one in metadata):
         return unreadable("is a tensor with its conjugate or negative bit set; torch's resolve_conj() clears it")
     return tensor

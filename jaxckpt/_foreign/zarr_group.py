@@ -1,4 +1,4 @@
-"""Plain Zarr v3 groups, written with an array for each leaf at its path, and recognised if they are to be replaced."""
+"""Writes plain Zarr v3 groups, with an array for each leaf at its path, and recognises them for `overwrite=True`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _METADATA = "zarr.json"
 
 
 def write_zarr(source: Source, path: str, options: Options, report: Report) -> None:
-    """A Zarr v3 group: an array for each leaf at its path, with sharding and crc32c as our own arrays have them.
+    """Write a Zarr v3 group: an array for each leaf at its path, with sharding and crc32c as in jaxckpt's own arrays.
 
     bfloat16 and other dtypes that Zarr lacks are stored as unsigned integers of their width; the array's attributes
-    name the dtype. The tree's other values are attributes of the group.
+    name the dtype. Other values of the tree are attributes of the group. Raises TreeError for leaves that Zarr cannot
+    hold.
     """
     arrays = arrays_of(source, options, report, _problem, keep_values=True)
     groups = {"", *(head for name in arrays for head in heads(name.rpartition("/")[0]))}
@@ -49,7 +50,7 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
 
 
 def _write_array(folder: str, data: Data, options: Options) -> None:
-    """The first dimension stands for a stack's rows."""
+    """Write an array as a stack of its own, with the first dimension as the stack's rows."""
     if not data.shape:
         _write_scalar(folder, data)
         return
@@ -58,14 +59,14 @@ def _write_array(folder: str, data: Data, options: Options) -> None:
     sides = object_shape(shape, chunk, itemsize, options.object_bytes, shape)
     stack = Stack("", data.dtype.name, shape[1:], shape[0], chunk, sides)
     write_json(os.path.join(folder, _METADATA), json.loads(zarr.metadata(stack)))
-    writer = FileWriter(folder, stack, sync=False)  # all is synced at the end
+    writer = FileWriter(folder, stack, sync=False)  # everything is synced at the end
     for index, box in stack.objects() if 0 not in shape else ():
         held = data[tuple(slice(*side) for side in box)]
         writer.write(index, Pieces(box, data.dtype, box[0][1] - box[0][0], [[(box, held)]])).result()
 
 
 def _write_scalar(folder: str, data: Data) -> None:
-    """A 0-d array: one chunk, not cut any further."""
+    """Write a 0-d array: one chunk, without sharding."""
     metadata = json.loads(zarr.metadata(Stack("", data.dtype.name, (), 1, (1,), (1,))))
     metadata["shape"] = metadata["chunk_grid"]["configuration"]["chunk_shape"] = []
     metadata["codecs"] = metadata["codecs"][0]["configuration"]["codecs"]
@@ -76,19 +77,19 @@ def _write_scalar(folder: str, data: Data) -> None:
 
 
 def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
-    """What is wrong with a path, unless Zarr v3 and file systems allow nodes of these names."""
+    """The problem with a leaf's path, if any: Zarr v3 or file systems do not allow a node of such a name."""
     fine = all(
         name.strip(".") != ""
         and not name.startswith("__")
         and name != _METADATA
-        and {"\0", "\\"}.isdisjoint(name)  # readers take a backslash for a slash
+        and {"\0", "\\"}.isdisjoint(name)  # some readers interpret a backslash as a slash
         and len(name.encode()) <= 255
         for name in path.split("/")
     )
     return None if fine else "has a name that Zarr does not allow"
 
 
-# A group that is to be replaced ---------------------------------------------------------------------------
+# Recognising a group --------------------------------------------------------------------------------------
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
@@ -96,7 +97,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in a group that are its own: nodes that have nothing else in their folders."""
+    """The names in its folder that belong to the group: nodes whose folders contain nothing else."""
     return {_METADATA, *(name for name in names if _is_node(os.path.join(path, name)))}
 
 
@@ -112,7 +113,7 @@ class _Node(msgspec.Struct):
 
 
 def _node_type(path: str) -> str | None:
-    """ "array" or "group", as the zarr.json in a folder says; None if there is none."""
+    """ "array" or "group", from the zarr.json in a folder; None without a valid one."""
     try:
         return read_json(os.path.join(path, _METADATA), _Node).node_type
     except (DataError, StorageError):

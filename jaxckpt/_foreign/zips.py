@@ -1,4 +1,4 @@
-"""Zip archives in a file, or in a part of one: where the bytes of each member lie.
+"""Reads zip archives in a file, or in a part of one: the position of each member's bytes.
 
 directory at the end ─▶ each member's header ─▶ its bytes; every length is checked against the archive before it is used
 """
@@ -18,18 +18,18 @@ from jaxckpt._runtime.errors import DataError
 MAX_DIRECTORY_BYTES = 1 << 28
 
 READ_BYTES = 1 << 20
-"""What is read at once to compute a checksum."""
+"""Bytes per read to compute a checksum."""
 
 _LOCAL, _CENTRAL, _END, _END_64, _LOCATOR_64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _ENCRYPTED, _UTF8 = 1, 0x800
 _STORED, _DEFLATED = 0, 8
 
 _MOST_INFLATED = 1032
-"""The most that deflate can reach: bytes out for each byte in."""
+"""The largest number of output bytes that deflate can produce from one input byte."""
 
 
 def first_name(path: str) -> str:
-    """The name of the first member of a zip archive; empty if the path is none."""
+    """The name of the first member of a zip archive; empty if the path is not an archive."""
     start = head(path, 30 + (1 << 16))
     if len(start) < 30 or not start.startswith(_LOCAL):
         return ""
@@ -41,20 +41,24 @@ class Member:
     """A file in an archive."""
 
     path: str
-    """Of the file that holds the archive."""
+    """Path of the file that holds the archive."""
 
     name: str
 
     offset: int
-    """Of the stored bytes, in the file."""
+    """Offset in the file of its stored bytes."""
 
     n_stored: int
+    """Number of stored bytes."""
+
     n_bytes: int
+    """Number of bytes after decompression."""
+
     crc32: int
     deflated: bool
 
     def check(self) -> None:
-        """Raise DataError unless a member that is not deflated has its checksum."""
+        """Raise DataError unless the data of a member that is not deflated has the recorded checksum."""
         crc32 = 0
         with opened(self.path) as handle:
             for at in range(0, self.n_bytes, READ_BYTES):
@@ -62,7 +66,7 @@ class Member:
         self.require(crc32)
 
     def require(self, crc32: int) -> None:
-        """Raise DataError unless this is the checksum of the member."""
+        """Raise DataError unless this is the recorded checksum."""
         if crc32 != self.crc32:
             raise DataError(
                 f"{self.path}: {self.name} at byte {self.offset} was altered:"
@@ -72,7 +76,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A member as the directory has it."""
+    """A member's entry in the directory."""
 
     raw_name: bytes
     flags: int
@@ -85,7 +89,10 @@ class _Entry:
 
 @contextlib.contextmanager
 def opened_archive(path: str, start: int = 0, size: int | None = None) -> Generator[Archive]:
-    """An archive in a part of a file. What it and its user find damaged is a DataError that names both."""
+    """An archive in a part of a file.
+
+    Errors from damaged content, in the archive or in the block, become a DataError that names the file and the part.
+    """
     with opened(path) as handle:
         length = os.fstat(handle).st_size
         if start + (size or 0) > length:
@@ -97,7 +104,7 @@ def opened_archive(path: str, start: int = 0, size: int | None = None) -> Genera
 
 
 class Archive:
-    """A zip archive, its directory read. Raises ValueError and struct.error for what is damaged."""
+    """A zip archive with its directory. Methods raise ValueError or struct.error if it is damaged."""
 
     def __init__(self, path: str, handle: int, start: int, size: int) -> None:
         self.path = path
@@ -115,7 +122,7 @@ class Archive:
         return iter(self._entries)
 
     def __getitem__(self, name: str) -> Member:
-        """A member with the place of its bytes, which its own header gives."""
+        """A member with the position of its bytes, which only its own header gives."""
         entry = self._entries[name]
         if entry.flags & _ENCRYPTED or entry.method not in (_STORED, _DEFLATED):
             raise ValueError(f"{name[:80]!r} is encrypted, or compressed by a method other than deflate")
@@ -136,10 +143,11 @@ class Archive:
         return Member(self.path, name, self.start + offset, stored, count, entry.crc32, deflated)
 
     def content(self, member: Member, most: int) -> bytes:
-        """The first bytes of a member that is not deflated."""
+        """At most the first `most` bytes of a member that is not deflated."""
         return self._read(member.offset - self.start, min(member.n_stored, most))
 
     def _read(self, offset: int, size: int) -> bytes:
+        """Bytes of the archive, by their offset in it. Raises ValueError if they are outside of it."""
         if offset < 0 or offset + size > self._size:
             raise ValueError(f"bytes {offset} to {offset + size} are beyond the archive's {self._size} bytes")
         first = self._size - len(self._tail)
@@ -151,6 +159,7 @@ class Archive:
         return data
 
     def _directory(self) -> dict[str, _Entry]:
+        """The entries of the directory at the end of the archive, also in zip64 form. Raises ValueError."""
         at = self._size - 22
         if at < 0 or not (end := self._read(at, 22)).startswith(_END):
             raise ValueError("it has no directory at its end: it was truncated, or is not a zip archive")
@@ -186,7 +195,7 @@ class Archive:
 
 
 def _wide(extra: bytes) -> Iterator[int]:
-    """The sizes of 64 bits in an extra field of the directory."""
+    """The 64-bit sizes and offsets in an extra field of a directory entry."""
     while len(extra) >= 4:
         kind, size = struct.unpack("<HH", extra[:4])
         if kind == 1:

@@ -27,9 +27,9 @@ MAX_INDEX_BYTES = 64 << 20
 """Largest index of an object, which tensorstore holds in memory: 4 million chunks."""
 
 MAX_TIED = 256
-"""The most leaves in one row, so that a forged manifest cannot claim much more than its objects hold."""
+"""The most leaves that share one row, so that a forged manifest cannot claim much more data than its objects hold."""
 
-_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes; blosc's are of zstd
+_ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at least 4 bytes; blosc's blocks use zstd too
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 
@@ -45,6 +45,7 @@ def problems(manifest: Manifest) -> list[str]:
 
 
 def _head_problems(manifest: Manifest) -> Iterator[str]:
+    """Problems of the format, the version and other members that describe the whole save."""
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         yield f"format {manifest.format!r} version {manifest.version}, expected {FORMAT!r} version {VERSION}"
         return
@@ -55,6 +56,7 @@ def _head_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _layout_problems(manifest: Manifest) -> Iterator[str]:
+    """Problems of stacks, meshes and layouts."""
     yield from _stack_problems(manifest.stacks)
     for number, mesh in enumerate(manifest.meshes):
         if len(mesh.axes) > _MAX_AXES or math.prod(mesh.axes.values()) != len(mesh.devices) or not mesh.devices:
@@ -79,6 +81,7 @@ def _few(items: Collection[Any]) -> str:
 
 
 def _tree_problems(manifest: Manifest) -> Iterator[str]:
+    """Problems of the tree, the leaves and their paths."""
     leaves = manifest.leaves
     paths = [leaf.path for leaf in leaves]
     try:

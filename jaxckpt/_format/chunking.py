@@ -70,8 +70,8 @@ def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, shape: Seq
         return math.prod(sides[dim + 1 :]) * itemsize
 
     def halve(dim: int, least_bytes: int) -> bool:
-        """Cut about in half, unless the chunk becomes too small, a prime side becomes 1, or the last chunk is nearly
-        empty."""
+        """Cut a dimension about in half, unless the chunk would become too small, a prime side would become 1, or the
+        last chunk would be nearly empty. Returns whether it was cut."""
         if sides[dim] == 1:
             return False
         smaller = _halved(cell[dim], sides[dim], free[dim])

@@ -18,9 +18,9 @@ from jaxckpt._format.zarr import Chunks
 def chunks_of(
     stack: Stack, index: tuple[int, ...], pieces: Pieces, empty: Callable[[], object]
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
-    """(numbers of chunks in the object, their data one after the other) until all are there.
+    """All chunks of an object, as (numbers of some chunks, their data in that order).
 
-    The data does not change until `empty` is called. By then, everything that was yielded must have been used.
+    Calls `empty` before it overwrites data that it has yielded. `empty` must finish using that data.
     """
     size = stack.chunk_stored_bytes - 4
     scratch, used = np.empty(0, np.uint8), 0
@@ -46,8 +46,8 @@ def chunks_of(
 
 
 def in_place(block: Box, box: Box, target: Array) -> Bytes | None:
-    """The bytes of `target`, which holds `box`, that a block of chunks fills; None unless all of it is there in one
-    piece."""
+    """The bytes of `target`, which holds `box`, that correspond to a block of chunks; None unless `box` contains the
+    block and these bytes are contiguous."""
     if not contains(box, block):
         return None
     place = target[within(block, box)]
@@ -55,8 +55,10 @@ def in_place(block: Box, box: Box, target: Array) -> Bytes | None:
 
 
 def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Box, Array]]) -> None:
-    """Copy the overlap of chunks and each box of the stack into the array that is this box. `data` has the chunks one
-    after the other, each with its checksum. All chunks inside a box are copied by one call."""
+    """Copy the overlap of some chunks and each wanted box of the stack into the array of that box.
+
+    `data` has the chunks in sequence, each followed by its checksum. One call copies all chunks that are inside a box.
+    """
     sides = stack.chunk
     grid = [(stop - start) // side for (start, stop), side in zip(chunks.box, sides, strict=True)]
     next_chunks = _steps(grid, chunks.slowest, stack.chunk_stored_bytes)
@@ -84,7 +86,7 @@ def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Bo
 
 
 def _steps(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]:
-    """The stride of each dimension, with the dimensions in this order."""
+    """The stride of each dimension, in units of `step`, if the dimensions are ordered as in `slowest`."""
     steps = [0] * len(sides)
     for dim in reversed(slowest):
         steps[dim] = step
@@ -93,7 +95,7 @@ def _steps(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]
 
 
 def _spans(start: int, stop: int, side: int) -> Iterator[tuple[int, int]]:
-    """A range cut into one run of whole chunks of this side, and partial chunks."""
+    """A range, cut into a run of whole chunks of this side and the partial chunks before and after it."""
     while start < stop:
         whole = start % side == 0 and stop - start >= side
         end = stop // side * side if whole else min(stop, (start // side + 1) * side)

@@ -10,8 +10,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-# Dtypes of Zarr v3's core specification are stored as they are, all others as unsigned integers of the same width,
-# which every Zarr reader supports and which keep every bit.
+# Dtypes of Zarr v3's core specification are stored unchanged. All others are stored as unsigned integers of the same
+# width, which every Zarr reader supports and which keep every bit.
 _CORE = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 
 _EXTENDED = (

@@ -68,12 +68,12 @@ def within(box: Box, origin: Box) -> tuple[slice, ...]:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """A box as seen from the start of one around it."""
+    """A box with its offsets relative to the start of the box `outer`, which contains it."""
     return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True))
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that, one after another in C order, are the elements `start` to `stop` of an array."""
+    """The boxes whose elements, in sequence and each in C order, are the elements `start` to `stop` of an array."""
     if start >= stop:
         return
     if not shape:
@@ -182,18 +182,18 @@ def spec_box(axes: Mapping[str, int], spec: Spec, shape: Sequence[int], position
 
 
 def show_box(box: Box) -> str:
-    """`[0:8, 4:16]`."""
+    """A box as an index expression: `[0:8, 4:16]`."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 def show_spec(spec: Spec) -> str:
-    """`P('data', None, ('x', 'y'))`."""
+    """A spec as JAX writes it: `P('data', None, ('x', 'y'))`."""
     entries = ("None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry) for entry in spec)
     return f"P({', '.join(entries)})"
 
 
 def show_axes(axes: Mapping[str, int]) -> str:
-    """`data=2×model=4`."""
+    """The axis sizes of a mesh: `data=2×model=4`."""
     return "×".join(f"{name}={size}" for name, size in axes.items())
 
 
@@ -373,8 +373,7 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
     """Regions that together cover `boxes`, each with the indices of the boxes that it serves.
 
     No chunk is in two regions, so reading each region once reads no chunk twice. Chunks that serve several boxes have
-    separate regions. A region that serves one box exceeds it only up to the border of its chunks. Each region is
-    clipped to the hull of its boxes.
+    separate regions. A region is the hull of the parts of its boxes there, so a region that serves one box lies in it.
     """
     if not boxes:
         return
@@ -394,10 +393,10 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
 
 
 def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
-    """`box` cut at the borders of the first grid, and of the next grids if a cell is too large.
+    """`box`, cut at the borders of the first grid. Cells that are too large are cut at the borders of the next grid.
 
-    A part that is still too large is one cell of the last grid. Leading dimensions are cut first, so that the boxes
-    are as contiguous as possible.
+    At the borders of the last grid, parts are cut only until they fit; a part that is still too large is a single cell.
+    Leading dimensions are cut first, so that the boxes are as contiguous as possible.
     """
     if not grids:
         yield box

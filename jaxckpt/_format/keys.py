@@ -13,13 +13,13 @@ from jaxckpt._format.values import decode_bytes, decode_float, encode_bytes, enc
 from jaxckpt._runtime.errors import TreeError, show
 
 MAX_KEY_DEPTH = 40
-"""Tuples in a key may nest this deep: below 200 containers `manifest.MAX_NESTING` leaves room for 49."""
+"""The greatest nesting depth of tuples in a key. Below 200 containers, `manifest.MAX_NESTING` leaves room for 49."""
 
 Key = str | int | float | bool | bytes | tuple["Key", ...]
 
 
 def plain_key(entry: Any, path: str) -> Key:
-    """JAX's key-path entry as the plain key inside it."""
+    """The plain key in an entry of JAX's key path. Raises TreeError for keys that cannot be stored."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return _checked_key(getattr(entry, attribute), path)
@@ -56,12 +56,12 @@ def _checked_key(key: object, path: str, depth: int = 0) -> Key:
 
 
 def encode_keys(keys: Sequence[Key]) -> tuple[Any, ...]:
-    """Keys as JSON: str and int as they are, others tagged with their type."""
+    """Keys as JSON values: str and int unchanged, others tagged with their type."""
     return cast("tuple[str, ...]", tuple(keys)) if are_texts(keys) else tuple(map(_encode_key, keys))
 
 
 def _encode_key(key: Key) -> Any:
-    """A key as JSON that keeps its type: str and int as they are, others tagged."""
+    """A key as a JSON value that keeps its type: str and int unchanged, others tagged."""
     if isinstance(key, bool):
         return {"bool": key}
     if isinstance(key, (str, int)):

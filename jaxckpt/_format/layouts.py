@@ -47,13 +47,13 @@ def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
 
 
 def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
-    """Every device of a sharding with its process and box, devices of other processes too."""
+    """Every device of a sharding with its process and box, including devices of other processes."""
     places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     return tuple((device, device.process_index, _box(index, shape)) for device, index in places.items())
 
 
 def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
-    """The box that JAX gives as slices."""
+    """The box for JAX's slices, whose ends may be None."""
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
@@ -61,7 +61,7 @@ def process_layout(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
     """The cells that a sharding cuts an array into, and the processes that hold each."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return layout_of(((box, process) for _, process, box in placement(sharding, shape)), shape)
-    sharding.shard_shape(shape)  # raises where the spec does not fit
+    sharding.shard_shape(shape)  # raises if the spec does not fit
     # An array without elements has no cells, so all processes hold it.
     return _mesh_layout(sharding.mesh, () if 0 in shape else spec_of(sharding.spec), len(shape))
 
@@ -81,7 +81,7 @@ def _processes(mesh: Mesh) -> Numbers:
 def addressable_boxes(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
     """(device, box) of this process's devices, in the order in which `jax.Array.addressable_data` numbers them."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        sharding.shard_shape(shape)  # raises where the spec does not fit
+        sharding.shard_shape(shape)  # raises if the spec does not fit
         axes, spec = dict(sharding.mesh.shape), spec_of(sharding.spec)
         return [(device, spec_box(axes, spec, shape, position)) for device, position in _local_places(sharding.mesh)]
     places: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
@@ -115,7 +115,7 @@ class PlannedSharding:
         return mesh_layout(processes, [axis for axis, _ in self.axes], () if 0 in shape else self.spec, len(shape))
 
 
-# Recording and bringing back ------------------------------------------------------------------------------
+# Recording and recreating ---------------------------------------------------------------------------------
 
 
 class LayoutTable:

@@ -19,7 +19,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex12
 
 
 def as_bits(array: Array) -> Array:
-    """The same memory with a dtype that NumPy copies fast, because it copies ml_dtypes element by element."""
+    """The same memory, viewed with a dtype that NumPy copies fast. NumPy copies ml_dtypes element by element."""
     return array.view(_BITS[array.dtype.itemsize])
 
 
@@ -95,7 +95,7 @@ class Pieces:
         return flat
 
     def _touching(self, box: Box) -> list[tuple[Box, Array]]:
-        """The pieces that contain some of the rows."""
+        """The pieces in the groups that contain rows of the box."""
         (start, stop), (origin, _) = box[0], self.box[0]
         groups = self.groups[(start - origin) // self.group_rows : -(-(stop - origin) // self.group_rows)]
         return [piece for group in groups for piece in group]

@@ -100,7 +100,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     chunk: list[Size]
     object: list[Size]
     sha256: str
-    """Digest of its zarr.json."""
+    """SHA-256 of its zarr.json, in hexadecimal digits."""
 
     objects: dict[str, tuple[Size, str]]
     """For each object, by its grid index ("0/1/0"): its length in bytes and its digest."""
@@ -133,7 +133,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     number: Size
     metrics: dict[str, float | None] = {}
-    """None if the value was not finite."""
+    """The metrics by name; None for values that were not finite."""
 
     dropped: list[str] = []
     """Paths of the subtrees that were dropped after the save."""
@@ -146,7 +146,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     version: int
     save_id: str
     created: str
-    """UTC, ISO 8601. Informational only."""
+    """The time of the save: UTC, ISO 8601. Informational only."""
 
     libraries: dict[str, str]
     metadata: Any

@@ -77,7 +77,7 @@ def _in_short(value: object) -> str:
 
 
 def _asked(select: Callable[[str], bool], path: str) -> bool:
-    """The result of a `select` function for a path."""
+    """The result of a `select` function for a path. Raises InputError unless it is a bool."""
     answer = select(path)
     if not isinstance(answer, (bool, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"select returned {reprlib.repr(answer)} for leaf {show(path)}; expected True or False")
@@ -101,7 +101,7 @@ def _entry(pattern: object) -> tuple[str, Callable[[str], bool]]:
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    """The paths that a glob matches, and all below them."""
+    """A regular expression for the paths that a glob matches, and for all paths below them."""
     out: list[str] = []
     for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
         match token:
@@ -159,7 +159,7 @@ def origins(rename: Rename | None, path: str) -> list[str] | None:
 
 
 def _new_path(rename: Callable[[str], str], path: str) -> str:
-    """The result of a `rename` function for a path."""
+    """The result of a `rename` function for a path. Raises InputError, TreeError unless it is a valid path."""
     new = rename(path)
     if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show(path)}; expected a path, a str")

@@ -100,10 +100,10 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dict[str, Spec]:
-    """The spec of each leaf for which `specs` has one. Raises SpecError, naming leaves or misplaced prefixes."""
+    """The spec of each leaf for which `specs` has one. Raises a SpecError that names invalid or unused entries."""
     if specs is None:
         return {}
-    if isinstance(specs, Mesh):  # which can be called, as a decorator
+    if isinstance(specs, Mesh):  # a Mesh is callable (as a decorator), and must not be taken for a function
         raise SpecError("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
         return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}

@@ -187,7 +187,7 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
         raise TreeError(
             f"JAX cannot flatten {show(path)} ({type(node).__name__}): {reason}. Check that all keys are of one type"
         ) from error
-    if len(level) == 1 and not level[0][0]:  # no key leads to it: the node itself
+    if len(level) == 1 and not level[0][0]:  # the only entry has an empty key path: it is the node itself, a leaf
         return None
     if is_registered(kind):
         raise TreeError(
@@ -198,6 +198,7 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
 
 
 def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
+    """The record of a container. Raises TreeError for keys that cannot be restored."""
     kind = type(cast("object", node))
     if kind is list:
         return Container(type="list", children=children)
@@ -243,7 +244,7 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
         return [""], [structure]
     paths: list[str] = []
     numbers: list[int] = []
-    known: dict[tuple[Any, ...], Iterable[str]] = {}  # most containers of a model have keys like others'
+    known: dict[tuple[Any, ...], Iterable[str]] = {}  # a cache: many containers of a model have equal keys
 
     def below(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
         nonlocal most_leaves, most_characters

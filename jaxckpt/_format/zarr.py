@@ -116,7 +116,7 @@ Entries = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def index_of(tail: Bytes, data_bytes: int) -> Entries | str:
-    """The entries of the index at the end of an object with this many bytes of chunks, or what is wrong with them."""
+    """The entries of the index at the end of an object with this many bytes of chunks, or the index's problem."""
     if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
         return "has a damaged index: its crc32c does not match"
     entries = tail[:-4].view("<u8").reshape(-1, 2)
@@ -169,7 +169,7 @@ class Chunks:
     """Their box of the stack, which may extend beyond the stack."""
 
     slowest: Sequence[int]
-    """The dimensions of the box."""
+    """The dimensions of the box, from the slowest to the fastest in the order of `numbers`."""
 
 
 def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chunks]:
@@ -181,7 +181,7 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
     along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
     most = max(1, RUN_BYTES // stack.chunk_stored_bytes)
     steps = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
-    # For each dimension, what each place adds to a chunk's number, and what it is of the stack.
+    # For each dimension and position along it: what the position adds to a chunk's number, and its range in the stack.
     places = [
         [(place * step, ((first + place) * side, (first + place + 1) * side)) for place in range(*bounds)]
         for step, first, side, bounds in zip(steps, first_chunks, stack.chunk, ranges, strict=True)
@@ -210,7 +210,7 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
             continue
         found = np.diff(starts[numbers[(0,) * dim + (slice(None),) + (0,) * (numbers.ndim - dim - 1)]])
         steps.append(int(found[found > 0].min(initial=1 << 62)))
-        cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])  # a file is made piece by piece
+        cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])  # an object was written in pieces
     slowest = sorted(range(numbers.ndim), key=lambda dim: steps[dim], reverse=True)
     room = max(1, most_bytes // stack.chunk_stored_bytes)
     spans = list[list[tuple[int, int]]]([[]] * numbers.ndim)
@@ -228,8 +228,8 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
 
 
 def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
-    """The numbers of the chunks of `part`, a box of the stack in one object; None unless the part in C order is these
-    chunks in sequence."""
+    """The numbers of the chunks of `part`, a box of the stack in one object, if the part in C order consists of these
+    chunks in sequence; otherwise None."""
     begun = False  # whether a chunk is longer than 1 along an earlier dimension
     for (start, stop), side in zip(part, stack.chunk, strict=True):
         if start % side or stop % side or (begun and stop - start > side):
@@ -290,7 +290,7 @@ def problems(
             if reason:
                 whole = False
                 yield chunk_box(stack, index, number), reason
-    # The digest of a damaged object gives no more information.
+    # If chunks are damaged, the digest would only report the same damage again.
     if whole and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
         yield None, "does not hold the data that was saved there"
 

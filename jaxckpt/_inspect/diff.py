@@ -33,13 +33,14 @@ class LeafDelta:
     """How one leaf differs between two checkpoints, a and b."""
 
     path: str
+    """Path of the leaf."""
 
     a: str
     """Kind, dtype and shape in a, such as "jax float32[8, 4]". For a PRNG key, its raw data: "threefry2x32 uint32[2]".
     For a Python value, its kind, such as "int". Empty if a does not have the leaf."""
 
     b: str
-    """The same in b."""
+    """Kind, dtype and shape in b, in the same form."""
 
     size: int = 0
     """Elements that were compared. 0 if the shapes differ, if one side is a Python value and the other an array, or if
@@ -77,13 +78,13 @@ class Delta:
     """The result of `diff`."""
 
     path_a: str
-    """The path of a."""
+    """The path or URL of checkpoint a."""
 
     path_b: str
-    """The path of b."""
+    """The path or URL of checkpoint b."""
 
     leaves: tuple[LeafDelta, ...]
-    """All leaves of a and b, sorted by path."""
+    """The compared leaves of a and b, sorted by path: all of them, or those that `select` chooses."""
 
     same_structure: bool
     """Whether the containers of these leaves have the same types, keys and order."""
@@ -143,7 +144,8 @@ def diff(
 
     Raises:
         NotACheckpointError, CorruptError, StorageError: As `restore`, for either checkpoint.
-        TreeError: A pattern of `select` matches nothing in either checkpoint.
+        TreeError: A pattern of `select` matches nothing in either checkpoint, or a path of `rename` matches nothing.
+        MismatchError: The `Rules` in `rename` do not fit a.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -155,7 +157,7 @@ def diff(
         (False, 1, 0.5)
     """
     options = given(options)
-    # Two buffers for each box, and the other memory for reading.
+    # Each box needs a buffer on both sides. The other half of the memory is for reading.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
     either = a.leaves | b.leaves
@@ -217,7 +219,7 @@ class _Side:
 def _boxes(
     a: _Side, b: _Side, pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options
 ) -> Iterator[tuple[str, Array, Array]]:
-    """The leaves of both sides: small leaves in groups, large leaves in boxes."""
+    """(path, array of a, array of b) of each leaf, or of each box of a large leaf. Small leaves are read in groups."""
     together: list[str] = []
     held = 0
     for path, (leaf, other) in pairs.items():
@@ -249,12 +251,13 @@ def _as_array(value: Any) -> Array:
 def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
     """A leaf's differences, including those of one more box."""
     a, b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.size, _TOGETHER):  # with float64 and all temporaries, each takes 100 bytes
+    for start in range(0, a.size, _TOGETHER):  # 100 bytes each, in float64 copies and temporaries
         leaf = _with_few(leaf, a[start : start + _TOGETHER], b[start : start + _TOGETHER])
     return leaf
 
 
 def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
+    """As `_with`, for at most `_TOGETHER` elements."""
     size = leaf.size + a.size
     if a.dtype == b.dtype and _is_number(a):
         differ = (_bits(a) != _bits(b)).reshape(*a.shape, -1).any(axis=-1)

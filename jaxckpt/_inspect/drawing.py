@@ -20,8 +20,8 @@ from jaxckpt._format.records import MeshRecord
 from jaxckpt._runtime.progress import show_bytes
 
 COLOURS: tuple[str, ...] = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#99ddff", "#ffaabb", "#bbcc33", "#aaaa00")
-"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021): colour-blind people can distinguish them,
-and black text on them is legible. A page may restyle them by the classes k0 to k7."""
+"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021). Colour-blind people can distinguish the
+colours, and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 MEANINGS = {
     "bytes": "Array data; replicas and leaves that share an array are stored once",
@@ -159,7 +159,7 @@ def notebook(*drawings: Markup) -> Markup:
 
 
 def clipped(text: str, most: int) -> str:
-    """A name, shortened to `most` characters."""
+    """A text, shortened to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -309,7 +309,7 @@ def show_ids(ids: Sequence[int], most: int = 4) -> str:
 
 
 def show_cuts(shape: Sequence[int], spec: Spec, axes: Mapping[str, int]) -> list[str]:
-    """How each dimension is split: "dim 0: 4096 = 2 × 2048 by data"."""
+    """How each dimension is split: "dim 0: 4096 = 2 × 2048 by data", "dim 1: 64, whole"."""
     return [
         f"dim {dim}: {length}"
         + (f" = {count} × {length // count} by {', '.join(spec[dim])}" if count > 1 else ", whole")
@@ -333,7 +333,7 @@ class Bar:
 def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup:
     """Horizontal bars over the full width, with text of one size on every screen."""
     drawn: list[Markup] = []
-    for colour, name in enumerate(legend):  # three in a line
+    for colour, name in enumerate(legend):  # three per line
         x, y = f"{colour % 3 / 3:.3%}", 18.0 * (colour // 3)
         drawn.append(element("rect", x=x, y=_number(y + 1), width=11, height=11, rx=2, **_filled(colour)))
         meaning = [element("title", MEANINGS[name])] if name in MEANINGS else []

@@ -86,7 +86,15 @@ class LazyLeaf:
         return on_host(self[...], self.kind, self.path)
 
     def __getitem__(self, index: Any) -> Any:
-        """NumPy indexing. Integers, slices, Ellipsis and None read only their chunks; index arrays read their hull."""
+        """NumPy indexing, with an array or a scalar as the result.
+
+        Integers, slices, Ellipsis and None read only the chunks that they touch. An index array reads the whole range
+        from its smallest to its largest index, and a boolean mask reads its dimensions whole.
+
+        Raises:
+            IndexError: The index does not fit the shape.
+            DataError, StorageError: The chunks are damaged or cannot be read.
+        """
         if not self._leaf.is_array:
             return np.asarray(self._leaf.value)[index]
         box, rest = _hull(index, self.shape)
@@ -115,7 +123,7 @@ class LazyLeaf:
 
     @property
     def _contents(self) -> str:
-        """Dtype and shape of an array, or the value."""
+        """Dtype and shape of an array, or the value, as text."""
         return f"{self.dtype}{list(self.shape)}" if self._leaf.is_array else repr(self.value)
 
     def __repr__(self) -> str:
@@ -159,7 +167,7 @@ def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _index_part(part: Any) -> Any:
-    """Part of an index as None, Ellipsis, a slice, an int, or an array of ints or bools. Raises IndexError."""
+    """One entry of an index as None, Ellipsis, a slice, an int, or an array of ints or bools. Raises IndexError."""
     if part is None or part is Ellipsis or isinstance(part, slice):
         return part
     array = np.asarray(part)

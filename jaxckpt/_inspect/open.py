@@ -46,6 +46,10 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
     Raises:
         NotACheckpointError: `path` has no manifest.
         ManifestError: The manifest is damaged or has a newer format.
+        DataError: A checkpoint of another library is damaged.
+        StorageError: The manifest cannot be read.
+        TreeError: A path of `rename` matches nothing.
+        MismatchError: The `Rules` in `rename` do not fit the checkpoint.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -59,7 +63,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
 
 
 class Checkpoint(Mapping[str, LazyLeaf]):
-    """An open checkpoint: a mapping from leaf paths to lazy leaves. Compared by identity."""
+    """An open checkpoint: a mapping from leaf paths to lazy leaves. It is equal only to itself."""
 
     def __init__(self, source: Source, options: Options) -> None:
         self._source = source
@@ -119,12 +123,12 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def libraries(self) -> Mapping[str, str]:
-        """Versions of the libraries that saved the checkpoint."""
+        """Version of each library that saved the checkpoint, by name."""
         return types.MappingProxyType(self._manifest.libraries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of array data, each replica counted once."""
+        """Bytes of array data, uncompressed. Replicas are counted once."""
         return sum(math.prod(stack.array_shape) * stack.itemsize for stack in self._manifest.arrays)
 
     @property
@@ -249,7 +253,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             A `RestorePlan`; print it to see a table.
 
         Raises:
-            MismatchError, SpecError, LayoutError: As `restore` would.
+            MismatchError, TreeError, SpecError, LayoutError: As `restore` would.
         """
         devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1, most=1 << 31)
         options = self._options if options is None else given(options)

@@ -94,11 +94,11 @@ def report(
         The document as text. Write it to a file as UTF-8 and open the file in a browser.
 
     Raises:
-        NotACheckpointError, ManifestError: As `open`.
+        NotACheckpointError, ManifestError, StorageError: As `open`.
         MismatchError, SpecError, LayoutError: As `restore` onto `mesh` would.
         DataError, StorageError: A leaf cannot be read; with `histograms` only.
 
-    Example:
+    Examples:
         >>> import jaxckpt, numpy as np
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/report", {"w": np.ones((8, 4))}, overwrite=True)
         >>> page = jaxckpt.report("/tmp/jaxckpt-doc/report", mesh={"data": 2})
@@ -169,7 +169,7 @@ class _Drawings:
         }
 
     def _number(self, where: Where, rank: int) -> int | None:
-        key = (id(where.mesh), where.split, where.on, rank)  # meshes outlive this
+        key = (id(where.mesh), where.split, where.on, rank)  # ids are unique here: the meshes live as long as this
         if key not in self._numbers:
             if len(self.templates) >= MOST_DRAWINGS:
                 return None
@@ -180,7 +180,7 @@ class _Drawings:
 
 
 def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> dict[str, Any]:
-    """The leaves and their forms."""
+    """The leaves, and the properties that similar leaves share (their form), as JSON for the page's script."""
     wanted = {} if plan is None else {leaf.path: leaf.wanted for leaf in plan.leaves}
     numbers: dict[Any, int] = {}
     forms: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The plan of a restore for the user: what each process would read, and which leaves change their layout."""
+"""The result of `Checkpoint.plan`: what each process would read, and which leaves would change their layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class ProcessPlan:
     """The reads of one process."""
 
     process: int
+    """Index of the process."""
+
     cost: ReadCost
+    """Bytes, requests and peak host memory of its reads."""
 
     device_bytes: Mapping[Any, int]
     """Bytes of arrays on each device of the process."""
@@ -45,16 +48,24 @@ class LeafPlan:
     """The saved and the restored layout of a leaf."""
 
     path: str
+    """Path of the leaf."""
+
     dtype: str
+    """Stored dtype."""
+
     shape: tuple[int, ...]
+    """Stored shape: for a PRNG key, of its raw data."""
 
     saved: Where
+    """The layout at the time of the save."""
+
     wanted: Where
+    """The layout after the restore."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A layout in words."""
+    """A layout, in words and as data."""
 
     spec: str
     """The PartitionSpec, such as "P('data')"; empty if there is none."""
@@ -74,11 +85,15 @@ class RestorePlan:
     """What a restore would read, process by process."""
 
     processes: tuple[ProcessPlan, ...]
+    """The reads of each process."""
+
     leaves: tuple[LeafPlan, ...]
+    """The layouts of each leaf that is stored as an array."""
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the processes need, summed over processes; each box is counted once in a process."""
+        """Bytes that the processes need, summed over processes. A box that several devices of a process need is counted
+        once."""
         return sum(part.cost.needed_bytes for part in self.processes)
 
     @property
@@ -98,7 +113,7 @@ class RestorePlan:
 
     @property
     def over_read(self) -> float:
-        """read_bytes / needed_bytes; 1.0 if nothing is needed."""
+        """read_bytes / needed_bytes: 1.0 means that only needed bytes are read. Also 1.0 if nothing is needed."""
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
 
     @property
@@ -146,7 +161,7 @@ class RestorePlan:
 
 
 def _range(sizes: Sequence[int]) -> str:
-    """The least and the greatest of some sizes, or a single value if they are equal."""
+    """The smallest and the largest of some sizes as text, or one size if both read the same."""
     ends = (show_bytes(min(sizes, default=0)), show_bytes(max(sizes, default=0)))
     return " to ".join(dict.fromkeys(ends))
 
@@ -274,7 +289,7 @@ def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
 
 @functools.lru_cache(maxsize=256)
 def _where(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> Where:
-    """A requested layout."""
+    """The layout of a goal with this sharding."""
     if sharding is None:
         return Where("", "default device" if on_devices else "host")
     if isinstance(sharding, PlannedSharding):

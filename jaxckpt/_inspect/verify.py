@@ -47,12 +47,13 @@ class VerifyReport:
     """The result of `verify`."""
 
     path: str
+    """The path or URL of the checkpoint, or of the run's directory."""
 
     quick: bool
     """Whether only the existence and size of objects were checked. Small files are always read."""
 
     problems: tuple[Problem, ...]
-    """One for each damaged leaf and box, in order of the leaves."""
+    """One for each damaged leaf and box, in order of the leaves. Problems of files without leaves come first."""
 
     leaves: int
     """Leaves of the checkpoint."""
@@ -61,7 +62,7 @@ class VerifyReport:
     """Objects that the checkpoint should have."""
 
     checked_bytes: int
-    """Bytes of the objects that were read and checked; 0 if quick."""
+    """Bytes of the objects that were read and checked; 0 if `quick`."""
 
     @property
     def ok(self) -> bool:
@@ -154,7 +155,7 @@ def _verify_steps(path: str, steps: Sequence[Store], quick: bool, options: Optio
 
 
 def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
-    """Check one checkpoint."""
+    """Check one checkpoint, which is not a run's directory."""
     try:
         source, _ = source_at(path, options)
     except CorruptError as error:
@@ -228,7 +229,7 @@ class _File:
     """Paths of the leaves in each row of the stack."""
 
     def problems(self, box: Box | None, reason: str) -> Iterator[Problem]:
-        """A problem of a box of the stack, or of the whole object, for each affected leaf."""
+        """For each affected leaf, a problem of a box of the stack; of the whole object if `box` is None."""
         (first, last), *sides = box or self.box
         for row in range(first, last):
             for leaf in self.leaves.get(row, ()):
@@ -236,6 +237,7 @@ class _File:
 
 
 def _files(manifest: Manifest) -> Iterator[_File]:
+    """The objects that a checkpoint should have."""
     rows: dict[int, dict[int, list[str]]] = {}
     for leaf in manifest.leaves:
         if leaf.stack is not None and leaf.row is not None:
@@ -297,7 +299,7 @@ def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterato
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
         begun: deque[tuple[T, Future[list[Problem]]]] = deque()
         for file in files:
-            if len(begun) == 4 * _THREADS:  # an interrupt waits for all queued files
+            if len(begun) == 4 * _THREADS:  # a limit, because an interrupt waits for all queued files
                 first, problems = begun.popleft()
                 yield first, problems.result()
             begun.append((file, threads.submit(check, file)))

@@ -61,7 +61,7 @@ def gather(
     report: Report,
     meeting: Meeting,
 ) -> None:
-    """Run the rounds of this process's community in each partition. Every process calls this, even without one."""
+    """Run the rounds of this process's community in each partition. Every process calls this, even if it has none."""
     process = meeting.group.index
     with Aside(options.timeout_seconds) as aside:
         for partition, rounds in planned.items():
@@ -74,7 +74,7 @@ def gather(
             while True:
                 if current is not None:
                     current.wait()
-                ahead = next(coming, None)  # is read while the current one is sent
+                ahead = next(coming, None)  # read while the current round is sent
                 agreed = _agreed(meeting, None if current is None or community is None else community.offer(current))
                 if agreed is None:
                     break
@@ -148,6 +148,7 @@ class _Community:
             yield self._begun(portions, readers)
 
     def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _UnderWay:
+        """Start the reads of this process in a round."""
         mine = [portion for portion in portions if portion.reader == self._process]
         own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
         begun: list[Coming] = []

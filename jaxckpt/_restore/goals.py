@@ -57,7 +57,7 @@ class Goal:
     """The dtype that the stored one is cast to, if any."""
 
     sharding: Sharding | PlannedSharding | None = None
-    """For kinds "jax" and "key"; None places the array, uncommitted, on JAX's default device."""
+    """The sharding, for kinds "jax" and "key". None: the array is uncommitted, on JAX's default device."""
 
     weak: bool = False
     """Whether the array gets a weak type, as jnp.asarray(0.5) has."""
@@ -85,7 +85,7 @@ class Resolved:
 
 @functools.cache
 def host_goal(kind: str) -> Goal:
-    """The kind of a leaf when it is restored without devices."""
+    """The goal of a leaf that is restored without devices: kind "numpy" for kinds that are restored onto devices."""
     return Goal("numpy" if KINDS[kind].on_devices else kind)
 
 
@@ -162,7 +162,7 @@ class _Group:
     """Indices of the leaves in `asks`."""
 
     leaf: SavedLeaf
-    """The first of them."""
+    """The first leaf of the group."""
 
     spec: Spec | None
     """The spec that `specs=` gives them, if any."""
@@ -248,7 +248,7 @@ def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None
 
 
 def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> Goal | _Reason:
-    """The goal of a saved leaf for a leaf of a target, or for None as it was saved. `dtype` overrides the target's."""
+    """The goal of a saved leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
     if isinstance(wanted, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
@@ -331,8 +331,8 @@ def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
 
 
 def _cast_number(leaf: SavedLeaf, dtype: _Dtype, options: Options) -> _Dtype | _Reason:
-    """A Python number can become any dtype that holds its value. A float can become any float, like JAX's weak
-    types."""
+    """The dtype for a Python number: any dtype that holds its value, and for a float any float dtype, as for JAX's weak
+    types. Otherwise the reason against it."""
     value, made, fits = leaf.value, None, False
     with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reported as a problem below instead of a NumPy warning

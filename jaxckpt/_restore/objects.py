@@ -1,4 +1,7 @@
-"""Objects, whose state was saved: recreated from it, or objects of the target that receive it after all reads."""
+"""Objects whose state was saved: new objects made from the state, or objects of the target that receive it.
+
+An object of the target receives its state after everything has been read.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from jaxckpt._runtime.errors import Problem
 
 
 def revived(manifest: Manifest, node: Container, state: Any) -> Any:
-    """A saved object: created by the registered type of its name, or its state if the type is not registered."""
+    """A saved object: created by the type that is registered under its name, or its state if there is no such type."""
     kind = registered(node.name or "")
     if kind is None or kind.from_state is None:
         return state
@@ -28,18 +31,18 @@ def revived(manifest: Manifest, node: Container, state: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TargetObject:
-    """An object of a target, and the path of its saved state."""
+    """An object of a target, and the structure of its saved state."""
 
     path: str
     leaf: Any
     type: LeafType
     manifest: Manifest
     structure: Structure
-    """Path of the state."""
+    """The structure of the saved state, with leaf numbers."""
 
     @classmethod
     def of(cls, path: str, leaf: Any, kind: LeafType, manifest: Manifest, saved: Structure) -> TargetObject | Problem:
-        """A problem if the saved object has another class."""
+        """The object with the saved state in `saved`; a problem if the saved object has another class."""
         record = saved if isinstance(saved, Container) and saved.type == "object" else None
         if record is not None and not kind.is_named(record.name or ""):
             return Problem(
@@ -56,7 +59,7 @@ class TargetObject:
         return self.type.set_state is not None
 
     def state(self, values: Mapping[int, Any]) -> Any:
-        """The saved state."""
+        """The saved state as a tree, from the values of leaves by number."""
         return unflatten(self.structure, values, functools.partial(revived, self.manifest))
 
     def made(self, values: Mapping[int, Any]) -> Any:
@@ -73,8 +76,8 @@ class TargetObject:
 
 
 def asked_below(manifest: Manifest, numbers: Sequence[int], sharding: Any) -> list[Any]:
-    """The request of a sharding for the leaves below it: all are placed on its devices, except host leaves of a
-    state."""
+    """What a target's sharding at a container requests of each leaf below it: that sharding, or None for host leaves in
+    the state of an object."""
     states = {number for _, node in objects_of(manifest.tree) for number in numbers_of(node)}
     on_host = {number for number in states if not KINDS[manifest.leaves[number].kind].on_devices}
     return [None if number in on_host else sharding for number in numbers]

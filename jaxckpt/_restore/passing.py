@@ -1,4 +1,6 @@
-"""Sends processes the data that they lack of a checkpoint in folders of several processes, in the order of their needs.
+"""Sends each process the data that is not in its own folders, for a checkpoint in folders of several processes.
+
+The data is sent in the order in which each process needs it:
 
 requests of all ─▶ each round: all processes meet ─▶ each hop: senders read ─▶ a program sends it ─▶ arrived
 
@@ -88,7 +90,7 @@ class Arrivals:
             self._next()
 
     def _next(self) -> None:
-        """The next round. Every process."""
+        """Run the next round. Every process."""
         self._meet()
         if self._permutations is None:
             self._permutations = Permutations(self._process)
@@ -119,7 +121,8 @@ class Arrivals:
                     self._source.arrived[request] = got[start : start + size]
 
     def _meet(self) -> None:
-        """Raise the error of this process's reads, and DamagedError in all processes if one could not read a file."""
+        """Raise the error of this process's reads, if any. Raise DamagedError in all processes if a file of any of them
+        could not be read."""
         if self._failure is not None and not self._source.damaged:
             raise self._failure
         damaged = "; ".join(f"{path}: {why}" for path, why in self._source.damaged.items())
@@ -136,7 +139,8 @@ class Arrivals:
 
 
 def needed_by(source: Source, steps: Sequence[ReadStep]) -> list[list[Request]]:
-    """What a process lacks for each of its reads: nothing if it reads through rules, and so sees all."""
+    """The requests for data that a process lacks, for each of its reads. Empty with rules, which need a process to see
+    all files."""
     return [
         source.lacking(source.manifest.stacks[step.stack], read.boxes) if isinstance(source, Pooled) else []
         for step in steps

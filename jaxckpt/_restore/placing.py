@@ -98,8 +98,8 @@ class _Destinations:
 def kept(goal: Goal) -> bool:
     """Whether host buffers become a leaf's arrays: on the host, and on CPU devices, which take ownership of them.
 
-    Also in host memory of an accelerator, where none of its programs could join parts. On other devices, buffers are
-    temporary: they count as memory in flight, and a large leaf has none.
+    This also holds in the host memory of an accelerator, because no program of the accelerator could join parts there.
+    On other devices, buffers are temporary: they count as memory in flight, and a large leaf has no buffer.
     """
     if not goal.on_devices:
         return True
@@ -294,6 +294,7 @@ class _Leaves:
             return self._deliver(step, buffers)
 
     def _deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        """`deliver`, while Python's garbage collector runs rarely."""
         hosts: list[Array] = []
         targets: list[Any] = []
         pieces: list[tuple[list[int], Goal, int]] = []
@@ -415,7 +416,7 @@ class _Leaves:
 
 
 def _rows(buffer: Array) -> Sequence[Array]:
-    """Its rows as arrays, even if they are scalars."""
+    """The rows of a buffer as arrays, even if they are scalars."""
     return list(buffer) if buffer.ndim > 1 else [buffer[row, ...] for row in range(len(buffer))]
 
 
@@ -427,13 +428,13 @@ def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _updated(whole: Any, part: Any, starts: tuple[int, ...], shape: tuple[int, ...], device: Any) -> Any:
-    """An array on one device with a part copied into it; at first zeros of this shape."""
+    """An array on one device with a part copied into it. If it is None, the part is copied into zeros of this shape."""
     with moving_bits(own_mesh(part)):
         whole = jnp.zeros(shape, part.dtype, device=device) if whole is None else whole
         return _update(whole, part, starts)
 
 
-# Both in the place of what they are given, which no longer exists then.
+# Both donate their argument and reuse its memory for the result.
 _update: Any = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
 _bitcast: Any = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1, donate_argnums=0)
 

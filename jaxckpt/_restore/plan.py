@@ -54,7 +54,7 @@ class Run:
 
     @property
     def like(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
-        """The shape of the boxes in each row."""
+        """The properties that a want must share with this run to extend it."""
         return self.boxes, self.dtype, self.kept
 
     @property
@@ -79,7 +79,7 @@ class Region:
 
     @property
     def staged(self) -> bool:
-        """Whether it is read into separate memory by a reader that fills one array per box."""
+        """Whether it is first read into separate memory, unless the reader has `shares_chunks`."""
         return self.converted or len(self.serves) > 1
 
 
@@ -120,7 +120,7 @@ class ReadStep:
 
 
 def read_bytes(host_bytes: int) -> int:
-    """The largest read if this many bytes may be in flight: one is read, one is decoded, two are being transferred."""
+    """The largest read if this many bytes may be in flight: while one is read, one is decoded and two transferred."""
     return max(1, host_bytes // 4)
 
 
@@ -194,6 +194,7 @@ def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
 
 
 def _step(number: int, stack: Stack, wants: Sequence[Want], buffer_bytes: int, most_bytes: int) -> ReadStep:
+    """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows

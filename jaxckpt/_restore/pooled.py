@@ -31,7 +31,7 @@ class Pooled:
     """A jaxckpt checkpoint in several folders, of which this process sees some."""
 
     url: str
-    """Its name in messages."""
+    """The name of the checkpoint in messages."""
 
     manifest: Manifest
     digest: str
@@ -55,7 +55,7 @@ class Pooled:
     """Problems of files that this process has read, by path."""
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
-        """Nothing is taken from a zarr.json."""
+        """Check nothing: local steps are read only by jaxckpt, which uses no zarr.json."""
 
     def fate(self) -> str | None:
         return None
@@ -112,13 +112,13 @@ class Pooled:
         return begun
 
     def noted(self, number: int, pending: Pending) -> None:
-        """Wait for a read of a file."""
+        """Wait for a read of a file, and note its error in `damaged`."""
         with self.noting(number):
             pending.result()
 
     @contextlib.contextmanager
     def noting(self, number: int) -> Generator[None]:
-        """What is wrong with a file that is read inside is noted, and raised."""
+        """Note in `damaged` why a read of a file in the block failed, and raise the error."""
         try:
             yield
         except (DataError, StorageError, ValueError, NotImplementedError) as error:  # the last two are tensorstore's

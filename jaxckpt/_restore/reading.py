@@ -108,7 +108,7 @@ def read(
 
 
 class Coming:
-    """Boxes of a stack that are being read."""
+    """Boxes of a stack that are being read, by `begin` and until `wait` returns."""
 
     def __init__(self, source: Source, stack: int, aside: Aside) -> None:
         self._source = source
@@ -140,7 +140,7 @@ class Coming:
         return None
 
     def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
-        """Makes errors in the block name the leaves in these rows."""
+        """A context in which errors name the leaves in these rows."""
         return storage_errors(
             lambda: f"cannot read {leaves_at(self._source.manifest, self._stack, rows)}", reading=True
         )

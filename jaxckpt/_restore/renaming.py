@@ -1,4 +1,4 @@
-"""Leaves that `select=` chooses, and the tree that `rename=` makes of them."""
+"""The leaves that `select=` chooses, and the tree that they form after `rename=`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def selected(manifest: Manifest, select: Selector | None) -> Sequence[int]:
 def renamed_tree(manifest: Manifest, rename: Rename | None, chosen: Sequence[int]) -> tuple[Structure, dict[str, int]]:
     """The requested structure, and the number of each leaf by its requested path. Raises TreeError.
 
-    A renamed structure lacks the leaves that are not chosen, except in objects: their new paths may be in the way.
+    A renamed structure lacks the leaves that are not chosen, because their new paths may clash with those of chosen
+    leaves. Objects keep all of their leaves.
     """
     if rename is None:
         return manifest.tree, manifest.numbers

@@ -98,7 +98,8 @@ def restore(
         LayoutError: Without target and mesh: this job does not have the devices of the saved layout.
         CorruptError: The stored data is not what was saved. The message names the leaf.
         StorageError: An I/O error, or no data has moved for `options.timeout_seconds`.
-        PeerError: Another process failed, or sees a different checkpoint.
+        PeerError: Another process failed, did not respond, made a different call, or sees a different checkpoint.
+        InputError: Another argument is invalid, or the call was made inside `jit` or another function that JAX traces.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jaxckpt
@@ -119,7 +120,7 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(request.mesh)
             require_request(request)
-            if isinstance(path, Pooled):  # half of the memory is for what other processes pass on, as they all do
+            if isinstance(path, Pooled):  # half of the memory is for data that the processes send to each other
                 source, digest = path, path.digest
                 options = replace(options, host_bytes=max(1, options.host_bytes // 2), read="each")
             else:
@@ -161,7 +162,7 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
 
 
 def _global_goals(goals: Mapping[int, Goal]) -> str:
-    """A digest of the arrays that several processes hold parts of, and of their goals."""
+    """A digest of the leaves whose arrays span several processes, and of their goals. It must be equal everywhere."""
     numbers: dict[int, tuple[Goal, list[int]]] = {}  # by the id of the goal, which many leaves share
     for number, goal in goals.items():
         numbers.setdefault(id(goal), (goal, []))[1].append(number)
@@ -173,7 +174,8 @@ def _global_goals(goals: Mapping[int, Goal]) -> str:
 
 
 def _require_one(found: Sequence[str], url: str) -> None:
-    """Raise PeersDisagreeError if processes found different checkpoints, each a digest and a path, at one path."""
+    """Raise PeersDisagreeError if processes found different checkpoints at one path. Each of `found` is a digest and a
+    path."""
     if len(set(found)) > len({one.partition(" ")[2] for one in found}):
         raise PeersDisagreeError(
             f"the processes see different checkpoints at {url}: it was replaced in the meantime, or the path is not"
@@ -211,7 +213,9 @@ def load_numpy(
         key comes back as its raw uint32 data.
 
     Raises:
-        NotACheckpointError, CorruptError: As `restore`.
+        NotACheckpointError, CorruptError, StorageError: As `restore`.
+        TreeError: A pattern of `select` or a path of `rename` matches nothing.
+        MismatchError: The `Rules` in `rename` do not fit the checkpoint.
 
     Examples:
         >>> import numpy as np, jaxckpt

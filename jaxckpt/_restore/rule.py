@@ -1,4 +1,4 @@
-"""One rule: the paths of its sources and targets, and how the values of one become those of the other."""
+"""One rule: the paths of its source and target leaves, and how target values are made from source values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "layout": (str,),
     "tied": (bool, np.bool_),
 }
-"""What the fields of a rule may be. A set of paths has no order."""
+"""The accepted types of each field of a rule. Sets are not accepted, because the order of paths matters."""
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
@@ -51,8 +51,9 @@ class Rule:
     """The path of the source leaf; `{i}` matches a whole number. Several paths are joined along `axis`."""
 
     target: Names
-    """The path of the target leaf. If only the source has a number, it becomes an axis of the layout, along which the
-    leaves are stacked. If only the target has it, it is an axis of the source. Several paths are parts along `axis`."""
+    """The path of the target leaf. If only the source has a number such as `{i}`, the leaves are stacked along the axis
+    of that name in the target's layout. If only the target has it, the source is unstacked along its axis of that name.
+    Several paths are parts along `axis`."""
 
     layout: str = ""
     """The axes of source and target in einops notation, such as "(h d) m -> m h d". Empty: no change."""
@@ -65,7 +66,7 @@ class Rule:
     """The dimension of the target along which sources are joined, or of the source along which targets are split."""
 
     parts: tuple[int, ...] | None = None
-    """Sizes along `axis` of several sources or targets. By default targets have equal sizes. The inverse needs it if
+    """Sizes along `axis` of several sources or targets. By default targets have equal sizes. `inverse` needs `parts` if
     the sizes of the sources differ."""
 
     dtype: str | None = None
@@ -73,7 +74,7 @@ class Rule:
 
     scales: Names = ()
     """For quantized sources, the paths of the scales, one for each path of `source`. Each value is first multiplied by
-    the scale of its block, in float32. The target is float32 unless `dtype` is given. The inverse does not quantize."""
+    the scale of its block, in float32. The target is float32 unless `dtype` is given. `inverse` does not quantize."""
 
     block: tuple[int, ...] | None = None
     """The shape of a block of values with one scale, such as (128, 128). None: the scales have the shape of the values,
@@ -84,15 +85,24 @@ class Rule:
     with zeros; smaller targets are truncated."""
 
     scale: float = 1.0
-    offset: float = 0.0
     """Target values are source × scale + offset, computed in float32, or in float64 for float64 and int64. If the
-    source has integers, this needs `dtype`."""
+    source has integers, a scale or offset needs `dtype`."""
+
+    offset: float = 0.0
+    """Added to the scaled values; see `scale`."""
 
     tied: bool = False
-    """Whether another rule has the same source. The inverse takes the source from the other rule's target."""
+    """Whether another rule has the same source. `inverse` makes the source from the other rule's target."""
 
     def inverse(self, dtype: str | None = None) -> Rule:
-        """The rule from target to source. If this rule casts, the inverse casts to `dtype`; None keeps the dtype."""
+        """The rule from target to source.
+
+        Args:
+            dtype: The dtype of the source, used only if this rule casts. None: the dtype of the target.
+
+        Raises:
+            InputError: `dtype` is not the name of a dtype.
+        """
         _require_dtype(dtype, "inverse(dtype=)")
         return Rule(
             source=self.target,
@@ -165,7 +175,7 @@ class Rule:
             raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest(unknown[0], known)}")
 
     def computed(self, values: Array) -> Array:
-        """Values of the target, before they are cast to its dtype."""
+        """Scaled and offset values of the target, before they are cast to its dtype."""
         if self.scale == 1 and self.offset == 0:
             return values
         wide = np.result_type(values.dtype, np.float32)
@@ -191,21 +201,21 @@ def _shown(names: Names) -> str:
 
 
 def names_in(names: Names) -> tuple[str, ...]:
-    """One path, or several, as a tuple."""
+    """The paths in `names`, as a tuple."""
     return (names,) if isinstance(names, str) else names
 
 
 def captures(names: Names) -> list[str]:
-    """The names of the numbers in paths."""
+    """The names of the captures, such as `i` for `{i}`, in paths."""
     return list(dict.fromkeys(name for one in names_in(names) for name in _CAPTURE.findall(one)))
 
 
 Numbers = tuple[tuple[str, int], ...]
-"""What the captures of a path stand for, by name."""
+"""(name, number) of each capture in a path, sorted by name."""
 
 
 def fitting(name: str, paths: Collection[str]) -> dict[Numbers, str]:
-    """The paths that a name with captures fits, by what these stand for."""
+    """The paths that match a name with captures, by the numbers of the captures."""
     parts = _CAPTURE.split(name)
     if len(parts) == 1:
         return {(): name} if name in paths else {}
@@ -227,5 +237,5 @@ def fitting(name: str, paths: Collection[str]) -> dict[Numbers, str]:
 
 
 def filled(name: str, numbers: Mapping[str, int]) -> str:
-    """The path with these numbers."""
+    """The path with these numbers in place of the captures."""
     return _CAPTURE.sub(lambda match: str(numbers[match[1]]), name)

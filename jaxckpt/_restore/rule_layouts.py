@@ -93,7 +93,10 @@ def solve(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[st
 
 
 def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box, dict[str, Interval]]]:
-    """A box split into disjoint boxes that are also boxes of the axes, each with the interval of every axis."""
+    """A box of an array, split into disjoint boxes that are also boxes in the space of the axes.
+
+    Yields each box with its interval along every axis.
+    """
     per_dim = [list(_runs([sizes[axis] for axis in dim], side)) for dim, side in zip(dims, box, strict=True)]
     for parts in itertools.product(*per_dim):
         intervals = {
@@ -105,7 +108,7 @@ def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box,
 
 
 def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list[Interval]]]:
-    """An interval of a dimension as boxes of its axes: a part of a row, whole rows, a part of one."""
+    """An interval of a dimension as boxes of its axes: the end of a row, whole rows, and the start of a row."""
     start = side[0]
     for box in flat_boxes(sizes, *side):
         yield (start, start := start + volume(box)), [*box]
@@ -114,9 +117,11 @@ def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list
 def cover(
     dim: Sequence[str], sizes: Mapping[str, int], wanted: Mapping[str, Interval]
 ) -> tuple[Interval, list[Interval]]:
-    """The smallest interval of a dimension that is a box of its axes and contains the needed intervals; and that box.
+    """The smallest contiguous interval of a dimension that contains the needed intervals of its axes, and its interval
+    along each axis.
 
-    It has the needed indices of the outermost axis with more than one needed index, and all indices of the axes inside.
+    That is the needed interval for the outermost axis with more than one needed index, and for the axes outside of it.
+    Axes inside of it are complete.
     """
     taken: list[Interval] = []
     start, is_whole = 0, False

@@ -19,7 +19,7 @@ from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.workers import submit_waiting
 
 _WASTE = 2
-"""The largest ratio of bytes read to bytes needed for scattered parts of a dimension. Up to it, one read takes all."""
+"""The largest ratio of bytes read to bytes needed for which scattered parts of a dimension are read in one request."""
 
 _WHOLE_BYTES = 64 << 10
 """Smaller reads are not split, even if little of them is needed, because each read has a fixed cost."""
@@ -38,13 +38,13 @@ class Piece:
     """The axes whose indices are separate source leaves."""
 
     data: Mapping[tuple[int, ...], ArrayData]
-    """The source leaves by indices of these axes."""
+    """The source leaves, by their indices along the stacked axes."""
 
     dtype: str
-    """Layout of the source leaves."""
+    """Dtype of the source leaves."""
 
     unit_bytes: int
-    """Bytes of their unit that can only be read completely; 0 without such a unit."""
+    """Bytes of the unit of a source leaf that can only be read completely; 0 without such a unit."""
 
     start: tuple[int, ...]
     """Start of the used part of each source leaf."""
@@ -53,7 +53,7 @@ class Piece:
     """The index along each axis that only the source has."""
 
     computed: Callable[[Array], Array]
-    """The values of the target, before they are cast to its dtype."""
+    """Computes target values from source values, before they are cast to the target's dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ def dequantised(
     Args:
         path: Path of the leaf, for messages.
         array: The quantized values.
-        scales: One for each block of values. Without `block`, each dimension of the scales is that of the values or 1;
-            dimensions that the scales lack, at the end, are 1.
+        scales: One for each block of values. Without `block`, each side of the scales is the side of the values or 1;
+            missing dimensions at the end count as 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
     """
     odd = [one.dtype for one in (array, scales) if one is not None and one.dtype.startswith(("bool", "complex"))]
@@ -48,6 +48,8 @@ def dequantised(
 
 @dataclass(frozen=True, slots=True)
 class _Dequantised(ArrayData):
+    """A quantized leaf: each value is multiplied by the scale of its block when it is read."""
+
     array: ForeignArray
     scales: ForeignArray | None
     block: tuple[int, ...]

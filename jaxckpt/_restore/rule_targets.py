@@ -85,7 +85,7 @@ def made_by(
 
 
 def _missing(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
-    """A problem if a number in the paths does not run from 0 to its given size - 1."""
+    """A problem if the values of a number in the paths are not exactly 0 to its given size - 1."""
     count = rule.sizes.get(name)
     if count is None:
         return
@@ -115,7 +115,8 @@ def _stack(
     """The leaves to stack, or the problem."""
     counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
     if missing := math.prod(counts) - len(paths):
-        # No number of the first gap is above the count of paths; a number in a path may be enormous.
+        # The first gap is at most the count of paths. Without this limit, an enormous number in a path would be counted
+        # up to.
         sides = [range(min(count, len(paths) + 1)) for count in counts]
         gap = next(index for index in itertools.product(*sides) if index not in paths)
         shown = ", ".join(f"{name} = {value}" for name, value in zip(stacked, gap, strict=True))

@@ -24,8 +24,8 @@ class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
 
     A checkpoint that is read through rules has only the leaves that the rules make, in nested dicts by path. A rule or
-    `drop` must name every array of the source. Data is read only when a value is needed, and only the data for that
-    value.
+    `drop` must name every leaf of the source. Data is read only when a value is needed, and only the data for that
+    value. If the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -38,6 +38,7 @@ class Rules:
     """
 
     rules: Sequence[Rule]
+    """The rules. Each target path is made by exactly one of them."""
 
     drop: Sequence[str] = ()
     """Paths of source leaves that the target does not have; `{i}` matches a whole number."""
@@ -59,7 +60,7 @@ class Rules:
         return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
 
     def over(self, source: Source) -> Foreign:
-        """The view of a checkpoint through the rules. Raises MismatchError that lists all problems."""
+        """The view of a checkpoint through the rules. Raises a MismatchError that lists all problems."""
         leaves = Leaves(source)
         problems: list[Problem] = []
         targets: dict[str, ForeignArray] = {}

@@ -20,9 +20,9 @@ ALIGNED_BYTES = 64
 """Read data begins at multiples of this, so that JAX uses it on CPU devices without a copy."""
 
 JOINED_BYTES = 1 << 20
-"""Smaller leaves that share chunks are read together by all processes that need any of them. Sending a whole leaf needs
-memory for it. Without that, a chunk at the border of two boxes is read by each process that needs a part of it.
-"""
+"""Smaller leaves that share chunks are read together by all processes that need any of these leaves. Sending a whole
+leaf needs memory for it. Of larger leaves, a chunk at the border of two boxes is therefore read by each process that
+needs a part of it."""
 
 ROUNDS = 4
 """The least number of rounds, unless each process would read less than ROUND_BYTES per round."""
@@ -39,13 +39,13 @@ Partition = tuple[Members, ...]
 def share(
     stacks: Sequence[Stack], wanted: Sequence[tuple[Want, Layout]], process: int, together: int | None = None
 ) -> tuple[list[Want], dict[Partition, list[Want]]]:
-    """The reads of a process for itself, and, for each partition, the shared wants of its community.
+    """The wants that a process reads for itself, and, for each partition, the shared wants of its community.
 
-    `wanted` has what the process wants of each leaf, nothing of some, with the processes that hold each cell of the
-    leaf's layout. Every process gets the same partitions in the same order. `together`: only partitions that cover so
-    many processes, all of the job, count.
+    `wanted` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes that
+    need each cell. Every process gets the same partitions in the same order. If `together` is the number of processes
+    of the job, only partitions that cover all of them are used.
     """
-    joined: dict[int, set[int]] = {}  # by stack: small leaves share chunks, so all that want any of them read together
+    joined: dict[int, set[int]] = {}  # by stack, the processes that want any leaf of it, if its leaves share chunks
     for want, layout in wanted:
         if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
             joined.setdefault(want.stack, set()).update(layout.processes)
@@ -83,7 +83,7 @@ def _digest(layout: Layout) -> str:
 
 
 def members_of(partition: Partition, process: int) -> Members:
-    """The community of a process, if any."""
+    """The community of a process; empty if it has none."""
     return next((members for members in partition if process in members), ())
 
 
@@ -223,7 +223,7 @@ def shared_cost(stacks: Sequence[Stack], rounds: Sequence[Round], process: int, 
     mine = [portion for portions in rounds for portion in portions if portion.reader == process]
     steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in mine]
     received = sum(portion.n_bytes for portions in rounds for portion in portions if portion.reader != process)
-    # Two rounds of its own reads, one piece of the others' reads, and data on its way to the devices.
+    # Host memory: two rounds of its own reads, one piece of the others' reads, and data on its way to the devices.
     in_rounds = [sum(one.n_bytes for one in portions if one.reader == process) for portions in rounds]
     held = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
     held += min(read_bytes(host_bytes), received)

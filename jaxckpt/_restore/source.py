@@ -59,7 +59,8 @@ class Source(Protocol):
         ...
 
     def fate(self) -> str | None:
-        """What happened to the checkpoint after it was opened, such as "deleted"; None if it is unchanged."""
+        """What happened to the checkpoint after it was opened: "deleted", "replaced by another" or "stripped of some of
+        its leaves"; None if it is unchanged."""
         ...
 
 
@@ -170,7 +171,7 @@ class ForeignArray:
     """A leaf of a foreign checkpoint."""
 
     dtype: str
-    """One of `_tree.DTYPES`."""
+    """Name of a dtype: one of `dtypes.DTYPES`, or another name if the array cannot be read."""
 
     shape: tuple[int, ...]
     """Its global shape; for a PRNG key, of its raw data."""
@@ -178,7 +179,7 @@ class ForeignArray:
     data: ArrayData
 
     kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
-    """The last two are arrays of bytes, a str's in UTF-8."""
+    """The kind of the leaf. "str" and "bytes" are arrays of bytes, "str" in UTF-8."""
 
     impl: str | None = None
     """PRNG implementation, for kind "key"."""
@@ -304,7 +305,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
 
 
 def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
-    """A leaf as an array, or the reason why it cannot be one; or the kind and text of a Python value."""
+    """(a leaf as an array, or the reason why it cannot be one; the kind and text of a small Python value, or None)."""
     if isinstance(value, np.ndarray):
         value = ForeignArray(dtype_name(value.dtype), value.shape, Memory(value), "numpy")
     elif isinstance(value, np.generic):
@@ -380,7 +381,7 @@ formats: list[Format] = []
 
 
 def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
-    """The source at a location, and a digest of everything that is known about it without reading its arrays.
+    """The source at a location, and a digest of its manifest, which is composed for another library's checkpoint.
 
     A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps.
 
@@ -395,6 +396,7 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
 
 
 def _opened(location: str | os.PathLike[str], store: Store, options: Options) -> tuple[Native | Foreign, str]:
+    """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
         return _native(store, options)
     except NotACheckpointError:

@@ -54,7 +54,7 @@ class Files:
     """The numbered files of a save: the objects of each stack, then the state of each process."""
 
     keys: Sequence[str]
-    """Path of each file below the step's folder."""
+    """Path of each file, relative to the step's folder."""
 
     lengths: Sequence[int]
 
@@ -87,7 +87,7 @@ class Files:
         return None if number >= self.starts[-1] else bisect.bisect_right(self.starts, number) - 1
 
     def request_bytes(self, request: Request) -> int:
-        """Bytes of a request."""
+        """Number of bytes that a request asks for."""
         stack = self.stack(request[0])
         return volume(request[1]) * (1 if stack is None else DTYPES[self.stacks[stack].dtype].itemsize)
 
@@ -130,7 +130,7 @@ Hop = dict[tuple[int, int], Parcel]
 
 
 def server(number: int, getter: int, held: Held) -> int:
-    """The process that reads a file for another: one of the next few processes that can, in turn."""
+    """The process that reads a file for `getter`: one of the next few processes that can, alternating between files."""
     holders = np.flatnonzero(held[:, number // 8] & (128 >> number % 8))
     first = int(np.searchsorted(holders, getter))
     return int(holders[(first + number % min(SERVERS, len(holders))) % len(holders)])

@@ -89,13 +89,13 @@ class Asks:
     """The requests for saved leaves, in three lists, because creating a record per leaf would take too long."""
 
     paths: Sequence[str]
-    """Requested path of each."""
+    """The requested path of each leaf."""
 
     numbers: Sequence[int]
-    """Number of the saved leaf."""
+    """The number of each saved leaf."""
 
     values: Sequence[Any]
-    """Leaf of the target; None if the leaf is restored as it was saved."""
+    """The target's leaf for each; None if the leaf is restored as it was saved."""
 
 
 Build = Callable[[Mapping[int, Any], Sequence[Any]], Tree]
@@ -201,7 +201,7 @@ class _Matching:
         refused: list[Problem] = []
         met = set[str]()
         values: dict[int, Any] = {}
-        """The leaves that keep the target's value, by their index."""
+        """The values of leaves that keep the target's value, by their index."""
         lacking: list[int] = []
         sources: list[int | None] = []
         """Number of the saved leaf for each leaf of the target, if it comes from one."""
@@ -267,8 +267,8 @@ class _Matching:
         return Match(asks, build, lacking, [*objects.values()], [*self._remedies(missing, extra)]), problems
 
     def _object(self, leaf: Leaf, kind: LeafType, by_number: Mapping[int, str]) -> TargetObject | Problem | bool:
-        """The path of the state for an object of the target. If there is none: True if it is missing, False if it is
-        not selected."""
+        """The saved state for an object of the target, or a problem. Without a saved state: True if that is an error,
+        False if the object keeps its state because it is not selected or the restore is not strict."""
         try:
             saved = subtree(self.structure, leaf.path)
         except KeyError:
@@ -430,7 +430,7 @@ def _above(paths: Iterable[str]) -> set[str]:
 
 
 def _is_empty(structure: Structure, path: str) -> bool:
-    """Whether the saved value at a path has no leaves, such as None or optax.EmptyState()."""
+    """Whether a saved container or empty position at a path has no leaves, such as None or optax.EmptyState()."""
     try:
         return next(numbers_of(subtree(structure, path)), None) is None
     except KeyError:

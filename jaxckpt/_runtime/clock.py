@@ -22,7 +22,7 @@ class Clock:
         self.laps[phase] += seconds
 
     def reported(self) -> dict[str, float]:
-        """Seconds of the phases so far, without publishing, which only process 0 does, later."""
+        """Seconds of each phase until now, for the manifest. It lacks "publish", which comes after the manifest."""
         return {phase: round(seconds, 6) for phase, seconds in self.laps.items() if phase != "publish"}
 
     @contextlib.contextmanager

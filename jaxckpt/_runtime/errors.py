@@ -43,7 +43,7 @@ class Problem:
     """What the caller can do about the problem, if anything."""
 
     object: str = ""
-    """The file, below the checkpoint's path; empty if no file is concerned."""
+    """The file, relative to the checkpoint's path; empty if no file is concerned."""
 
     box: tuple[tuple[int, int], ...] | None = None
     """The damaged box: (start, stop) along each dimension of the leaf, or of a PRNG key's raw data; () for a 0-d leaf.
@@ -63,7 +63,7 @@ class Problem:
 class JaxckptError(Exception):
     """Base class of the errors that jaxckpt raises on purpose.
 
-    `problems` has a `Problem` for each leaf or file at fault, if the error concerns any.
+    `problems` has a `Problem` for each leaf or file at fault, and is empty if the error concerns no leaf or file.
     """
 
     def __init__(self, *args: object, problems: Iterable[Problem] = ()) -> None:
@@ -84,11 +84,11 @@ class JaxckptError(Exception):
 
 
 class InputError(JaxckptError, ValueError):
-    """The arguments are invalid. Nothing was read or written."""
+    """The arguments are invalid, or do not fit the checkpoint. The call saved or restored nothing."""
 
 
 class TreeError(InputError):
-    """The tree has a leaf or a key that cannot be stored, or a path that names no leaf."""
+    """The tree has a leaf or a key that cannot be stored, or a path or pattern in an argument matches nothing."""
 
 
 class SpecError(InputError):
@@ -104,11 +104,11 @@ class LayoutError(InputError):
 
 
 class CheckpointExistsError(JaxckptError, FileExistsError):
-    """The path already holds a checkpoint or other files."""
+    """The path already holds a checkpoint or other files, or another save published there first."""
 
 
 class NotACheckpointError(JaxckptError, FileNotFoundError):
-    """The path is not a checkpoint: it has no manifest.json."""
+    """The path has no manifest.json, or the checkpoint was deleted or replaced while it was being read."""
 
 
 class CorruptError(JaxckptError):
@@ -120,11 +120,11 @@ class ManifestError(CorruptError):
 
 
 class DataError(CorruptError):
-    """An object or a zarr.json is missing, has the wrong length, or was altered."""
+    """An object, a zarr.json or a process's state is missing or altered, or a file of another library is damaged."""
 
 
 class StorageError(JaxckptError, OSError):
-    """The file system or the object store refused an operation: no space, no permission, or an I/O error."""
+    """The file system or the object store refused an operation (no space, no permission, an I/O error), or hangs."""
 
 
 class PeerError(JaxckptError):
@@ -136,11 +136,11 @@ class PeerFailedError(PeerError):
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
-    """Another process did not respond within `Options.timeout_seconds`."""
+    """Another process did not respond within `Options.timeout_seconds`, or stopped for 60 s after it had joined."""
 
 
 class PeersDisagreeError(PeerError):
-    """The processes passed different trees or arguments, or see different checkpoints."""
+    """The processes made different calls, passed different trees or arguments, or see different checkpoints."""
 
 
 class PathNotSharedError(PeerError):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 COMPRESSIONS = (None, "zstd", "blosc")
-"""Codecs of chunks."""
+"""The values of `Options.compression`; None stores chunks uncompressed."""
 
 _MOST_BLOSC_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chunk may be larger than `chunk_bytes`
 
@@ -30,9 +30,9 @@ class Options:
     """Settings of saves and restores. Every default suits a training job.
 
     Attributes:
-        object_bytes: Approximate largest size of a stored object (a file). Larger pieces are split. Small leaves are
-            packed together up to the smaller of this size and 16 MiB.
-        chunk_bytes: Approximate size of a chunk, the unit that is read and checksummed.
+        object_bytes: Approximate largest size of a stored object (a file); 64 MiB by default. Larger pieces are split.
+            Small leaves are packed together up to the smaller of this size and 16 MiB.
+        chunk_bytes: Approximate largest size of a chunk, the unit that is read and checksummed; 512 KiB by default.
         compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
             bits of a chunk's elements by their position and then compresses them with zstd: for bfloat16 and float32
             this gives fewer bytes than "zstd" in no more time (docs/performance.md).
@@ -43,8 +43,8 @@ class Options:
             process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
             read once in the whole job; all processes then need the same `host_bytes`. This pays if storage limits the
             restore (docs/many-processes.md).
-        host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays. Larger
-            leaves are moved in boxes. `save_async` may also use `staging_bytes`.
+        host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays; 256 MiB
+            by default. Larger leaves are moved in boxes. `save_async` may also use `staging_bytes`.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of arrays on accelerators and of NumPy
             arrays. If this is not enough, `save_async` returns only when the rest fits. None: as much as this process
             writes.
@@ -59,23 +59,24 @@ class Options:
             in that save, in the newest step, or in the checkpoint that is overwritten. Their data is read from the
             devices and compared by a 128-bit digest, which this setting also records in the manifest. None: every
             object is written, as always on object stores.
-        cast: Restoring to another dtype. "safe" allows only casts that lose no value, "unsafe" allows all NumPy casts.
-        indivisible: What happens if the mesh axes do not divide a dimension. "error", or "replicate": the dimension is
-            stored and restored whole on every device.
+        cast: Which casts to another dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may also
+            lose precision and range. "unsafe": all NumPy casts.
+        indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
+            dimension is stored and restored whole on every device.
         timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the
             other process. A process that is still working sends heartbeats and does not time out; one that stops
             during a save or a restore times out after 60 s at most. JAX itself aborts all processes 100 s after one
             has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the
             error even if the process stopped before its call. This is also how long a save or a restore waits while
-            storage moves no data. Then it raises `StorageError`, and `PeerFailedError` in the other processes. For
-            example, a system call on a network file system that has lost its server may never return.
+            storage moves no data, for example because a network file system has lost its server. Then it raises
+            `StorageError`, and the other processes raise `PeerFailedError`.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
             environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
             "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
         retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`.
         manifest_sha256: For reading: the expected SHA-256 of manifest.json, in hexadecimal digits (see
-            `SaveInfo.manifest_sha256`). It guarantees the structure, shapes, Python values and metadata, and arrays
-            through their crc32c digests: enough against damage, but not against someone who forges matching arrays
+            `SaveInfo.manifest_sha256`). It guarantees the structure, shapes, Python values and metadata. It guarantees
+            arrays only through their crc32c digests, which detect damage but not deliberate forgery
             (docs/security.md).
         progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;
             stderr if that is off). A function is called with a `Progress` as bytes move, in the thread that moves them.
@@ -154,7 +155,7 @@ def given(options: Options | None) -> Options:
 
 
 def whole_number(value: object, what: str, *, least: int, most: int | None = None) -> int:
-    """An integer of any type, also NumPy's, as an int. Raises InputError for a bool and for any other value."""
+    """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
     except TypeError:
@@ -167,14 +168,14 @@ def whole_number(value: object, what: str, *, least: int, most: int | None = Non
 
 
 def flag(value: object, what: str) -> bool:
-    """A bool, also NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
+    """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}")
     return bool(value)
 
 
 def rate(value: float | None, what: str) -> float | None:
-    """A number of bytes per second, or None for no limit. Raises InputError."""
+    """Return a valid number of bytes per second, or None for no limit. Raises InputError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"{what} must be above zero or None, found {reprlib.repr(value)}")
     return value

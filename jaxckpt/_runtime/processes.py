@@ -1,7 +1,7 @@
 """Meetings of the processes of one job, over JAX's own coordination service.
 
     with Group.current(options, Call.of("save", path)) as group, group.meeting("saving") as meeting:
-        texts = meeting.gather(mine)        # every process gives a text; process 0 gets all of them
+        texts = meeting.gather(mine)        # every process sends a text; process 0 gets all of them
         if group.index == 0:
             decision = decide(texts)
         decision = meeting.share(decision)  # every process gets the decision of process 0
@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from jax._src import distributed  # the only door to the coordination service; orbax and flax use it too
+from jax._src import distributed  # JAX has no public API for the coordination service; Orbax and Flax use this too
 
 from jaxckpt._runtime.errors import (
     InputError,
@@ -175,7 +175,8 @@ class Group:
 
 @dataclass(slots=True)
 class Meeting:
-    """One round: all give, process 0 decides, all receive. Every process must gather once and then share once."""
+    """One round: all send a text, process 0 decides, all receive its text. Every process must call `gather` once, then
+    `share` once."""
 
     group: Group
     what: str
@@ -189,7 +190,7 @@ class Meeting:
     """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
 
     _lost: bool = False
-    """Whether process 0 does not answer, so that this process can no longer notify it."""
+    """Whether process 0 no longer answers, so that this process cannot notify it of an error."""
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
     _voice: Task[None] | None = None
@@ -245,7 +246,7 @@ class Meeting:
             self._post("out", failure)
 
     def gather(self, text: str) -> list[str]:
-        """Give a text. Process 0 waits for all texts and gets them in process order. The others return immediately.
+        """Send a text. Process 0 waits for all texts and gets them in process order. The others return immediately.
 
         In process 0, raises PeerFailedError or PeerTimeoutError after all have answered or timed out.
         """
@@ -394,7 +395,7 @@ class Meeting:
         return min(self.group.timeout_seconds, _STOPPED_SECONDS) if came else self.group.timeout_seconds
 
     def _silences(self, silent: dict[int, float]) -> list[dict[str, Any]]:
-        """Failure messages for the processes that were given up: one for each number of seconds."""
+        """Failure messages for processes that did not respond, one for all that were silent for the same time."""
         by_seconds = dict[float, list[int]]()
         for process, seconds in silent.items():
             by_seconds.setdefault(seconds, []).append(process)

@@ -17,7 +17,7 @@ class Progress:
     """The progress of a save, a restore, a conversion or another read of arrays in this process."""
 
     verb: str
-    """"save", "restore", "verify", "diff", "convert" or "report" (its histograms)."""
+    """"save", "restore", "verify", "diff", "convert", or "report" while it reads leaves for histograms."""
 
     done_bytes: int
     """Bytes that this process has moved."""
@@ -65,7 +65,10 @@ def unseen(moved: int) -> None:
 
 @contextmanager
 def reporting(verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None) -> Generator[Report]:
-    """A function to call as bytes move. Any progress display ends with the block."""
+    """A function to call as bytes move, which updates the display that `progress` asks for. The block ends the display.
+
+    `progress` is `Options.progress`.
+    """
     if callable(progress):
         yield _counting(verb, total_bytes, progress)
     elif not progress:

@@ -18,7 +18,7 @@ class Watch:
     """The storage operation of a call, as seen by the threads that wait for it."""
 
     def __init__(self, seconds: float) -> None:
-        """An operation counts as stalled after `seconds` without any byte."""
+        """An operation counts as stalled if no byte moves for `seconds`."""
         self._seconds = seconds
         self._doing: str | None = None
         self._since = 0.0

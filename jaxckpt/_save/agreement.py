@@ -81,7 +81,7 @@ def agreement(
             [(layouts[leaf.layout], leaf.moved) for leaf in draft.arrays],
         ),
         "ties": [*draft.ties.items()],
-        "options": (plan.stacks, plan.members),  # the part of the plan that neither entry above determines
+        "options": (plan.stacks, plan.members),  # the part of the plan that the entries above do not determine
         "metadata": json.dumps(metadata, sort_keys=True),
         "process_state": None if state_names is None else sorted(state_names),
     }

@@ -34,9 +34,13 @@ class SaveInfo:
     """What a save wrote."""
 
     path: str
+    """The path or URL of the checkpoint."""
+
     save_id: str
+    """Unique id of the save."""
 
     leaves: int
+    """Leaves of the tree."""
 
     total_bytes: int
     """Bytes of array data in the checkpoint, each replica counted once."""
@@ -48,7 +52,8 @@ class SaveInfo:
     """Objects that hold the array data."""
 
     files: int
-    """Files of the checkpoint: objects, one zarr.json a stack, one for each process's state, and the manifest."""
+    """Files of the checkpoint: the objects, a zarr.json for each stack, the state of each process if given, and the
+    manifest."""
 
     stored_bytes: int
     """Bytes of the objects, including checksums and indexes."""
@@ -71,7 +76,7 @@ class SaveInfo:
 
 
 class PendingSave:
-    """A save that runs in a background thread."""
+    """A save that runs in a background thread: the result of `save_async`."""
 
     def __init__(self, path: str, total_bytes: int, begun: float, watch: Watch) -> None:
         self.path = path
@@ -138,7 +143,7 @@ class PendingSave:
         return replace(info, seconds=seconds, blocked_seconds=self._blocked)
 
     def abandon(self) -> None:
-        """Stop waiting for this save, also at the end of the program."""
+        """Stop waiting for this save, even at the end of the program."""
         global _abandoned
         _abandoned = True
         _settled(self)
@@ -167,15 +172,15 @@ class PendingSave:
         self._ended.set()
 
     def moved(self, n_bytes: int) -> None:
-        """Add bytes that have been written."""
+        """Add to the count of written bytes."""
         self._done_bytes += n_bytes
 
     def returned(self) -> None:
-        """Note that the caller's part has ended."""
+        """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`."""
         self._blocked = time.perf_counter() - self._begun
 
     def end(self, outcome: SaveInfo | BaseException) -> None:
-        """Note the end of the save. The first outcome counts."""
+        """Note the end of the save. Only the first call has an effect."""
         if self.done:
             return
         if isinstance(outcome, SaveInfo):

@@ -17,7 +17,8 @@ from jaxckpt._storage.store import Store, Writer
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Process 0's claim on a path during a save. Empty in the other processes."""
+    """A claim on a path during a save: process 0's, and empty in the others. In a spread save, each process claims its
+    own folder."""
 
     save_id: str = ""
     writer: Writer | None = None
@@ -37,7 +38,7 @@ class Claim:
         return f"data-{self.save_id}"
 
     def release(self, *, keep: bool) -> None:
-        """Release the claim: with the new data in place of the old, or without a trace."""
+        """Release the claim. Deletes the old data with `keep`, and the new data otherwise."""
         if self.writer is None:
             return
         # The next save sweeps what cannot be deleted now. Such an error must not hide why a save failed.

@@ -17,8 +17,8 @@ from jaxckpt._runtime.errors import InputError, counted
 from jaxckpt._save.plan import Object, SavePlan
 
 Channel = tuple[tuple[int, int], ...]
-"""(from, to) of processes: each sends to one other at most, and gets from one other at most, so that one permutation
-moves what all of them send."""
+"""(sender, receiver) pairs of processes. Each process sends to at most one other and receives from at most one other,
+so one permutation transfers the data of all pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Copies:
     """The copies that one process writes, sends and receives in a save."""
 
     replicas: tuple[Object, ...]
-    """Objects of other processes that it writes from its own data."""
+    """Objects of other processes that it writes from its own replica of their data."""
 
     channels: tuple[Channel, ...]
-    """All of the job's."""
+    """The channels of the whole job."""
 
     sent: tuple[tuple[Object, ...], ...]
     """Its own objects that it sends over each channel, in order."""
@@ -106,7 +106,8 @@ def _holders(plan: SavePlan, obj: Object) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _copy_holders(domains: Domains, owner: int, holders: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(holders by sharding, peers) that keep the copies of an object, all in different domains."""
+    """The processes that keep copies of an object, all in different domains: (those that hold its data by its sharding,
+    peers that receive it)."""
     used = {domains.of[owner]}
     ring, place = _ring(domains, holders)
     following = itertools.chain(ring[place[owner] + 1 :], ring[: place[owner]])

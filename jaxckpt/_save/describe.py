@@ -65,7 +65,7 @@ class Draft:
     plans: list[tuple[Any, SavePlan, Copies | None]] = field(
         default_factory=list[tuple[Any, SavePlan, "Copies | None"]], repr=False
     )
-    """The last plan and its key, shared by the drafts of similar trees."""
+    """The last plan with the key that it was made for. Drafts of similar trees share this list."""
 
 
 _HOST = ((0,),)  # the holder of the single cell of a host-local leaf: process 0
@@ -160,6 +160,7 @@ def _key_paths(tree: Tree) -> Any:
 def _describe(
     tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, components: tuple[str, ...], dtype: Dtypes
 ) -> Draft:
+    """The draft of a tree, without the cache of `describe`."""
     leaves, structure = flatten(tree, states=True)
     draft = Draft(structure, in_state=frozenset(number for number, leaf in enumerate(leaves) if leaf.in_state))
     problems: list[Problem] = []

@@ -36,9 +36,9 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 @contextlib.contextmanager
 def moving_bits(mesh: Mesh | None) -> Generator[None]:
-    """A context for JAX calls that move data: sets the mesh of the data, if any, instead of the caller's mesh. JAX does
-    not check numbers for NaN, narrow them to 32 bits, or refuse to transfer indices, even if the caller's configuration
-    asks for that."""
+    """A context for JAX calls that move data. It sets the mesh of the data, if any, instead of the caller's mesh. It
+    overrides a caller's configuration that checks for NaN or infinity, narrows numbers to 32 bits, or forbids
+    transfers."""
     on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
     with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         yield

@@ -20,10 +20,15 @@ class _End:
 
 
 class Handover:
-    """Objects in order, with a limit on the bytes of copies. One thread puts, another takes."""
+    """Objects in order, with a limit on the bytes of copies. The caller's thread puts them, and another takes them."""
 
     def __init__(self, most_bytes: int | None, deadline: float | None, watch: Watch) -> None:
-        """Created by the function that puts, or by its caller. After that function returns, nothing more is put."""
+        """Create it in the function that feeds, or in a caller of it.
+
+        If the creating function returns or is interrupted before the end is put, iterating raises KeyboardInterrupt.
+
+        `deadline` is on the monotonic clock. None means no limit, for `most_bytes` too.
+        """
         self._most_bytes = most_bytes
         self._deadline = deadline
         self._watch = watch
@@ -39,7 +44,7 @@ class Handover:
     def feed(self, staged: Iterable[Staged], begin: Callable[[], None]) -> None:
         """Put all objects. `begin` starts the other thread as late as possible, because it slows down this thread.
 
-        An error before that ends the save. After it, the other thread is notified and also raises the error.
+        An error before `begin` ends the save. After `begin`, the other thread is notified and also raises the error.
         """
         begun = False
         end = _End()
@@ -49,7 +54,7 @@ class Handover:
                     begin()
                     begun = True
                 if not self._make_room(one):
-                    break  # the queue is closed, or it is too late
+                    break  # the queue is closed, or the deadline has passed
                 self._given.put(one)
                 self._held_bytes += one.copied_bytes
             else:
@@ -116,7 +121,7 @@ class Handover:
             raise self._cancelled
 
     def starves(self) -> bool:
-        """Whether the queue is empty, perhaps because the next object does not fit."""
+        """Whether the queue is empty. The next object may be waiting because it does not fit into the limit."""
         return self._given.empty()
 
     def landed(self, one: Staged) -> None:

@@ -38,11 +38,11 @@ _STATE_HEAD = 8
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True):
-    """One permutation."""
+    """One permutation of bytes over a channel."""
 
     channel: int
     n_bytes: int
-    """Bytes that each process sends. The last round of a stream is padded, so that few programs serve all saves."""
+    """Bytes that each process sends. The last round of a stream is padded, so that few compiled programs suffice."""
 
     givers: list[int]
     """The processes that send."""
@@ -76,7 +76,7 @@ def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int
 
 
 def rounded_bytes(n_bytes: int) -> int:
-    """Rounded up, by at most 0.4 % above 1 MiB, so that sizes of rounds repeat and their programs are reused."""
+    """Round up so that sizes of rounds repeat and their programs are reused. Adds at most 0.4 % above 1 MiB."""
     unit = max(4 << 10, 1 << max(0, n_bytes.bit_length() - 9))
     return -(-n_bytes // unit) * unit
 

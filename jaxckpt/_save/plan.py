@@ -32,9 +32,9 @@ SHARED_BYTES = 32 << 10
 """Smallest object that is created to make shares even."""
 
 SHARES = (1, 2, 4, 8, 16, 40)
-"""If several processes may write an object, it is at most one part in this many of each process's total. The result is
-even to within one object, so the last value makes shares even for any leaves. The first value that comes close to it is
-used, because each object costs requests. A leaf that four processes hold becomes four objects."""
+"""Candidates for a divisor: an object that several processes may write has at most a process's total bytes divided by
+it. Shares are even to within one object, so the last value makes them even for any leaves. The first value that comes
+close to that is used, because each object costs requests. A leaf that four processes hold becomes four objects."""
 
 UNEVEN = 1.02
 """The busiest process may write more than with the smallest objects by at most this factor."""
@@ -46,8 +46,8 @@ second. S3 needs 47 s to accept 40 objects from each of 4,096 processes (benchma
 
 ROUNDS = 4
 """The most rounds of dealing while shares are uneven. In each round, a set of holders passes its excess to overlapping
-sets. With three devices per piece and four per process, one round leaves the busiest process 12 % above the mean, two
-4 %, three 0.5 %."""
+sets. With three devices per piece and four per process, the busiest process is 12 % above the mean after one round, 4 %
+after two, and 0.5 % after three."""
 
 
 class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
@@ -146,7 +146,7 @@ def _dealt(groups: _Groups, most: int, most_shared: int, options: Options, proce
         if math.prod(cell_shape(layout, shape)) * DTYPES[dtype].itemsize < PACK_BYTES:
             layout = coarsen(layout)
         name = f"{len(stacks):04d}-{dtype}-{'x'.join(map(str, shape)) or 'scalar'}"
-        shared = min(map(len, layout.groups)) > 1  # in objects small enough to come out even
+        shared = min(map(len, layout.groups)) > 1  # its objects must be small, so that the shares become even
         object_bytes = most_shared if shared else most
         stacks.append(shape_stack(name, dtype, shape, len(numbers), layout, pieces, object_bytes, options))
         layouts.append(layout)
@@ -187,7 +187,7 @@ class _Cut:
         """Sides of all rows of a cell."""
 
         self.counts = tuple(-(-side // length) for side, length in zip(self.sides, stack.object, strict=True))
-        """Objects along each side."""
+        """Number of objects along each side."""
 
     def batches(self) -> Iterator[tuple[int, Box]]:
         """(bytes of an object, range of positions in the cell) of each group of equal objects. The last object along a

@@ -36,7 +36,7 @@ class Share(msgspec.Struct, frozen=True):
     """Length and digest of the file for its state."""
 
     phase_seconds: dict[str, float]
-    """Seconds of each phase until then."""
+    """Seconds of each phase until the share was written."""
 
 
 class Published(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ class Original:
     """An object of an earlier checkpoint."""
 
     key: str
-    """Its key below that checkpoint's path."""
+    """Its key, relative to that checkpoint's path."""
 
     length: int
     digest: str
@@ -80,7 +80,7 @@ class Base:
     by_arrays: Mapping[_Holds, tuple[Original, _Arrays]] = field(
         default_factory=dict[_Holds, "tuple[Original, _Arrays]"]
     )
-    """Includes the arrays that were saved, because a new array may have the identity of a dead one."""
+    """Each entry has references to the saved arrays, because a new array may get the identity of one that was freed."""
 
     by_content: Mapping[_Holds, Original] = field(default_factory=dict[_Holds, Original])
 

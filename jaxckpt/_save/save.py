@@ -86,11 +86,13 @@ def save(
     Raises:
         TreeError: A leaf or key that cannot be stored.
         SpecError: A spec that does not fit its leaf or the mesh.
-        CheckpointExistsError: `path` exists, and `overwrite` is false or the path is not a checkpoint.
+        CheckpointExistsError: `path` has a checkpoint and `overwrite` is false, or has other files; or another save
+            published there while this one was writing.
         StorageError: No space, no permission, or an I/O error.
         PeerError: Another process failed, did not respond, made a different call, passed a different tree or different
             values, or does not see `path`.
-        InputError: A signal handler or a callback made the call from inside another jaxckpt call.
+        InputError: Another argument is invalid, such as `metadata` that is not JSON; or a signal handler or a callback
+            made the call from inside another jaxckpt call.
         KeyboardInterrupt: Ctrl-C. Nothing is published, and an existing checkpoint at `path` stays, unless a note on
             the error says that the new one had just been published.
 
@@ -304,16 +306,18 @@ class _Terms(msgspec.Struct, frozen=True):
     save_id: str
 
     cleared: str = ""
-    """For a spread save: what each process first deletes in its own folder."""
+    """For a spread save: the argument of `Spread.clear`, which says what each process first deletes in its folder."""
 
     rounds: list[Round] = []
     """For a spread save: the exchange between the processes."""
 
 
 def _claim(save: Prepared) -> Claim:
-    """Settle before the first byte: all have the same tree, there is a new data folder, and all processes see it.
+    """Before any data is written, check that all processes save the same tree, create the data folder, and check that
+    all processes see it.
 
-    A save that is spread over folders of the processes has a data folder in each of them, and an exchange between them.
+    A save that is spread over folders of the processes has a data folder in each of them. This also plans the exchange
+    of data between the processes.
     """
     claimed = Claim()
     group, clock, spread = save.group, save.clock, save.request.spread
@@ -354,7 +358,7 @@ def _claim(save: Prepared) -> Claim:
 
 
 def _keep_state(save: Prepared, process: int, state: bytes) -> None:
-    """Write the state of another process."""
+    """Write a copy of the state of another process into this process's data folder."""
     save.store.put(f"{save.passing.data}/{manifests.state_name(process)}", state, sync=save.options.sync)
 
 

@@ -56,11 +56,11 @@ SEND_ROWS = 32
 Index = tuple[slice | int, ...]
 
 Hold = Literal["views", "copies"] | None
-"""How pieces are protected from the caller: as views of arrays if that suffices, as copies, or not at all."""
+"""How pieces are protected from later changes by the caller: as views of arrays if they suffice, as copies, or not."""
 
 Way = Literal["leave", "view", "copy", "send", "cast"]
-"""The treatment of a piece: nothing, a NumPy view, a NumPy copy, a started copy from its device to the host, or a cast
-copy on its device."""
+"""How a piece is taken from its array: left there, as a NumPy view, as a NumPy copy, as a copy from its device to the
+host that has been started, or as a cast copy on its device."""
 
 
 Group = list[tuple[Box, Any, Index | EllipsisType]]
@@ -108,8 +108,8 @@ class Staged:
 def stage(
     plan: SavePlan, draft: Draft, originals: Container[Object] = (), *, hold: bool, stack_bytes: int
 ) -> Generator[Staged]:
-    """The data of each object that this process writes, except `originals`. Every process iterates to the end or
-    closes.
+    """The data of each object that this process writes, except `originals`. Every process iterates to the end or closes
+    the generator.
 
     With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it.
     """

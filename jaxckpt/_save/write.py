@@ -40,6 +40,7 @@ def write(save: Prepared, data: str, handover: Handover, rate: float | None, rep
 def _write_objects(
     save: Prepared, data: str, handover: Handover, rate: float | None, report: Report
 ) -> list[tuple[Object, Written]]:
+    """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
     store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
     flights = _Flights(save.options.host_bytes // WRITE_COPIES)
     written: list[tuple[Object, Written]] = []
@@ -88,7 +89,7 @@ def sleep_until(moment: float, check: Callable[[], None]) -> None:
         time.sleep(min(left, POLL_SECONDS))
 
 
-# Seconds, and writes under way ----------------------------------------------------------------------------
+# Timing, and running writes -------------------------------------------------------------------------------
 
 
 def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:

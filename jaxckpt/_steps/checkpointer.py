@@ -75,9 +75,9 @@ class Checkpointer:
         keep_for: Keep steps that are younger than this.
         keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
             each step, in a background thread of process 0.
-        components: How many of the newest steps keep a subtree, by path or glob. With {"opt_state": 1}, older steps
-            that are kept lose "opt_state"; the rest of them can still be restored. A path that matches nothing in the
-            tree is an error when a step is saved.
+        components: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
+            older steps that are kept lose "opt_state"; the rest of them can still be restored. A path that matches
+            nothing in the tree is an error when a step is saved.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too.
         fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
@@ -85,17 +85,17 @@ class Checkpointer:
         on_preemption: What `save` does when the job is preempted, by SIGTERM or by JAX's preemption service. It saves
             the step, due or not; then "exit" raises `Preempted`, a SystemExit, and "continue" returns with `preempted`
             true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
-        preemption_seconds: How long that last save may take, counted from when this process was notified.
+        preemption_seconds: How long the save of the last step may take after this process was notified of a preemption.
         local: A folder of this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
             there first, and survives the process. Each process writes its own objects and copies of others', so that
             the folders of any `copies` failure domains may be lost. A process holds at most two steps; `local_bytes`
-            reports their size. Steps that are due by `every` are then flushed to the directory in the background.
+            reports their size. Steps that are due by `every` are also copied to the directory, in the background.
         local_every: Save the steps that are multiples of this number into the local folders. None: 10.
         copies: How many other failure domains hold a copy of each object. None: 1. Objects that no other domain holds
             by its sharding are sent to one over the devices' interconnect.
         local_domains: The failure domain of each process, such as its rack: one label for each process. By default
             each host is a domain; if all processes are on one host, each process is one.
-        local_bytes_per_second: Limit of the rate of each process's flushes; by default `Options.max_bytes_per_second`.
+        local_bytes_per_second: Limit of each process's copying to the directory. None: `Options.max_bytes_per_second`.
         options: See `Options`.
 
     Examples:
@@ -192,7 +192,7 @@ class Checkpointer:
                 raise InputError(f"{error}{hint if verb == 'Checkpointer.restore' else ''}") from None
 
     def _calling(self, verb: str, step: int | None = None) -> Group:
-        """A call that every process makes."""
+        """Announce a call that every process makes."""
         path = self._directory.url if step is None else self.path(step)
         return Group.current(self._options, Call.of(verb, path))
 
@@ -234,13 +234,12 @@ class Checkpointer:
 
         Args:
             step: The number of the step, from 0 to 2**62.
-            tree, dtype: As for `jaxckpt.save`. The tree may be donated as soon as this returns.
-            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded; values that
-                are not finite are recorded as None.
+            tree: As for `jaxckpt.save`. Its arrays may be donated as soon as this returns.
+            dtype: As for `jaxckpt.save`.
+            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded.
             process_state: As for `jaxckpt.save`: state that differs by process.
             metadata: Any JSON value.
-            on_done: Called with the result once the step is published, as for `jaxckpt.save_async`; not called if this
-                returns False.
+            on_done: As for `jaxckpt.save_async`: called with the result. Not called if this returns False.
             force: Save even if the step is not due.
             overwrite: Replace this step if it exists.
 
@@ -250,6 +249,7 @@ class Checkpointer:
         Raises:
             Preempted: The job was preempted, and this step is saved; see `on_preemption`.
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
+            CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately.
         """
         self._trains = True
@@ -284,10 +284,10 @@ class Checkpointer:
         return self._local.plan(draft, self._options)
 
     def delete(self, step: int) -> None:
-        """Delete a step, here and in local folders. Every process calls this. It is no error if it does not exist.
+        """Delete a step, in the directory and in local folders, if it exists. Every process calls this.
 
         Raises:
-            InputError: It is the only step.
+            InputError: The directory has no other step.
         """
         with self._calling("Checkpointer.delete", step) as group:
             uninterrupted(functools.partial(self._delete_together, step, group))
@@ -320,12 +320,11 @@ class Checkpointer:
         self._deletion.raise_failure()
 
     def close(self) -> None:
-        """Wait for the last save and for deletions, restore the signal handler, and record the end of the run.
-        Raises the error of either.
+        """Wait for the last save and for deletions, raise their errors, and record the end of the run.
 
         `follow` ends at that record, and the next Checkpointer of the directory removes it. A preempted Checkpointer
         does not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save`
-        nor `restore_or_init` does not change it.
+        nor `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
         """
         self._notice.close()
         self._saver.wait()
@@ -406,8 +405,7 @@ class Checkpointer:
                 jitted with out_shardings is not run to find these; it is run only for leaves that do not come from the
                 checkpoint, and XLA removes the rest. Any other function is called, and its result is freed before the
                 checkpoint is read, except for these leaves.
-            mesh: As for `jaxckpt.restore`; needed only if `init` returns uncommitted arrays that were saved from
-                several devices.
+            mesh: As for `jaxckpt.restore`; needed only for uncommitted arrays that were saved from several devices.
             specs: As for `jaxckpt.restore`.
             rename: As for `jaxckpt.restore`.
             select: As for `jaxckpt.restore`; `init` makes the other leaves.
@@ -439,6 +437,7 @@ class Checkpointer:
             The JSON value or bytes that were saved.
 
         Raises:
+            NotACheckpointError: The step does not exist, or the run has no steps.
             InputError: A different number of processes saved, and `resplit` is not given; or no state has that name.
             DataError: The stored state is not what was saved.
         """
@@ -485,7 +484,8 @@ class Checkpointer:
         return max(self.steps(), default=None) if self._local is None else self._chosen(None).step
 
     def best_step(self, metric: str | None = None) -> int | None:
-        """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric."""
+        """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric.
+        Raises InputError if `keep_best` has no such rule."""
         bests = self._directory.rules.bests
         best = next((best for best in bests if metric in (None, best.metric)), None)
         if best is None:
@@ -493,7 +493,7 @@ class Checkpointer:
         return next(iter(best.steps(self._directory.look_at(self.steps()))), None)
 
     def metrics(self, step: int) -> dict[str, float | None]:
-        """The metrics given to `save` for a step; None for values that were not finite."""
+        """The metrics given to `save` for a step; None for values that were not finite. Raises NotACheckpointError."""
         found = self._directory.look(require_step(step))
         if found is not None:
             return dict(found.record.metrics)

@@ -226,6 +226,7 @@ class Deletion:
             self._deleting = None
 
     def _delete(self, step: int) -> None:
+        """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""
         child = self._directory.child(step)
         if _is_link(child):
             with system_errors(f"cannot delete {child.url}"):
@@ -282,7 +283,7 @@ class Deletion:
 
 
 def _is_link(step: Store) -> TypeGuard[Folder]:
-    """Whether a step's folder is a symbolic link: its data is perhaps another run's, and is not ours to delete."""
+    """Whether a step's folder is a symbolic link. Its files may belong to another run, so they are never deleted."""
     return isinstance(step, Folder) and os.path.islink(step.folder)
 
 

@@ -80,7 +80,7 @@ class Directory:
         return found
 
     def save_id(self, step: int) -> str | None:
-        """The id of the save that a step is of; None if its manifest is missing or damaged."""
+        """The id of the save that wrote a step; None if the step's manifest is missing or damaged."""
         manifest = self._manifest(step)
         return None if manifest is None else manifest.save_id
 
@@ -115,9 +115,10 @@ class Directory:
     # Adding, process 0 -----------------------------------------------------------------------------------
 
     def admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
-        """Raise unless a step may be saved: the rules can compare it with other steps, and keep it.
+        """Raise unless a step may be saved: it is new or may be overwritten, `keep_best` can compare it with other
+        steps, and the rules would keep it.
 
-        The last step of a preempted job need not have a metric.
+        The last step of a preempted job need not have a metric. Raises CheckpointExistsError, InputError.
         """
         step, steps = record.number, self.steps()
         if not last_one:
@@ -130,8 +131,8 @@ class Directory:
         self.store.mark(step_name(step))
 
     def _require_metric(self, best: Best, record: StepRecord, steps: list[int]) -> None:
-        """Raise if `keep_best` names a metric that this job does not record, because only the newest step would
-        stay."""
+        """Raise InputError if `keep_best` names a metric that this job does not record: it would keep only the newest
+        step."""
         name, given_names = best.metric, list(record.metrics)
         if name in given_names:
             self._measured.add(best)
@@ -149,7 +150,7 @@ class Directory:
             self._measured.add(best)
 
     def _require_kept(self, record: StepRecord, steps: list[int]) -> None:
-        """Raise if the rules would delete a step immediately, because newer ones exist."""
+        """Raise InputError if the rules would delete a step immediately, because newer steps exist."""
         now = datetime.datetime.now(datetime.UTC)
         asked = SavedStep(record.number, now, record)
         with_it = sorted([*self.look_at(steps), asked], key=lambda step: step.number)

@@ -26,7 +26,7 @@ class Due:
     """
 
     def __init__(self, every: object, every_minutes: object, save_if: object, processes: int) -> None:
-        """Raises InputError."""
+        """Takes the arguments of a Checkpointer, and the number of processes. Raises InputError."""
         if every is None and every_minutes is None and save_if is None:
             every = 1
         self._every = None if every is None else whole_number(every, "every", least=1)

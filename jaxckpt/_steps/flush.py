@@ -53,7 +53,7 @@ class Flush:
 
     save_id: str = ""
     owned: Sequence[Object] = ()
-    """The objects that this process owns. Known, like the save id, after the local save is published."""
+    """The objects that this process owns. These and the save id are set when the local save is published."""
 
     pending: PendingSave | None = None
     cancelled: BaseException | None = None

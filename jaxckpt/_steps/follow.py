@@ -39,6 +39,7 @@ class Step:
     """A published step of a run."""
 
     number: int
+    """The training step."""
 
     path: str
     """The path or URL of the step, for every function that takes a checkpoint."""
@@ -158,6 +159,7 @@ def follow(
 def _follow(
     run: Store, last: int, timeout: float | None, poll_seconds: float, term_seconds: float, options: Options
 ) -> Generator[Step]:
+    """The generator of `follow`, with valid arguments."""
     waiting_since = time.monotonic()
     warned = False
     while True:
@@ -186,7 +188,7 @@ def _follow(
 def _hold(
     run: Store, number: int, term_seconds: float, until_next: contextlib.ExitStack
 ) -> StorageError | NotACheckpointError | None:
-    """Hold a step until the loop takes the next one. Returns the error that prevented it, if any."""
+    """Hold a step until `until_next` is closed. Returns the error that prevented this, if any."""
     try:
         until_next.enter_context(hold(run, number, term_seconds))
     except (NotACheckpointError, StorageError) as error:

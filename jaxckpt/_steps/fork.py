@@ -41,7 +41,7 @@ def fork(
         The number of the step.
 
     Raises:
-        CheckpointExistsError: `new_run` has steps, or is not a folder.
+        CheckpointExistsError: `new_run` has steps, or is itself a checkpoint or a file.
         InputError: One of the paths is on an object store or on another file system, the file system refused a link, or
             `run` is not a run. `convert(run, f"{new_run}/{step:08d}")` makes a copy instead.
         NotACheckpointError: The step does not exist, or was deleted in the meantime.

@@ -97,7 +97,7 @@ class _Kept(msgspec.Struct, frozen=True):
     deleted."""
 
     step: int
-    """-1 if none stays."""
+    """The number of the step; -1 if no step stays."""
 
     save_id: str
 
@@ -107,7 +107,7 @@ class Local:
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str] | None, **asked: Any) -> Self | None:
-        """The local tier for these arguments; None without any. Raises InputError."""
+        """The local tier for these arguments of a Checkpointer; None without a folder. Raises InputError."""
         if folder is not None:
             return cls(
                 folder, asked["local_every"], asked["copies"], asked["local_domains"], asked["local_bytes_per_second"]
@@ -124,7 +124,7 @@ class Local:
         labels: Sequence[object] | None,
         bytes_per_second: float | None,
     ) -> None:
-        """Raises InputError."""
+        """Takes the `local` arguments of a Checkpointer. Raises InputError."""
         path = local_path(folder, "local")
         if path is None:
             raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
@@ -144,7 +144,7 @@ class Local:
         self._is_swept = False
         self._begun = -1
         self.flush: Flush | None = None
-        """The step that is being flushed, according to what all processes know."""
+        """The step that is being flushed, or was when the processes last compared notes. Equal in all processes."""
 
     # Opening ---------------------------------------------------------------------------------------------
 
@@ -167,7 +167,10 @@ class Local:
         self._claim()
 
     def _claim(self) -> None:
-        """Make this process's folder the run's, unless it is. Raises InputError, DataError, StorageError."""
+        """Note in this process's folder that it belongs to the run, unless that is noted already.
+
+        Raises InputError if the folder has other files or belongs to another run; DataError, StorageError.
+        """
         note = _run_of(self.own)
         if note is None and not {_NEW_NOTE}.issuperset(self.own.names()):
             raise InputError(f"{self.own.url} holds other files, but no {_NOTE}: give another local=, or remove them")
@@ -203,17 +206,20 @@ class Local:
         return dict(sorted(found.items()))
 
     def found(self, whole: tuple[int, str] | None, *, complete: bool = True) -> None:
-        """The (step, save id) of the local step that all processes restore, None for one of the storage: what else an
-        earlier Checkpointer left can go. Unless all its copies exist (`complete`), the next step is saved."""
+        """Note the (step, save id) of the local step that all processes restore; None if they restore from the storage.
+
+        All other local steps of an earlier Checkpointer may then be deleted. If the step lacks copies (not `complete`),
+        the next step is saved locally even if it is not due.
+        """
         self._whole, self._known, self._hurries = whole, True, not complete
 
     @property
     def newest(self) -> tuple[int, str] | None:
-        """The (step, save id) that this Checkpointer has last saved, or otherwise restored."""
+        """(step, save id) of the local step that this Checkpointer saved last, or restored if it saved none."""
         return self._made or self._whole
 
     def delete(self, step: int, meeting: Meeting) -> None:
-        """Delete a step in all folders of the run. Every process: what one of them had left could be whole."""
+        """Delete a step in all local folders of the run. Every process, because a whole step may be left otherwise."""
         meeting.renew()
         for _, folder in self.folders().values():
             folder.child(step_name(step)).unpublish(sync=False)
@@ -248,17 +254,17 @@ class Local:
         return True
 
     def spread(self, step: int, flush: Flush | None) -> Spread:
-        """How to save a step here, and how to flush it."""
+        """The `Spread` for saving a step in the local folders. Publication sets the save id and objects of `flush`."""
         self._begun = step
         published = functools.partial(self._published, step, flush)
         return Spread(self.domains, functools.partial(self._decide, step), self._clear, published)
 
     def child(self, step: int) -> Folder:
-        """The path of this process's share of a step."""
+        """The folder of this process's share of a step."""
         return self.own.child(step_name(step))
 
     def plan(self, draft: Draft, options: Options) -> LocalBytes:
-        """The size of a step of a tree."""
+        """The size of a local step of a tree in this process."""
         plan, copies = plan_spread(draft, options, self._index, self.domains)
         return LocalBytes(plan.process_bytes[self._index], copies.written_bytes, copies.sent_bytes)
 
@@ -271,8 +277,8 @@ class Local:
         return msgspec.json.encode(_Kept(known, is_ours, *(kept or (-1, "")))).decode()
 
     def _clear(self, text: str) -> None:
-        """Delete all steps but the one that stays."""
-        self._claim()  # whoever has deleted the folder meanwhile: without its note, no step in it counts
+        """Delete all steps except the one that stays. `text` is the result of `_decide`."""
+        self._claim()  # the folder may have been deleted, and its steps do not count without the note
         kept = msgspec.json.decode(text, type=_Kept)
         if kept.known:
             _trim(self.own, kept)
@@ -289,7 +295,8 @@ class Local:
 
 
 def agreed(texts: Sequence[str], directory: Store) -> str:
-    """The terms of the local tier, from the configurations of all processes ("" if not configured). Process 0.
+    """The terms of the local tier, encoded, from the configurations of all processes ("" for a process without one).
+    Process 0.
 
     Raises InputError, PeersDisagreeError, StorageError.
     """
@@ -314,8 +321,8 @@ def agreed(texts: Sequence[str], directory: Store) -> str:
 
 
 def _run_id(directory: Store) -> str:
-    """The id of a run, which is created once. If two were created at the same time, the first by name counts, and the
-    local folders of the other count as foreign, which is safe."""
+    """The id of a run, created once. If two were created at the same time, the first by name counts. Local folders with
+    the other id are then treated as those of another run, which is safe."""
     notes = directory.child(RUN)
     if not any(name.startswith(_RUN_ID) for name in notes.names()):
         directory.made(RUN).put(f"{_RUN_ID}{uuid.uuid4().hex}", b"{}", sync=True)
@@ -337,7 +344,7 @@ def _trim(own: Folder, kept: _Kept) -> None:
     for name in filter(is_step, own.names()):
         child = own.child(name)
         stays = f"data-{kept.save_id}" if int(name) == kept.step else ""
-        with contextlib.suppress(DataError, StorageError):  # something that is no manifest, and goes with the rest
+        with contextlib.suppress(DataError, StorageError):  # not a plain file, so deleted with the rest below
             if not names_data(child.read(MANIFEST), stays):
                 child.unpublish(sync=False)
         if not stays:

@@ -87,8 +87,11 @@ class Newest:
     # Agreeing, every process -----------------------------------------------------------------------------
 
     def find(self, group: Group, step: int | None, ready: Callable[[], object], *, apart: bool = True) -> Chosen:
-        """A step, or the newest for None, once it is `ready`. Unless `apart`, only local steps count that each process
-        sees whole."""
+        """A step, or the newest for None. Calls `ready` first, which waits for a running save. Every process.
+
+        Without `apart`, a local step counts only if each process sees all of its files. Raises DataError if the wanted
+        step exists only in the local folders and is damaged there.
+        """
         with group.meeting("looking for the newest step") as meeting:
             ready()
             seen = list(self._look())
@@ -120,8 +123,8 @@ class Newest:
             yield from (_seen(name, process.child(step), int(step)) for step in steps)
 
     def _offer(self, heard: Sequence[str], step: int | None) -> str:
-        """The step in the storage, or None; and the saves that are preferred if they are complete, newest first, each
-        with the process that sends its manifest to processes without it. Process 0."""
+        """As JSON: the step in the storage, or None; and the local saves that are preferred to it if they are complete,
+        newest first, each with the process that sends the manifest to processes without it. Process 0."""
         found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
         steps = self._directory.steps()
         stored = max(steps, default=None) if step is None else step if step in steps else None
@@ -129,7 +132,7 @@ class Newest:
         for one in candidates(found):
             if one.step != step if step is not None else stored is not None and one.step < stored:
                 continue
-            # Of two saves of one step, the storage's counts.
+            # If the local folders and the storage have different saves of one step, the storage's save counts.
             if one.step in steps and self._directory.save_id(one.step) not in (None, one.save_id):
                 continue
             having = [process for process, some in enumerate(found) if one in some]
@@ -168,7 +171,7 @@ class Newest:
         by_folder: dict[str, Held] = {}
         for name, bits in itertools.chain.from_iterable(map(dict.items, held)):
             by_folder[name] = by_folder.get(name, bits) & bits
-        # A process is asked only for what it can read: another one may see more in the same folder, or in a copy of it.
+        # A process is asked only for files that it can read. Another process may see more files in the same folder.
         every = np.array([np.bitwise_or.reduce([nothing, *some.values()]) for some in held])
         lacking = missing(every if apart else np.bitwise_and.reduce(every)[None], len(own))
         if lacking:
@@ -213,7 +216,7 @@ class Newest:
             _log.warning("the local file %s/%s is not used: it %s", folder.url, key, why)
         return [number for number, key in there.items() if key not in misfits]
 
-    # Of this process alone -------------------------------------------------------------------------------
+    # Without communication -------------------------------------------------------------------------------
 
     def avoid(self, source: Pooled, error: DamagedError) -> None:
         """Note damaged files of a local step, so that copies in other processes are used."""
@@ -245,7 +248,7 @@ class Newest:
 
 
 def _seen(process: str, folder: Folder, step: int) -> _Seen:
-    """A step's folder. A manifest that is damaged, or of another step, counts as none."""
+    """The local folder of a step. A manifest that is damaged, or of another step, counts as missing."""
     try:
         content = folder.read(MANIFEST)
         if content is None:
@@ -262,8 +265,8 @@ def _seen(process: str, folder: Folder, step: int) -> _Seen:
 
 
 def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
-    """Publish the manifest of a complete save in a folder with data of it, so that the save does not depend on a single
-    manifest."""
+    """Publish the manifest of a complete save in a folder that has its data but lacks the manifest, so that the save
+    does not depend on one copy of the manifest."""
     name = f"{data}/{MANIFEST}.{uuid.uuid4().hex}"
     try:
         folder.put(name, content, sync=sync)

@@ -58,7 +58,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
 
 
 def unpin(path: str | os.PathLike[str], *, options: Options | None = None) -> None:
-    """Remove the name of a pinned step. Rules may delete the step again, unless it has other names.
+    """Remove the name of a pinned step. Unless it has other names, the rules of a Checkpointer may then delete it.
 
     Args:
         path: The run's directory and the name, as in "run@paper".

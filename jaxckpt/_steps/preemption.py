@@ -23,7 +23,7 @@ class Notice:
     """
 
     def __init__(self, processes: int, seconds: float) -> None:
-        """The last save may take `seconds`."""
+        """`processes` is their number in the job. The last save may take `seconds` after the notice."""
         self._processes = processes
         self._listener = 0
         self._seconds = seconds
@@ -39,7 +39,7 @@ class Notice:
         if self._processes == 1:
             if threading.current_thread() is threading.main_thread():
                 before = signal.getsignal(signal.SIGTERM)
-                if before != self._on_signal:  # else an interrupt came right after the last of these
+                if before != self._on_signal:  # otherwise an interrupt had ended an earlier call after `signal.signal`
                     self._previous, self._listener = before, os.getpid()
                     signal.signal(signal.SIGTERM, self._on_signal)
             else:

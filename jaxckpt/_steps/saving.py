@@ -31,7 +31,7 @@ _log = logging.getLogger("jaxckpt")
 
 @dataclass(slots=True)
 class Saver:
-    """Saves the steps of a run; every process has one."""
+    """Saves the steps of a run. Every process creates one."""
 
     directory: Directory
     deletion: Deletion
@@ -65,7 +65,8 @@ class Saver:
         last_one = self.on_preemption != "ignore" and not self.preempted and self.notice.reached(step)
         stored = force or last_one or self.due.reached(step, metrics, calling)
         if not (stored or (self.local is not None and self.local.due(step))):
-            # For a step that is due, all processes make the same calls, even if only some know of a failure yet.
+            # Only for a step that is not due: for a due step all processes must make the same calls, even if only some
+            # of them know of a failure yet.
             if self.fail_fast and self.last.pending is not None and self.last.pending.done:
                 self.last.wait()
             return False
@@ -108,8 +109,8 @@ class Saver:
         """Start to save a step. Returns whether it is being saved."""
         flush = None
         if self.local is not None:
-            # A separate call, which every process counts before anything can fail, even if its step is not stored:
-            # processes that disagree on the step then make the same number of calls.
+            # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
+            # stored, so that processes that disagree on the step still make the same number of calls.
             store = self.directory.child(step)
             group = Group.current(self.options, Call.of("flush", store.url))
             if stored:
@@ -158,7 +159,7 @@ class Saver:
         self.deletion.spare(record.number)
         self.directory.admit(record, overwrite=overwrite, last_one=last_one)
 
-    # The last one ----------------------------------------------------------------------------------------
+    # The last step of a preempted job --------------------------------------------------------------------
 
     def _hurry(self, step: int) -> bool:
         """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step."""

@@ -48,6 +48,9 @@ class Publisher:
         anchor_every: How many publications share an anchor. A new follower reads at most this many.
         options: See `Options`; `compression` is always "zstd".
 
+    Raises:
+        InputError: The directory has steps that no Publisher wrote, or an argument is invalid.
+
     Examples:
         >>> import shutil, jax.numpy as jnp, jaxckpt
         >>> shutil.rmtree("/tmp/jaxckpt-doc/weights", ignore_errors=True)
@@ -62,7 +65,7 @@ class Publisher:
     ) -> None:
         self._anchor_every = whole_number(anchor_every, "anchor_every", least=1)
         self._oldest = -1.0
-        """The anchor of the oldest chain that is kept."""
+        """The number of the oldest anchor that is kept."""
 
         packed = replace(given(options), compression="zstd")
         self._steps = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
@@ -75,7 +78,7 @@ class Publisher:
             raise
         self._chain = 0.0
         self._before: Tree = None
-        """The last published weights; None before the first publication and after a failure."""
+        """The last published weights, in bfloat16; None before the first publication and after a failure."""
 
     def _anchor_of(self, number: int) -> float:
         anchor = self._steps.metrics(number).get(_ANCHOR)
@@ -158,7 +161,8 @@ def subscribe(
         (step, weights): the training step and its weights, bit for bit as published.
 
     Raises:
-        DataError: The anchor of the newest publication was deleted.
+        DataError: A publication since the newest anchor is missing.
+        InputError: `directory` holds no published weights, or `target` asks for anything other than bfloat16 arrays.
         Exception: As `jaxckpt.follow` and `jaxckpt.restore`.
     """
     tried: tuple[int, float | None] | None = None
@@ -193,7 +197,7 @@ def subscribe(
 def _newest_chain(
     directory: str | os.PathLike[str], newest: int | None, options: Options | None
 ) -> tuple[int, float | None] | None:
-    """The anchor of the newest publication, and its chain; None before the first publication."""
+    """(the number of the newest publication's anchor, the id of its chain); None before the first publication."""
     if newest is None:
         return None
     newest_path = f"{os.fspath(directory)}/{step_name(newest)}"
@@ -256,12 +260,12 @@ def _xor(weights: Sequence[jax.Array], link: Sequence[jax.Array]) -> list[jax.Ar
 
 
 def _applied(weights: Tree, link: Tree) -> Tree:
-    """The weights after a link, in the same layout."""
+    """The weights after the differences in `link`, in the layout of `weights`."""
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), _by_place(_xor, weights, link), weights)
 
 
 def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    """The link data of a leaf, in the leaf's layout."""
+    """The shape and sharding of a leaf's difference: two planes of bytes, each in the leaf's layout."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, P(None, *sharding.spec), memory_kind=sharding.memory_kind)
@@ -269,7 +273,7 @@ def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _alike(now: Tree, before: Tree) -> bool:
-    """Whether the leaves have the same shapes and lie alike: a link is computed without moving any."""
+    """Whether both trees have the same structure, shapes and shardings. A difference then moves no leaf."""
 
     def kinds(tree: Tree) -> Any:
         leaves, structure = jax.tree.flatten(tree)
@@ -279,6 +283,7 @@ def _alike(now: Tree, before: Tree) -> bool:
 
 
 def _require_floats(weights: Tree) -> None:
+    """Raise InputError unless all leaves are floating-point arrays."""
     dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(weights)}
     if all(dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return  # avoids building up to 20,000 paths
@@ -289,6 +294,7 @@ def _require_floats(weights: Tree) -> None:
 
 
 def _require_bfloat16(weights: Tree) -> None:
+    """Raise InputError unless all restored leaves are jax.Arrays in bfloat16."""
     for leaf in flatten(weights)[0]:
         if not isinstance(leaf.value, jax.Array):
             raise InputError(

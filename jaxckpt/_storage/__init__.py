@@ -1,1 +1,1 @@
-"""Bytes: file systems and object stores, files and tensors on them."""
+"""Reads and writes bytes on file systems and object stores, as small files, as objects and as arrays."""

@@ -262,8 +262,8 @@ class Bucket:
     def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
         """Withdraw the manifest that was just published if its data was swept in the meantime.
 
-        That happens if another save replaced this one and was then deleted, so only if this save found no checkpoint
-        to replace. If the note cannot be read, the manifest stays.
+        That can happen only if this save found no checkpoint to replace: in the meantime another save was published,
+        swept this data, and was itself deleted. If the note cannot be read, the manifest stays.
         """
         with contextlib.suppress(StorageError):
             if self._turn(data, ["publishing"], "published"):
@@ -295,6 +295,7 @@ class Bucket:
             self._sweep(None, all_writers=True)
 
     def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
+        """Delete data folders other than `current`, except of saves that may still publish. Returns if any is left."""
         left = False
         for name in self._data_folders():
             if name == current:
@@ -348,7 +349,7 @@ class Bucket:
         google, other = ("ifGenerationMatch=0", "ifGenerationMatch"), ("If-None-Match", "If-Match")
         for condition in google if self._is_google else other:
             if self._race(key) > 1:
-                if _note(self.read(f"{data}/{WRITER}")).get("state") != "writing":  # two won, as the key was deleted
+                if _note(self.read(f"{data}/{WRITER}")).get("state") != "writing":  # a sweep deleted the key in between
                     raise overtaken(self.url)
                 raise StorageError(
                     errno.EOPNOTSUPP,
@@ -367,7 +368,7 @@ class Bucket:
             racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
             return sum(bool(racer.result().generation) for racer in racers)
 
-    # The directory that it is -----------------------------------------------------------------------------
+    # As a directory of checkpoints ------------------------------------------------------------------------
 
     def anchored(self) -> Self:
         return self
@@ -380,12 +381,12 @@ class Bucket:
         return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # S3's console creates such keys
 
     def _list(self, prefix: str) -> list[str]:
-        """The keys below a prefix, without it."""
+        """The keys that begin with a prefix, without the prefix."""
         until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         with self._refused("list", prefix):
             found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
         if not found and self._is_google:
-            # There, tensorstore reports a forbidden listing as an empty one. Reading a key shows the difference.
+            # For gs://, tensorstore reports a forbidden listing as an empty one. Reading a key shows the difference.
             self.read(prefix or MANIFEST)
         return [key.decode(errors="replace") for key in found]
 

@@ -45,8 +45,8 @@ class Claims(Protocol):
         ...
 
     def clear(self, *, evict: bool = True) -> None:
-        """Delete remains if the path has no checkpoint. Some stores cannot distinguish a running save from a dead one:
-        there, `evict` deletes the data of both, and the running save fails with an error; without it both stay."""
+        """Delete the remains of saves if the path has no checkpoint. Stores that cannot distinguish a running save from
+        a dead one delete the data of both with `evict`, so that the running save fails; without `evict`, both stay."""
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Delete the folders of stacks that a published manifest no longer names."""

@@ -43,7 +43,8 @@ def _translated(error: Exception, what: str, *, reading: bool) -> StorageError |
     system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
     code = int(system[1]) if system else _CODES.get(status, errno.EIO)
     unsupported = isinstance(error, NotImplementedError)  # to write or to list over HTTP, for example
-    # An OCDBT database has no status. The decoder of blosc reports damage as "Reader::Seek() backwards not supported".
+    # Errors of an OCDBT database have no status code. The blosc decoder reports damage as "Reader::Seek() backwards not
+    # supported".
     decoding = "Error decoding" in text or (unsupported and "Error reading shard entry" in text)
     if (unsupported and not decoding) or "ignored by server" in text:
         return StorageError(errno.ENOTSUP, f"{what}: {text}")

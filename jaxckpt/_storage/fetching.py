@@ -61,7 +61,7 @@ class EncodingWriter:
 
 @dataclass(slots=True)
 class _Object:
-    """An object that is fetched whole."""
+    """An object that is fetched whole, and the planned reads that need it."""
 
     index: tuple[int, ...]
     key: str
@@ -82,7 +82,7 @@ class _Object:
 def wanted_whole(
     stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], most_bytes: int
 ) -> dict[tuple[int, ...], _Object]:
-    """The objects, by grid index, of at most this many bytes that the planned reads need whole."""
+    """The objects, by grid index, of at most `most_bytes` that the planned reads together need completely."""
     found: dict[tuple[int, ...], _Object] = {}
     for boxes in plan:
         touched = set[tuple[int, ...]]()

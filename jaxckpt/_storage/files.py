@@ -1,13 +1,13 @@
-"""Objects as plain files: encoded, checksummed, written and read by jaxckpt's own threads, without a copy if possible.
+"""Reads and writes objects as plain files with jaxckpt's own threads, including checksums, without a copy if possible.
 
 tensorstore's zarr3 driver is used for compressed chunks, on object stores, and with Options(io="tensorstore"). For
 plain files it is slower, because a checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes
 0.9 s of CPU to write 1 GiB and 0.7 s to read it. The file system alone takes 0.3 and 0.25 s, and this module 0.5 and
 0.4 s (docs/performance.md). Each engine reads the other's files.
 
-write:  object ─▶ runs of chunks ─▶ where they lie, or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
-read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to where they are wanted, or aside ─▶ crc32c compared
-                                                                                     and scattered from there ◀─┘
+write:  object ─▶ runs of chunks, in place or gathered ─▶ crc32c of each chunk ─▶ writev ─▶ index ─▶ fsync
+read:   box ─▶ objects ─▶ index ─▶ runs of chunks ─▶ preadv to their destination, or to a buffer ─▶ crc32c compared
+                                                                       copied from the buffer to the boxes ◀─┘
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from jaxckpt._storage.workers import THREADS, All, submit
 
 BATCH_BYTES = 4 << 20
 READ_BYTES = 16 << 20
-"""Approximate bytes per system call that writes, or that reads to where they are wanted. Other threads run during a
-system call, and this thread has to wait for its turn only between two calls."""
+"""Approximate bytes per system call that writes, or that reads into the destination. A system call releases the GIL,
+which this thread then has to wait for, so few calls are better than many."""
 
 BLOCK_BYTES = max(2 << 20, min(8 << 20, (32 << 20) // THREADS))
 """Bytes of chunks that a thread reads together to copy them from there: of all threads 32 MiB, which the cores' shared
@@ -60,7 +60,7 @@ class FileWriter:
     """Writes objects of a stack that is not compressed."""
 
     folder: str
-    """Where its zarr.json lies."""
+    """The stack's folder, which has its zarr.json."""
 
     stack: Stack
 
@@ -101,12 +101,12 @@ class FileWriter:
 
 @dataclass(frozen=True, slots=True)
 class FileReader(ArrayReader):
-    """Reads boxes of a stack that is not compressed."""
+    """Reads boxes of a stack that is not compressed, from the stack's `folder`."""
 
     shares_chunks: ClassVar[bool] = True
 
     folder: str
-    """Where its zarr.json lies."""
+    """The stack's folder, which has its zarr.json."""
 
     stack: Stack
 
@@ -168,7 +168,7 @@ class FileReader(ArrayReader):
         if isinstance(entries, str):
             raise DataError(f"{path} {entries}")
         made = _Index(path, entries, self.stack.chunk_stored_bytes, digest)
-        with self.lock:  # if two threads read it at the same time, one result is kept, so that both note checks in it
+        with self.lock:  # two threads may have read it at the same time; both must note their checks in one object
             return self.indices.setdefault(index, made)
 
 
@@ -207,8 +207,8 @@ class _Opened:
         self._read_aside(aside)
 
     def _runs_in_place(self, wanted: Sequence[_Wanted]) -> list[tuple[Chunks, Bytes | None]] | None:
-        """The chunks of boxes that share chunks, and their destination if it is contiguous memory; None without
-        chunks."""
+        """The chunks of a box, each with its destination if that is contiguous memory. None if not even one chunk has a
+        contiguous destination, or if there are several boxes, which share chunks."""
         if len(wanted) > 1:
             return None
         ((part, target),) = wanted
@@ -222,6 +222,7 @@ class _Opened:
         return [(chunks, in_place(chunks.box, part, target)) for chunks in runs]
 
     def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
+        """Read chunks directly into their destinations, then check them."""
         numbers = [number for some, _ in places for number in some]
         chunks = [chunk for some, place in places for chunk in _rows(place, len(some))]
         stored = np.empty(len(chunks), "<u4")
@@ -234,6 +235,7 @@ class _Opened:
         self._check(numbers, sums, stored, self.stack.dtype == "bool" and any(map(_has_odd_bools, chunks)))
 
     def _read_aside(self, wanted: Sequence[tuple[Chunks, Sequence[_Wanted]]]) -> None:
+        """Read chunks into a buffer, copy them to the wanted boxes, and check them."""
         size = self.stack.chunk_stored_bytes
         numbers = [number for chunks, _ in wanted for number in chunks.numbers]
         most = max(0, *(len(chunks.numbers) for chunks, _ in wanted), min(self._at_most(BLOCK_BYTES), len(numbers)))
@@ -300,8 +302,10 @@ class _Index:
         self._lock = threading.Lock()
 
     def runs(self, path: str, numbers: Sequence[int], borders: Collection[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """(offset, first, last) of each run of chunks that follow each other in the file: one list of runs for the
-        chunks from each border to the next."""
+        """(offset in the file, first, last) of each run of chunks that are adjacent in the file.
+
+        Yields one list for the chunks from each border to the next. First, last and borders are indices in `numbers`.
+        """
         if not numbers:
             return
         wanted = np.asarray(numbers)
@@ -346,7 +350,7 @@ def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator
 
 
 def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wanted]]:
-    """Merges boxes that share no chunks into one group if they form one box, which is read in file order."""
+    """Merges all groups into one if the chunks that they touch form a box, which is then read in file order."""
     found = [touched(hull(box for box, _ in group), sides) for group in groups]
     if len(groups) > 1 and sum(map(volume, found)) == volume(hull(found)):
         return [[one for group in groups for one in group]]
@@ -354,7 +358,7 @@ def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wan
 
 
 def _together(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
-    """Chunks in batches of at most this many."""
+    """Consecutive items in batches of at most `most` chunks."""
     group: list[tuple[Chunks, T]] = []
     count = 0
     for one in wanted:
@@ -417,10 +421,10 @@ class _Output:
         """Numbers of the chunks, in file order."""
 
         self.sums: list[int] = []
-        """Their checksums."""
+        """Checksums of these chunks."""
 
         self.buffers: list[Any] = []
-        """What will be written together."""
+        """Chunks and checksums for the next write."""
 
         self._handle = handle
         self._stored_bytes = stored_bytes
@@ -475,7 +479,7 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
 
 
 def _after(buffers: list[Any], count: int) -> list[Any]:
-    """The buffers without their first bytes, because a system call may stop anywhere."""
+    """The buffers without their first `count` bytes. A system call may stop after any byte."""
     for number, buffer in enumerate(buffers):
         size = len(buffer)
         if count < size:

@@ -57,7 +57,7 @@ class Folder:
     url: str
 
     folder: str
-    """Its absolute path."""
+    """The absolute path of the folder."""
 
     io: Literal["auto", "tensorstore"] = "auto"
     """See `Options.io`."""
@@ -236,7 +236,7 @@ class Folder:
                 os.close(handle)
 
     def _lock(self, handle: int) -> None:
-        """A lock that is released when it is closed or this process dies. A suspended process keeps it."""
+        """Lock a folder until the handle is closed or this process dies. A suspended process keeps the lock."""
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
@@ -250,7 +250,7 @@ class Folder:
                         " a process that was suspended during a save or a deletion",
                     ) from None
                 time.sleep(0.005)
-            except OSError:  # as above
+            except OSError:  # a file system without locks
                 return
 
     def create_array(self, data: str, stack: Stack) -> None:
@@ -298,6 +298,7 @@ class Folder:
         return self._sweep(current, swept)
 
     def _sweep(self, current: str | None, log: Callable[[str, str], object]) -> bool:
+        """Delete data folders other than `current` whose writer is dead. Returns whether any is left."""
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
         gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
@@ -343,14 +344,14 @@ class Folder:
         All([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
-        """Any folder above may be new."""
+        """Includes the folders above, because any of them may be new."""
         for stack in stacks:
             sync_path(self._path(data, stack.name, "zarr.json"))
             sync_path(self._path(data, stack.name))
         sync_path(self._path(data))
         sync_path(self.folder)
         folder = os.path.dirname(self.folder)
-        # Up to the first folder that this process may not open, which must have existed before.
+        # Stops at the first folder that this process has no permission to open, because that folder must have existed.
         while os.access(folder, os.R_OK):
             try:
                 sync_path(folder)
@@ -361,7 +362,7 @@ class Folder:
                 return
             folder = os.path.dirname(folder)
 
-    # The directory that it is -----------------------------------------------------------------------------
+    # As a directory of checkpoints ------------------------------------------------------------------------
 
     def anchored(self) -> Self:
         return replace(self, url=self.folder)
@@ -483,7 +484,7 @@ def _abandoned(path: str) -> bool:
     try:
         handle = os.open(os.path.join(path, WRITER), os.O_RDWR)  # NFS locks only files that are open for writing
     except FileNotFoundError:
-        return True  # it was published and has been replaced, or its writer died before it wrote the note
+        return True  # its checkpoint was published and then replaced, or its writer died before it created the note
     except OSError:
         return False
     try:

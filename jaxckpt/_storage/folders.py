@@ -26,7 +26,7 @@ class Folders(Protocol):
         ...
 
     def child(self, name: str) -> Self:
-        """A folder directly below."""
+        """The folder of this name directly below, which need not exist."""
         ...
 
     def known_as(self, url: str) -> Self:
@@ -44,7 +44,7 @@ class Folders(Protocol):
         """Note that a folder directly below may hold a checkpoint, on stores where only listing all keys shows it."""
 
     def unmark(self, name: str) -> None:
-        """Remove that note."""
+        """Remove the note of `mark`."""
 
     def delete(self, name: str) -> None:
         """Delete a folder directly below with everything in it."""

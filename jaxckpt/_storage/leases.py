@@ -37,7 +37,8 @@ TERM_SECONDS = 60.0
 _RENEWALS = 8  # per term
 _LEASE, _DELETING = "lease-", "deleting-"
 _DELETION_SECONDS = 10.0
-"""A mark shows a running deletion. It exists for milliseconds, unless the deleting process was stopped or killed."""
+"""How long to wait for a running deletion, which its mark shows. A mark exists for milliseconds, unless the deleting
+process was stopped or killed."""
 
 
 @contextlib.contextmanager
@@ -63,14 +64,14 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         _require_spared(run, folder, step)
         yield
     finally:
-        if os.getpid() == holding:  # a fork that ends has no part in the lease
+        if os.getpid() == holding:  # a forked process does not hold the lease
             uninterrupted(functools.partial(_release, folder, name, stop, writing))
 
 
 def _renew(
     folder: Store, name: str, term_seconds: float, stop: Latch, writing: threading.Lock, alive: weakref.ref[Latch]
 ) -> None:
-    """Renew a lease until it is released, or until an interrupt has ended its holder before it could release it."""
+    """Renew a lease until it is released. If an interrupt ended its holder before that, release it here."""
     beats = 0
     while not stop.wait(term_seconds / _RENEWALS):
         if alive() is None:
@@ -88,7 +89,7 @@ def _renew(
 def _release(folder: Store, name: str, stop: Latch, writing: threading.Lock) -> None:
     stop.set()
     taken = writing.acquire(timeout=_DELETION_SECONDS)  # otherwise a running write would recreate the file
-    with contextlib.suppress(StorageError):  # it expires
+    with contextlib.suppress(StorageError):  # a lease that cannot be removed expires
         folder.remove(name)
     if taken:
         writing.release()
@@ -100,7 +101,7 @@ def _note(term_seconds: float, beats: int) -> bytes:
 
 
 def _term(note: bytes) -> float:
-    """The term in a lease. A lease that is read while it is being written may have none."""
+    """The term in a lease; the default if a lease is read while it is being written."""
     try:
         return seconds(json.loads(note)["term_seconds"], "term_seconds")
     except (ValueError, KeyError, TypeError):
@@ -156,7 +157,7 @@ class Leases:
                 folder.remove(mark)
 
     def clear(self, names: Collection[str]) -> None:
-        """Remove those of these marks that belong to a process that was killed while it deleted steps."""
+        """Remove marks, among these names, that a process left when it was killed while it deleted steps."""
         for name in names:
             if name.startswith(_DELETING):
                 self._folder.remove(name)

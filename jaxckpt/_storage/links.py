@@ -9,7 +9,7 @@ from jaxckpt._storage.files import make_folders
 
 
 def link(old: str, new: str, below: str, length: int, *, sync: bool) -> bool:
-    """Give the file `old` of `length` bytes the name `new`, in folders that are created below the folder `below`.
+    """Give the file `old` of `length` bytes a second name, `new`. Creates missing folders below the folder `below`.
 
     Returns False, and creates nothing, if the file is missing or has another length, or the file system refuses the
     link: across devices, for files of other users, or beyond its limit of links. With `sync` the file's data is made

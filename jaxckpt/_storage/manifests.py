@@ -49,6 +49,7 @@ def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, by
 
 
 def _why_not(store: Store) -> str:
+    """The reason why a path without a manifest is not a checkpoint, for the error."""
     if store.is_file():
         return "it is a file, not a folder"
     try:
@@ -56,7 +57,7 @@ def _why_not(store: Store) -> str:
     except StorageError as error:
         if error.errno not in (errno.ENOTSUP, errno.EACCES):
             raise
-        return f"it has no manifest.json ({error})"  # reading may work without listing, as over HTTP
+        return f"it has no manifest.json ({error})"  # some stores, such as HTTP, can be read but not listed
     if any(map(is_data, names)):
         return "a save to it is in progress or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published]

@@ -13,7 +13,7 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import ReadRange
 
 MOST_BYTES = 1 << 30
-"""The largest small file."""
+"""The largest file that `Objects.read` reads."""
 
 Pending = Any
 """Running work: `.result()` waits and raises, `.done()` reports whether it has ended."""
@@ -33,7 +33,7 @@ class Objects(Protocol):
         """The content of a small file; None if it does not exist."""
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
-        """Several small files."""
+        """The contents of several small files; None for those that do not exist."""
         ...
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:

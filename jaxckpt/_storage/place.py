@@ -37,8 +37,8 @@ def run_at(path: Path, options: Options) -> Store:
 def local_path(path: Path, what: str = "path, the first argument,") -> str | None:
     """The absolute local path that a path or a file:// URL means; None for a URL of anything else.
 
-    A file:// URL is read as RFC 8089 says, and as tensorstore does: it has an absolute path, in which %20 is a space,
-    and no host but localhost. Raises InputError.
+    A file:// URL is interpreted as in RFC 8089 and in tensorstore: it has an absolute path, in which %20 is a space,
+    and no host except localhost. Raises InputError.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if not isinstance(text, str) or not text or "\0" in text:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -39,7 +39,7 @@ def step_name(step: int) -> str:
 
 
 def is_step(name: str) -> bool:
-    """Whether a name is that of a step's folder."""
+    """Whether a step's folder can have this name."""
     # A number with more digits could exceed the largest step and would then always be the newest.
     return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= LARGEST
 
@@ -129,6 +129,7 @@ def _named(run: Store, name: str, published: list[int]) -> int:
 
 
 def _best(run: Store, published: list[int]) -> int:
+    """The step with the best value of the metric that the run's note names. Raises InputError, NotACheckpointError."""
     note = run.read(f"{RUN}/{BEST}")
     if note is None:
         raise InputError(

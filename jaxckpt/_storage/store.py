@@ -27,7 +27,7 @@ class Writer:
     """The file that is locked while the writer is alive."""
 
     def release(self, *, keep: bool) -> None:
-        """Drop the claim, and the data too unless it is published."""
+        """Release the claim. Without `keep`, also delete the data, unless it may still be published."""
         try:
             if keep or may_name(self.store.read(MANIFEST), self.data):
                 self.store.remove(f"{self.data}/{WRITER}")

@@ -1,4 +1,4 @@
-"""Arrays through tensorstore."""
+"""Reads and writes arrays with tensorstore."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Workers:
         except RuntimeError:
             if not ending():
                 raise
-            task.run()  # Python 3.12 starts no thread any more
+            task.run()  # Python 3.12 starts no threads during its shutdown
         else:
             self._todo.put(task)
         return task
@@ -108,7 +108,7 @@ class Aside:
             except RuntimeError:
                 if not ending():
                     raise
-                return work()  # Python 3.12 starts no thread any more
+                return work()  # Python 3.12 starts no threads during its shutdown
             self._started = True
         self._todo.put(task)
         with self._watch.doing(what):
@@ -131,7 +131,7 @@ class Then:
 
     pending: Any
     finish: Callable[[Any], Any]
-    """Called with the work, whose result may raise."""
+    """Called with the work. It gets the result, which may raise."""
 
     def done(self) -> bool:
         return self.pending.done()
@@ -142,7 +142,7 @@ class Then:
 
 @dataclass(frozen=True, slots=True)
 class All:
-    """Several works as one."""
+    """Several pieces of running work as one."""
 
     works: Sequence[Any]
 
@@ -163,7 +163,7 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """Work whose result is further work, as one."""
+    """Work whose result is further work, with the result of the latter."""
 
     first: Any
 

@@ -27,7 +27,7 @@ from jaxckpt._format.dtypes import DTYPES
 Box = tuple[tuple[int, int], ...]
 Bits = tuple[str, tuple[int, ...], bytes]
 Kept = dict[str, Bits]
-"""The bits of leaves by their paths."""
+"""The bits of each leaf, by its path."""
 
 KINDS = ("data", "chunk crc", "index", "index crc", "zarr.json", "manifest", "process state")
 TYPED = (jaxckpt.CorruptError, jaxckpt.NotACheckpointError)
@@ -94,19 +94,19 @@ class Area:
 
     kind: str
     file: str
-    """Below the checkpoint's path."""
+    """Path of the file, relative to the checkpoint's path."""
 
     start: int
     stop: int
 
     box: Box = ()
-    """What of the stack is lost with them; nothing where they are no array's."""
+    """The box of the stack that is lost with these bytes; () if they do not belong to an array."""
 
     leaves: dict[int, str] = field(default_factory=dict)
     """Path of the leaf in each row of the stack."""
 
     sides: tuple[int, ...] = ()
-    """Of the chunk, where the bytes are its elements as they are."""
+    """Sides of the chunk if the bytes are its uncompressed elements, otherwise ()."""
 
     itemsize: int = 1
 

@@ -25,13 +25,13 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 GROWTH_BYTES = 256 << 20
-"""An input is under 64 KiB: reading it may not take more memory than this."""
+"""The most memory that reading one input may take. Inputs are under 64 KiB."""
 
 DATA_BYTES = 6 << 30
-"""Beyond this much memory of its own the process gets no more, so that a bomb raises MemoryError."""
+"""Limit of the process's data memory, so that a decompression bomb raises MemoryError."""
 
 SECONDS = 20
-"""Most that one input may take, on a busy machine."""
+"""The longest time that one input may take, on a busy machine."""
 
 try:
     import atheris

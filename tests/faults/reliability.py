@@ -34,7 +34,7 @@ class Fault:
         self.promise = promise
         self.system = system
         self.campaign = campaign
-        """Whether all rounds are done, or a few."""
+        """Whether all rounds are run, instead of a few."""
 
         self.seed = random.SystemRandom().randrange(1 << 32) if campaign else number
         self.random = random.Random(self.seed)

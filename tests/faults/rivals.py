@@ -31,7 +31,7 @@ MOMENTS = {
 JAXCKPT = "rival_jaxckpt"
 ORBAX_MANAGER = "rival_orbax_manager"
 ORBAX_CHECKPOINTER = "rival_orbax_checkpointer"
-"""Programs."""
+"""The programs of the rivals, in tests/programs."""
 
 
 def version(number: int) -> dict[str, Any]:

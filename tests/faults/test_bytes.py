@@ -246,14 +246,15 @@ def _meaning(fault: Fault, subject: Subject, what: str) -> str:
 
 
 IN_MANIFEST = {"number", "text"}
-"""The leaves of which the manifest is the only place: edits of their values cannot be told from those."""
+"""The leaves whose values are stored only in the manifest. An edited value cannot be distinguished from a saved one."""
 
 ZARR_VALUES = ["int32", "float32", "big", ".", "start", "gzip", "transpose", "v2", "NaN", 1]
 MANIFEST_VALUES = ["int32", "float64", "numpy", "jax", "tuple", "zstd", "../x", "", 2]
 
 
 Edit = tuple[str, Callable[[], bytes]]
-"""What is edited, and a function that makes the text: of thousands of edits, a test takes a few."""
+"""(description of an edit, function that returns the edited text). A function, because a test uses only a few of the
+thousands of edits."""
 
 
 def _edits(text: bytes, values: list[Any]) -> Iterator[Edit]:

@@ -67,7 +67,7 @@ class Model(RuleBasedStateMachine):
         """The version at each path."""
 
         self.pending: tuple[jaxckpt.PendingSave, str, int] | None = None
-        """A save in the background, its path and version."""
+        """(running background save, its path, its version)."""
 
         self.steps: dict[int, int] = {}
         """The version of each step."""

@@ -35,7 +35,8 @@ class Folder:
 
     names: dict[str, File | Folder] = field(default_factory=dict)
     states: dict[str, list[tuple[int, File | Folder | None]]] = field(default_factory=dict)
-    """What each name that changed since the folder was synced may come back as, and since when; the first is sure."""
+    """For each name that changed since the last sync: (time, entry) of each state in which it may survive a power loss.
+    The first state is the synced one."""
 
     def put(self, name: str, what: File | Folder | None, now: int) -> None:
         self.states.setdefault(name, [(-1, self.names.get(name))]).append((now, what))
@@ -59,7 +60,7 @@ class File:
 
     content: str
     written: int | None = None
-    """When, since it was last synced."""
+    """Time of the last write since the last sync; None if everything is synced."""
 
     def sync(self, begun: int) -> None:
         if self.written is not None and self.written < begun:

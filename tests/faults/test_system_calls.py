@@ -17,7 +17,7 @@ import jaxckpt
 pytestmark = pytest.mark.child
 
 CHANGES = ("mkdir", "openat", "write", "writev", "fsync", "rename", "unlink", "unlinkat", "rmdir")
-"""All the calls by which a save changes the disk: found by tracing one without a filter."""
+"""All system calls with which a save changes the disk, found by tracing a save without a filter."""
 
 
 def every_call(folder: Path, calls: tuple[str, ...]) -> list[tuple[int | None, str, int]]:

@@ -39,7 +39,7 @@ needs_strace = pytest.mark.skipif(STRACE is None, reason="strace is not installe
 
 OPTIONS = jaxckpt.Options(chunk_bytes=4096, object_bytes=16384)
 SECONDS = 60.0
-"""How long a test waits for a child process, at most."""
+"""The longest time that a test waits for a child process."""
 
 Say = Callable[[Any], None]
 

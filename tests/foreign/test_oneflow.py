@@ -145,7 +145,7 @@ class Parameter(Tensor):
 
 
 folder: Path | None = None
-"""save_load_path."""
+"""The folder that OneFlow calls save_load_path."""
 
 
 def save_tensor(path: Path, tensor: Tensor) -> None:

@@ -520,8 +520,8 @@ def save_items_of_v1(path: Path, tree: Any) -> None:
 
 
 HARMLESS = {"commit_success.txt", "orbax.checkpoint", "_sharding", "array_metadatas", "ocdbt.process_0"}
-"""What may be lost: _sharding is the saved layout, array_metadatas is needed for PRNG keys alone, and a database of
-one process has an index that the common database has as well."""
+"""Files and folders without which a checkpoint still restores: _sharding has only the saved layout, array_metadatas is
+needed only for PRNG keys, and the common database has the same index as the database of one process."""
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 counts: list[int] = []
-"""The bytes of each read."""
+"""Number of bytes of each read."""
 
 _preadv = os.preadv
 

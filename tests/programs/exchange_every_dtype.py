@@ -18,7 +18,7 @@ BOXES = [((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))]
 EVERY_WAY = list(itertools.product(SPECS, BOXES))
 WAYS = {"float32": EVERY_WAY, "complex64": list(zip(SPECS, itertools.cycle(BOXES)))}
 """A dtype decides how values become unsigned integers, with one more dimension if it is complex. The spec and the box
-decide which of these integers are taken. A complex dtype comes with each spec and with each box; for the other dtypes,
+decide which of these integers are selected. A complex dtype is tested with each spec and each box. For other dtypes,
 one spec and one box show that the bits are right."""
 
 mesh, other = jax.make_mesh((2, 2), ("a", "b")), jax.make_mesh((4,), ("x",))

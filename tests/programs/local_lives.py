@@ -52,7 +52,7 @@ PHASES: dict[str, tuple[str, int]] = {
     "between the barriers": ("_runtime.processes.Meeting.barrier", 1),
     "flushing": ("_steps.flush.Flush._copy", 1),
 }
-"""The function, and which of its calls in the save of step DIES_AT, at which the victim is killed."""
+"""For each phase: (function, number of its call in the save of step DIES_AT) at which the victim is killed."""
 
 
 def value(name: str, step: int) -> np.ndarray:

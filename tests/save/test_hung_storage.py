@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("strace"), reason="strace is no
 
 
 DOING = {"writev": "writing to", "mkdir": "preparing", "/preadv": "reading from", "openat": "opening"}
-"""What a message says that a process was doing in a system call."""
+"""For each system call that hangs, the words with which a message describes the operation."""
 
 CALLS = [
     ("save", "writev"),

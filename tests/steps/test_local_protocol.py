@@ -43,7 +43,7 @@ NEEDED = {
     "match_ids": ("objects of two saves are mixed", Bounds(hosts=3, crashes=2, saves=1)),
     "storage_if_newer": ("the storage has a newer step", Bounds(hosts=2, crashes=2, saves=1)),
 }
-"""What the search finds without a rule, and bounds within which it does."""
+"""For each rule of the protocol: the violation that a search finds without the rule, and the search's bounds."""
 
 
 @pytest.mark.parametrize("rule", [field.name for field in fields(Rules)])

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rows": 320,
     },
 }
-"""What one job of four processes saves, one after another."""
+"""The saves that one job of four processes makes, one after the other, by name."""
 
 
 class Saves:

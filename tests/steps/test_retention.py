@@ -52,7 +52,7 @@ class Kept:
 
     metrics: Metrics
     days: int = 0
-    """Its age."""
+    """Age of the step in days."""
 
     whole: bool = True
     """Whether it still has the subtree "opt"."""

@@ -80,7 +80,7 @@ class Server:
     """A running object store."""
 
     scheme: str
-    """Of the URLs that it serves: "s3" or "gs"."""
+    """Scheme of the URLs that it serves: "s3" or "gs"."""
 
     endpoint: str
 

@@ -114,7 +114,7 @@ MESHES = [
     ((2, 2, 2), ("a", "b", "c")),
 ]
 WIDE_DTYPES = ["int64", "uint64", "float64", "complex128"]
-"""Those that JAX has only with jax_enable_x64."""
+"""The dtypes that JAX has only with jax_enable_x64."""
 
 DEVICE_DTYPES = [name for name in DTYPES if name not in WIDE_DTYPES]
 KEY_IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]

@@ -33,25 +33,26 @@ from jaxckpt._save import exchange, staging
 
 MESHES = {"v5e:2x4": (2, 4), "v5e:16x16": (16, 16)}
 LARGE = (16384, 16384)
-"""The leaf that is exchanged and streamed."""
+"""Shape of the leaf that is exchanged and streamed."""
 
 SMALL = (64, 256)
-"""Each of the leaves that are stacked and split."""
+"""Shape of each leaf that is stacked and split."""
 
 BOX = (16, 16384)
-"""What is exchanged in one call: 1 MiB of float32."""
+"""Shape of the box that one call exchanges: 1 MiB of float32."""
 
 OBJECT = (1024, 16384)
-"""The most that is exchanged in one call: an object of 64 MiB."""
+"""Shape of the largest box that one call exchanges: an object of 64 MiB."""
 
 GIVEN_WORDS = {"v5e:2x4": 2 << 20, "v5e:16x16": 1 << 16}
-"""Of 4 bytes, that each device gives to a piece of a shared read: 64 MiB of 2 hosts of 4 devices, and of 64."""
+"""Number of 4-byte words that each device sends for a piece of a shared read. A piece has 64 MiB, from 2 hosts with 4
+devices each, or from 64 hosts."""
 
 COLLECTIVES = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 MOVED = "bfloat16 float32 int32 int8 float8_e4m3fn int4 bool complex64 int64".split()
 MOVED_FAR = "bfloat16 float32 complex64".split()
-"""The dtypes that are compiled for 8 chips, and for 256."""
+"""The dtypes that are compiled for 256 chips; those in `MOVED` are compiled for 8 chips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +63,22 @@ class Compiled:
     program: str
     dtype: str
     problem: str
-    """Why it does not compile, or nothing."""
+    """The reason why the program does not compile; empty if it does."""
 
     collectives: list[str]
     local_bytes: int
-    """The largest argument, as one device holds it."""
+    """Bytes of the largest argument on one device."""
 
     temporary_bytes: int
-    """Device memory in addition to arguments and outputs, on each device."""
+    """Bytes of device memory in addition to arguments and outputs, on each device."""
 
     aliased_bytes: int
-    """Of the outputs, what takes the place of arguments."""
+    """Bytes of the outputs that reuse the memory of arguments."""
 
     device_output_bytes: int
     host_output_bytes: int
     seconds: float
-    """Of CPU time, to compile it."""
+    """CPU seconds to compile the program."""
 
 
 def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, list[Any]]]:

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 COLLECTIVES = {"exchange": ["all-reduce"], "gather of few": ["all-reduce"], "gather": ["all-gather"]}
-"""Of the programs whose names begin so."""
+"""The collectives that each program must have, by the beginning of its name."""
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -1,1 +1,1 @@
-"""Orbax's checkpoints, read and written without importing Orbax."""
+"""Reads and writes Orbax's checkpoints, without importing Orbax."""

@@ -172,7 +172,7 @@ def _key_impls(path: str) -> dict[str, str]:
 
 _Sides = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
 _Described = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""The dtype and shape of an array, and its unit of reading."""
+"""(dtype, shape, chunk) of an array."""
 
 
 class _Zarr2(msgspec.Struct, frozen=True):
@@ -224,7 +224,7 @@ def _fitting(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int]) 
 
 
 def _layout(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
-    """The mesh of a sharding, None if it is one device or not known, and the spec."""
+    """(mesh, spec) of a recorded sharding. The mesh is None for a single device and for an unknown kind of sharding."""
     record = from_json(what, text, ShardingRecord)
     if record.sharding_type != "NamedSharding":
         return None, ()
@@ -245,7 +245,7 @@ def _layout(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
 
 
 def _ids(mesh: list[Any]) -> Iterator[int]:
-    """The ids of the devices of a mesh, row by row."""
+    """The ids of the devices of a mesh, in row-major order."""
     nodes: list[Any] = [mesh]
     while nodes:
         match nodes.pop():

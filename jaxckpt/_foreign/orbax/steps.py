@@ -50,7 +50,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that belong to the format. None for the folder of a CheckpointManager."""
+    """The names in its folder that belong to the format; none for a CheckpointManager's folder, so that it stays."""
     kind = _kind(path, names)
     if kind == "item":
         return _owned_by_item(path, names)
@@ -103,6 +103,7 @@ def open_orbax(path: str) -> Native | Foreign:
 
 
 def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item"] | None:
+    """What a folder of Orbax holds, from the names in it; None if it is not Orbax's."""
     if TREE_FILE in names or _lost_manifest(path, names):
         return "item"
     if not _STEP_MARKS.isdisjoint(names):
@@ -155,7 +156,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
     if isinstance(record.item_handlers, str):  # the folder is the only item
         return _required_item(path, record.item_handlers)
-    # Orbax v1 notes here which item is being deleted.
+    # Orbax v1 records in this file which item is being deleted.
     deleted = (read_optional(f"{path}/_CHECKPOINT_DELETION", dict[str, Any]) or {}).get("checkpointable_name")
     names = [name for name in _items(path) if name != deleted]
     if missing := (record.item_handlers or {}).keys() - {*names, deleted}:

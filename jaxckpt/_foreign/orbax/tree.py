@@ -38,7 +38,7 @@ def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth
         return entries[0][2]
     below: dict[str, list[tuple[Keys, tuple[int, ...], Any]]] = {}
     for entry in entries:
-        if len(entry[0]) > depth:  # otherwise a position that was empty and was filled by a later part of the save
+        if len(entry[0]) > depth:  # otherwise an entry for an empty position that other entries fill
             below.setdefault(entry[0][depth], []).append(entry)
     where = f"{path}: the container at {show(path_of(entries[0][0][:depth]) if entries else '')}"
     if {kinds[depth] for inside in below.values() for _, kinds, _ in inside} not in ({1}, {2}):

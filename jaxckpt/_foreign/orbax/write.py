@@ -48,11 +48,12 @@ _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheck
 
 
 def write_orbax(source: Source, path: str, options: Options, report: Report) -> None:
-    """A folder that Orbax's StandardCheckpointer, PyTreeCheckpointer and v1 restore; a CheckpointManager too, where it
-    is the "default" folder of a step.
+    """Write a folder that Orbax's StandardCheckpointer, PyTreeCheckpointer and Orbax v1 can restore. As the "default"
+    folder of a step, a CheckpointManager can restore it too.
 
-    Tuples become lists, namedtuples and custom nodes dicts, until they are restored with a target: Orbax records no
-    more. jax.Arrays that were on no mesh come on device 0. Raises TreeError for what Orbax cannot hold.
+    Orbax does not record all types of containers: without a target, tuples are restored as lists, and namedtuples and
+    custom nodes as dicts. jax.Arrays without a mesh are restored onto device 0. Raises TreeError for leaves that Orbax
+    cannot hold.
     """
     entries = list(_entries(source.manifest.tree, (), ()))
     leaves = {entry: source.manifest.leaves[entry.leaf] for entry in entries if isinstance(entry.leaf, int)}
@@ -113,6 +114,7 @@ class _Entry:
 
 
 def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> Iterator[_Entry]:
+    """The entries of a subtree: its leaves, None, and empty containers."""
     node = bare(node)
     if not isinstance(node, Container):
         yield _Entry(keys, kinds, "None" if node is None else node)
@@ -238,7 +240,7 @@ def _text(data: Stored) -> str:
 
 
 def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) -> tuple[int, ...]:
-    """One chunk for an array if that is not too large, otherwise one or several per device shard."""
+    """The sides of a chunk: the whole array if it is not too large, otherwise a shard of a device or a part of one."""
     cell = list(data.shape)
     if mesh is not None and n_bytes(data) > options.object_bytes:
         cell = [n // count for n, count in zip(cell, pieces_along(mesh.axes, spec, len(cell)), strict=True)]
