@@ -42,15 +42,17 @@ def newest(pattern: str) -> Any:
 
 
 def runs() -> list[Run]:
-    """All runs of the newest sitting: on tmpfs, and on a disk."""
-    return [*newest("peers-????-??-??-tmpfs.json")["runs"], *newest("peers-????-??-??.json")["runs"]]
+    """All runs of the newest sitting: on tmpfs, and on a disk on the same day."""
+    found = max(RESULTS.glob("peers-????-??-??-tmpfs.json"))
+    on_disk = found.with_name(found.name.replace("-tmpfs", ""))
+    return [run for path in (found, on_disk) if path.exists() for run in json.loads(path.read_text())["runs"]]
 
 
 def pages() -> str:
     """The part of the page that is written."""
     found = sorted(runs(), key=lambda run: (run["filesystem"] != "tmpfs", run["processes"], run["workload"]))
     tables = [table(run) for run in found]
-    return "\n\n".join([*tables, cpu_table(found), over_read_table(found)])
+    return "\n\n".join(filter(None, [*tables, cpu_table(found), over_read_table(found)]))
 
 
 def table(run: Run) -> str:
@@ -99,8 +101,9 @@ def over_read_table(found: Sequence[Run]) -> str:
 
 
 def markdown(heading: Sequence[str], rows: Iterator[list[str]]) -> str:
+    """A table; "" without rows."""
     lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "" if len(lines) == 2 else "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def milliseconds(seconds: float) -> str:
