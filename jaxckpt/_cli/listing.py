@@ -18,7 +18,7 @@ from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointErro
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.place import local_path, store_at
-from jaxckpt._storage.steps import steps_of
+from jaxckpt._storage.steps import is_step, pins, step_name, steps_of
 from jaxckpt._storage.store import Store
 
 
@@ -49,7 +49,14 @@ class Entry:
 
     dropped: Sequence[str] = ()
 
+    pinned: Sequence[str] = ()
+    """Names by which a step of a run is pinned."""
+
     problem: str | None = None
+
+
+_RARE = ("dropped", "pinned")
+"""Columns that are shown only if an entry has a value."""
 
 
 def ls(path: str, as_json: bool) -> None:
@@ -58,10 +65,11 @@ def ls(path: str, as_json: bool) -> None:
         print_json({"path": path, "checkpoints": [asdict(entry) for entry in entries]})
         return
     numbers = map(number, ("leaves", "size", "age"))
-    columns = [Column("name", 16, middle=True), Column("format"), *numbers, Column("metrics", 10)]
-    if any(entry.dropped for entry in entries):
-        columns.append(Column("dropped", 10))
-    print_table(columns, [_row(entry)[: len(columns)] for entry in entries])
+    rare = (Column(title, 10) for title in _RARE)
+    columns = [Column("name", 16, middle=True), Column("format"), *numbers, Column("metrics", 10), *rare]
+    rows = [_row(entry) for entry in entries]
+    shown = [place for place, column in enumerate(columns) if column.title not in _RARE or any(r[place] for r in rows)]
+    print_table([columns[place] for place in shown], [[row[place] for place in shown] for row in rows])
     for entry in entries:
         if entry.problem:
             click.echo(printable(f"{entry.name}: {entry.problem}"), err=True)
@@ -76,6 +84,7 @@ def _row(entry: Entry) -> list[str]:
         "" if entry.format is None else show_age(entry.created),
         show_metrics(entry.metrics),
         ", ".join(entry.dropped),
+        ", ".join(entry.pinned),
     ]
 
 
@@ -98,7 +107,10 @@ def list_checkpoints(path: str) -> list[Entry]:
     entries = _entries(store.child(name).url for name in sorted(names, key=natural))
     if not entries and nothing is not None:
         raise nothing
-    return entries
+    if not any(map(is_step, names)):
+        return entries
+    pinned = pins(store)
+    return [replace(entry, pinned=[pin for pin in pinned if step_name(pinned[pin]) == entry.name]) for entry in entries]
 
 
 def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:

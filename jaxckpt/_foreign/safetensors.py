@@ -20,7 +20,7 @@ from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.tree import Tree, nested
 from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
-from jaxckpt._runtime.errors import DataError, InputError, TreeError, show
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, TreeError, show
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
@@ -129,22 +129,25 @@ INDEX = ".safetensors.index.json"
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
-    """Whether this is a .safetensors file, or a folder with an index of such files or with exactly one of them."""
+    """Whether this is a .safetensors file, or a folder with such files or with an index of them."""
     if not names:
         return path.endswith(".safetensors")
-    return any(name.endswith(INDEX) for name in names) or len(_tensor_files(names)) == 1
+    return any(name.endswith(INDEX) for name in names) or bool(_tensor_files(names))
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
     """The names in its folder that belong to the format."""
     indices = [name for name in names if name.endswith(INDEX)]
     files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}
-    return {*indices, *files} if indices else set(_tensor_files(names))
+    if indices:
+        return {*indices, *files}
+    alone = _tensor_files(names)
+    return set(alone) if len(alone) == 1 else set()
 
 
 def open_safetensors(path: str) -> Foreign:
     """Tensors by name: nested dicts if a name has a "/", as jaxckpt writes them; otherwise a flat dict, as for Hugging
-    Face's files. Raises DataError, InputError."""
+    Face's files. Raises DataError, InputError, NotACheckpointError."""
     return compose(path, _as_tree(_tensors(path)), "safetensors")
 
 
@@ -154,7 +157,13 @@ def _tensors(path: str) -> dict[str, ForeignArray]:
     names = os.listdir(path)
     indices = sorted(name for name in names if name.endswith(INDEX))
     if not indices:
-        return read_header(os.path.join(path, _tensor_files(names)[0]))
+        first, *others = sorted(_tensor_files(names))
+        if others:
+            raise NotACheckpointError(
+                f"{path} has {len(others) + 1} .safetensors files, but no index (*{INDEX}) that says which of them"
+                f" belong together: give the path of one file, such as {os.path.join(path, first)}, or add the index"
+            )
+        return read_header(os.path.join(path, first))
     if len(indices) > 1:
         raise InputError(f"{path} has several index files ({', '.join(indices[:5])}): use one folder for each")
     return read_indexed(path, os.path.join(path, indices[0]), read_header)

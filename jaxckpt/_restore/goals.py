@@ -301,6 +301,7 @@ def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Opti
     return Goal("jax", made, weak=weak)
 
 
+_OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
 _ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts'
 
 
@@ -316,7 +317,7 @@ def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
         way = "a key and use jax.random.key_data" if leaf.kind == "key" else "it is, and use wrap_key_data"
         return _Reason(f"{differs}; PRNG keys do not cast: restore it as {way}")
     if leaf.shape != tuple(wanted.shape):
-        return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target")
+        return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target", _OTHER_SHAPE)
     if not leaf.is_array:
         return _cast_number(leaf, np.dtype(wanted.dtype), options)
     if dtype is not None:  # checked when it was given

@@ -7,7 +7,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -180,6 +180,11 @@ class Rule:
             return values
         wide = np.result_type(values.dtype, np.float32)
         return values.astype(wide) * wide.type(self.scale) + wide.type(self.offset)
+
+    def __repr__(self) -> str:
+        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        shown = (f"{name}={value!r}" for name, value in values if value and (name, value) != ("scale", 1))
+        return f"Rule({', '.join(shown)})"
 
     def __str__(self) -> str:
         return f"rule {_shown(self.source)} → {_shown(self.target)}"

@@ -50,6 +50,9 @@ class Rules:
         if isinstance(drop, str) or not isinstance(drop, Collection) or not all(isinstance(one, str) for one in drop):
             raise InputError(f"Rules.drop must be a list of paths, found {reprlib.repr(drop)}")
 
+    def __repr__(self) -> str:
+        return f"<Rules: {counted(len(self.rules), 'rule')}, {counted(len(self.drop), 'dropped path')}>"
+
     def inverse(self, dtype: str | None = None) -> Rules:
         """The rules from target to source, without the dropped leaves.
 

@@ -31,12 +31,13 @@ from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.due import Due
 from jaxckpt._steps.initial import target_of
-from jaxckpt._steps.local import Local, LocalBytes, agreed
+from jaxckpt._steps.local import Local, LocalBytes
 from jaxckpt._steps.newest import Chosen, Newest
 from jaxckpt._steps.preemption import Notice
 from jaxckpt._steps.process_states import Resplit, own_state
 from jaxckpt._steps.retention import BestRule, Predicate, Rules
 from jaxckpt._steps.saving import Saver
+from jaxckpt._steps.settings import compare
 from jaxckpt._storage.steps import require_step
 
 _log = logging.getLogger("jaxckpt")
@@ -175,8 +176,9 @@ class Checkpointer:
         with group.meeting("opening the directory of steps") as meeting:
             if self._first:
                 self._deletion.open(self._directory.open())
-            offers = meeting.gather(self._local.offer(group) if self._local else "")
-            terms = meeting.share(agreed(offers, self._directory.store) if any(offers) else "")
+            local = self._local.settings(group.count) if self._local else {"local": None}
+            hosts = compare(meeting, {**local, **self._due.settings})
+            terms = meeting.share(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
         if self._local is not None:
             with group.meeting("opening the local folders") as meeting:
                 self._local.open(terms, self._directory.store, group)
@@ -207,10 +209,8 @@ class Checkpointer:
         try:
             self.close()
         except Exception as failure:
-            if failure is error:
-                return
-            # This error must not hide the error that ends the block.
-            error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
+            if failure is not error:  # it must not hide the error that ends the block
+                error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self._directory.url!r}: {self._directory.rules}>"

@@ -32,6 +32,7 @@ class Due:
         self._every = None if every is None else whole_number(every, "every", least=1)
         self._seconds = None if every_minutes is None else 60 * seconds(every_minutes, "every_minutes")
         self._save_if = predicate(save_if, "save_if")
+        self.settings = {"every": self._every, "every_minutes": every_minutes, "save_if": save_if and "a function"}
         self._alone = processes == 1
         self._clock: Callable[[], float] = time.monotonic
         self._saved = self._met = self._clock()

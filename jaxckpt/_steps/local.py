@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ from typing import Any, Self
 import msgspec
 
 from jaxckpt._format.names import MANIFEST, is_data, names_data
-from jaxckpt._runtime.errors import DataError, InputError, PeersDisagreeError, StorageError
+from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.options import Options, rate, whole_number
-from jaxckpt._runtime.processes import Group, Meeting, process_names
+from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._save.copies import Domains
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import Object
@@ -65,15 +64,6 @@ class LocalBytes:
     def held_bytes(self) -> int:
         """Largest size of this process's local folder: two steps."""
         return 2 * (self.own_bytes + self.copied_bytes)
-
-
-class _Offer(msgspec.Struct, frozen=True):
-    """The configuration of one process for the local tier."""
-
-    host: str
-    copies: int
-    every: int
-    labels: list[str] | None
 
 
 class _Terms(msgspec.Struct, frozen=True):
@@ -148,14 +138,25 @@ class Local:
 
     # Opening ---------------------------------------------------------------------------------------------
 
-    def offer(self, group: Group) -> str:
-        """The configuration of this process, for process 0. Raises InputError."""
+    def settings(self, processes: int) -> dict[str, Any]:
+        """The arguments that all processes must give alike. Raises InputError."""
         labels = self._labels
-        if labels is not None and len(labels) != group.count:
-            raise InputError(
-                f"local_domains has {len(labels)} labels, expected one for each of {group.count} processes"
-            )
-        return msgspec.json.encode(_Offer(socket.gethostname(), self._copies, self.every, labels)).decode()
+        if labels is not None and len(labels) != processes:
+            raise InputError(f"local_domains has {len(labels)} labels, expected one for each of {processes} processes")
+        settings = {"copies": self._copies, "local_every": self.every, "local_domains": labels}
+        return {"local": "a folder", **settings}
+
+    def terms(self, names: Sequence[str], directory: Store) -> str:
+        """The terms of the local tier, encoded, from the names of the processes' hosts. Process 0.
+
+        Raises InputError, StorageError.
+        """
+        hosts = [names.index(name) for name in names]
+        # A job on a single host is a test, in which each process represents a host.
+        default = [str(number) for number in (hosts if len(set(hosts)) > 1 else range(len(hosts)))]
+        labels = self._labels or default
+        Domains(tuple(labels), self._copies).require_enough()
+        return msgspec.json.encode(_Terms(_run_id(directory), hosts, labels)).decode()
 
     def open(self, answer: str, directory: Store, group: Group) -> None:
         """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
@@ -292,32 +293,6 @@ class Local:
         self._made = step, save_id
         if flush is not None:
             flush.save_id, flush.owned = save_id, owned
-
-
-def agreed(texts: Sequence[str], directory: Store) -> str:
-    """The terms of the local tier, encoded, from the configurations of all processes ("" for a process without one).
-    Process 0.
-
-    Raises InputError, PeersDisagreeError, StorageError.
-    """
-    without = [process for process, text in enumerate(texts) if not text]
-    if without:
-        raise PeersDisagreeError(f"{process_names(without)} made the Checkpointer without local=, the others with it")
-    offers = [msgspec.json.decode(text, type=_Offer) for text in texts]
-    for what in ("copies", "every", "labels"):
-        name = {"every": "local_every", "labels": "local_domains"}.get(what, what)
-        others = [process for process, offer in enumerate(offers) if getattr(offer, what) != getattr(offers[0], what)]
-        if others:
-            raise PeersDisagreeError(
-                f"{process_names(others)} made the Checkpointer with another {name} than process 0"
-            )
-    names = [offer.host for offer in offers]
-    hosts = [names.index(name) for name in names]
-    # A job on a single host is a test, in which each process represents a host.
-    default = [str(number) for number in (hosts if len(set(hosts)) > 1 else range(len(hosts)))]
-    labels = offers[0].labels or default
-    Domains(tuple(labels), offers[0].copies).require_enough()
-    return msgspec.json.encode(_Terms(_run_id(directory), hosts, labels)).decode()
 
 
 def _run_id(directory: Store) -> str:

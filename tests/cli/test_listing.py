@@ -25,6 +25,7 @@ def test_json_of_ls(here: Path) -> None:
         "created": SAVED.isoformat(),
         "metrics": {"loss": 0.01, "accuracy": 0.6, "bad": None},
         "dropped": ["opt_state"],
+        "pinned": [],
         "problem": None,
     }
     assert (unfinished["status"], unfinished["step"], unfinished["format"]) == ("unfinished", 400, None)
@@ -39,6 +40,16 @@ def test_the_problem_of_a_step_is_reported_next_to_the_list(here: Path) -> None:
     message = run("ls", "run1").stderr.splitlines()
     assert message[0] == "00000400: a save to it is running, or never finished"
     assert message[1].startswith("00000500: run1/00000500/manifest.json is damaged")
+
+
+def test_pinned_steps_show_their_names(here: Path) -> None:
+    jaxckpt.pin("run1@100", "paper")
+    jaxckpt.pin("run1@100", "figure-2")
+    assert run_json("ls", "run1")["checkpoints"][0]["pinned"] == ["figure-2", "paper"]
+    title, first, second, *_ = run("ls", "run1").stdout.splitlines()
+    assert title.endswith("pinned")
+    assert first.endswith("figure-2, paper")
+    assert "paper" not in second
 
 
 def test_ls_changes_nothing(here: Path) -> None:

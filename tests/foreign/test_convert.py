@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import processes
 import pytest
+from command_line import run_json
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -311,6 +312,17 @@ def test_an_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
     index.write_text("{")
     with pytest.raises(jaxckpt.DataError, match="is damaged"):
         jaxckpt.open(tmp_path)
+
+
+def test_several_files_without_an_index_are_listed_but_not_opened(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    for name in ("b", "a"):
+        jaxckpt.convert(tmp_path / "from", tmp_path / f"to/{name}.safetensors")
+    with pytest.raises(jaxckpt.NotACheckpointError, match=r"has 2 \.safetensors files, but no index.* as .*/a\.safe"):
+        jaxckpt.open(tmp_path / "to")
+    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"not part of one checkpoint.*a.safetensors, b.safetensors"):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "to", format="safetensors", overwrite=True)
+    assert [entry["format"] for entry in run_json("ls", str(tmp_path / "to"))["checkpoints"]] == ["safetensors"] * 2
 
 
 def test_npz_out(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def made(**named: Any) -> jaxckpt.Checkpointer:
 attempt("one without", lambda: made(local=None if process_id else f"{args}/local"))
 attempt("other copies", lambda: made(copies=process_id))
 attempt("other domains", lambda: made(local_domains=["a", f"b{process_id}"]))
+attempt("other every", lambda: made(local=None, every=10 + process_id))
 attempt("one domain", lambda: made(local_domains=["a", "a"]))
 attempt("one cannot", lambda: made(local=f"{args}/file/below" if process_id else f"{args}/local"))
 

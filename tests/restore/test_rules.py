@@ -260,6 +260,13 @@ def test_scale_offset_cast_tied_and_dropped(tmp_path: Path) -> None:
     assert delta.identical, delta
 
 
+def test_the_repr_of_a_rule_shows_what_was_given() -> None:
+    rule = Rule(source="h.{i}.w", target="layers/w", layout="out in -> i in out", scale=2.0)
+    assert repr(rule) == "Rule(source='h.{i}.w', target='layers/w', layout='out in -> i in out', scale=2.0)"
+    assert eval(repr(rule)) == rule
+    assert repr(Rules([rule], drop=["x", "y"])) == "<Rules: 1 rule, 2 dropped paths>"
+
+
 def test_plan_and_select_see_the_leaves_that_rules_make(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {f"h.{i}": np.ones((8, 4), "float32") for i in range(3)})
     rules = Rules([Rule(source="h.{i}", target="layers/w", layout="a b -> i b a", sizes={"i": 3})])

@@ -225,9 +225,10 @@ def test_processes_that_disagree_all_raise(run_processes: RunProcesses, tmp_path
         PROGRAMS / "local_disagreements.py", processes=2, devices_per_process=2, args=str(tmp_path), timeout=200
     )
     expected = {
-        "one without": "made the Checkpointer without local=",
-        "other copies": "process 1 made the Checkpointer with another copies than process 0",
-        "other domains": "another local_domains than process 0",
+        "one without": "process 1 created the Checkpointer with local=None, process 0 with local=a folder",
+        "other copies": "process 1 created the Checkpointer with copies=1, process 0 with copies=0",
+        "other domains": "process 1 created the Checkpointer with local_domains=['a', 'b1'], process 0 with",
+        "other every": "process 1 created the Checkpointer with every=11, process 0 with every=10: every process must",
         "one domain": "pass copies=0, or other local_domains=",
         "one cannot": "Not a directory",
         "diverged": "different bytes of a replicated array, which is 'layers/0'",
