@@ -1,4 +1,4 @@
-"""`convert`, `report`, `integrate` and `rm`: the commands that write or delete."""
+"""`convert`, `report`, `integrate`, `pin`, `unpin`, `fork` and `rm`: the commands that write or delete."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
 def pin(path: str, name: str, as_json: bool) -> None:
     step = pin_step(path, name)
     above, _, last = path.rstrip("/").rpartition("/")
-    run = above if last.isdecimal() else path.rstrip("/").rpartition("@")[0] if "@" in last else path.rstrip("/")
+    run = above or "." if last.isdecimal() else path.rstrip("/").rpartition("@")[0] if "@" in last else path.rstrip("/")
     _print_done(f"{run}@{name} is step {step}", {"path": path, "name": name, "step": step}, as_json)
 
 

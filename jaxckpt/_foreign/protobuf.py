@@ -84,7 +84,9 @@ class Message:
                 stop = start + (8 if kind == _EIGHT else 4)
             else:
                 raise self.damaged(at, f"a field has the unknown type {kind}")
-            if stop > end or not number:
+            if not number:
+                raise self.damaged(at, "a field has the number 0")
+            if stop > end:
                 raise self.damaged(at, f"field {number} extends to byte {stop}, but the message ends at {end}")
             yield Field(number, kind, start, stop, value)
             at = stop

@@ -184,6 +184,8 @@ class Archive:
             length, stored, header = (
                 next(wide, -1) if value == 0xFFFFFFFF else value for value in (length, stored, header)
             )
+            if min(length, stored, header) < 0:
+                raise ValueError("its directory is damaged")
             name = raw_name.decode("utf-8" if flags & _UTF8 else "cp437")
             if name in entries:
                 raise ValueError(f"{name[:80]!r} appears twice in its directory")

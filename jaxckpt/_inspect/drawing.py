@@ -33,7 +33,7 @@ MEANINGS = {
     "needed": "Bytes that the processes need; a box is counted once per process",
     "read": "Bytes of the chunks and indexes that would be read",
     "over-read": "Bytes that are read but not needed, because chunks are read whole",
-    "read / needed": "1.000 is the minimum",
+    "read / needed": "Above 1: chunks are read whole. Below 1: processes read for each other",
     "received from other processes": "Bytes that one process reads and sends to the others",
     "requests": "Storage reads, before neighboring reads are merged",
     "per device": "Bytes of arrays on each device, from the smallest to the largest",

@@ -113,7 +113,8 @@ class RestorePlan:
 
     @property
     def over_read(self) -> float:
-        """read_bytes / needed_bytes: 1.0 means that only needed bytes are read. Also 1.0 if nothing is needed."""
+        """read_bytes / needed_bytes: 1.0 means that only needed bytes are read. Also 1.0 if nothing is needed. With
+        `Options(read="shared")` it can be less, because processes read for each other."""
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
 
     @property
@@ -199,9 +200,10 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
 def _bar(plan: ProcessPlan, widest: int) -> Bar:
     """What one process reads; `widest` is in bytes."""
     needed, read = plan.cost.needed_bytes, plan.cost.read_bytes
+    over_read = max(0, read - needed)
     sections = (
         (0, min(needed, read) / widest, f"needed: {show_bytes(needed)}"),
-        (1, max(0, read - needed) / widest, f"over-read: {show_bytes(read - needed)}"),
+        (1, over_read / widest, f"over-read: {show_bytes(over_read)}"),
     )
     return Bar(f"process {plan.process}", f"{show_bytes(read)}, {counted(plan.cost.requests, 'request')}", sections)
 

@@ -147,22 +147,23 @@ class Deletion:
         if not ending():
             try:
                 start_thread(self._run, "jaxckpt-delete")
+                return
             except RuntimeError:  # the system cannot start a thread
-                self._run()
-            return
-        self._run()
+                pass
+        self._run(waits=False)
 
-    def _run(self) -> None:
-        while self._goes_on():
+    def _run(self, *, waits: bool = True) -> None:
+        """Run the requested passes; if `waits`, also further ones while readers hold unwanted steps."""
+        while self._goes_on(waits):
             try:
                 task = self._passes.get(timeout=self._leases.poll_seconds)
             except queue.Empty:
                 task = Task(self._pass)
             task.run()
 
-    def _goes_on(self) -> bool:
+    def _goes_on(self, waits: bool) -> bool:
         with self._starting:
-            self._runs = not self._passes.empty() or (self._held and not self._closed)
+            self._runs = not self._passes.empty() or (waits and self._held and not self._closed)
             if not self._runs:
                 atexit.unregister(self._at_exit)
             return self._runs

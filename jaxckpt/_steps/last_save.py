@@ -22,25 +22,25 @@ class LastSave:
         self.pending, self.step, self._following = pending, step, following
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the save until a deadline, and then abandon it.
+        """Wait for the save, for at most `seconds`. If it has not ended by then, abandon it.
 
-        Returns whether it has ended. Raises its error.
+        Returns whether it has ended. Raises its error. After an interrupt, the next call waits for the same save.
         """
-        pending, self.pending = self.pending, None
-        step, self.step = self.step, None  # unless it succeeded
-        if pending is not None:
-            try:
-                pending.wait(seconds)
-            except TimeoutError:
-                if not pending.done:
-                    pending.abandon()
-                    return False
-            except Exception:
-                if not pending.done:
+        pending, step = self.pending, self.step
+        if pending is None:
+            return True
+        try:
+            pending.wait(seconds)
+        except Exception as error:
+            if not pending.done:
+                self.pending = self.step = None
+                if not isinstance(error, TimeoutError):
                     raise
-            if pending.error is not None:
-                if self._following is None or pending.error is not self._following.error:
-                    raise pending.error
-                step = None
-        self.step = step
+                pending.abandon()
+                return False
+        self.pending = self.step = None
+        if pending.error is None:
+            self.step = step
+        elif self._following is None or pending.error is not self._following.error:
+            raise pending.error
         return True

@@ -87,7 +87,9 @@ class Notice:
 
     def close(self) -> None:
         """Stop listening."""
-        if not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal:
+        is_installed = not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal
+        # Another thread cannot install a handler. This one then stays, and passes the signal on to the previous one.
+        if is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before())
         self._closed = True
 
