@@ -124,9 +124,10 @@ class PendingSave:
             raise InputError(
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
             )
-        if not self.done and threading.get_ident() == _writer:
+        if not self.done and threading.get_ident() in (_writer, *(job.thread for job in _jobs.copy() if job.pending is self)):
             raise InputError(f"wait() for the save to {self.path} was called from its own callback")
-        if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout == timeout):  # pyright: ignore
+        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and timeout == timeout  # pyright: ignore
+        if timeout is not None and not is_number:
             raise InputError(f"timeout must be a number of seconds or None, found {reprlib.repr(timeout)}")
         wake()
         if not self._await_end(timeout):
@@ -169,6 +170,7 @@ class PendingSave:
     def skip(self) -> None:
         """Mark the save as skipped."""
         self.skipped = True
+        self._seconds = time.perf_counter() - self._begun
         self._ended.set()
 
     def moved(self, n_bytes: int) -> None:
@@ -321,7 +323,7 @@ def _run(wakes: queue.SimpleQueue[bool], ran_out: Latch) -> None:
                 if job.aside:
                     continue
                 job.run()
-                if job.awaited:
+                if job.awaited and job.pending.done:  # another thread may be running it
                     _settled(job.pending)
             job = None  # frees the saved data
     finally:

@@ -8,7 +8,7 @@ their own replica. The remaining copies are sent to the owner's peers over the d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -117,7 +117,7 @@ def _copy_holders(domains: Domains, owner: int, holders: tuple[int, ...]) -> tup
 
 
 def _first_in_new_domains(
-    processes: itertools.chain[int] | Sequence[int], domains: Domains, used: set[str], count: int
+    processes: Iterable[int], domains: Domains, used: set[str], count: int
 ) -> tuple[int, ...]:
     found: list[int] = []
     for process in processes:

@@ -444,7 +444,7 @@ def _note(content: bytes | None) -> dict[str, Any]:
     """A writer's note as a dict; empty if it is malformed."""
     try:
         found = json.loads(content or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

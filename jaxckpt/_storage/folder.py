@@ -160,7 +160,7 @@ class Folder:
             try:
                 with self._opened(key) as (_, size), self.ranges(key) as read:
                     return size, zarr.digest(read, stack, size)
-            except FileNotFoundError as error:
+            except (FileNotFoundError, NotADirectoryError) as error:
                 raise DataError(f"{self.url}/{key} is missing") from error
 
     def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
@@ -488,11 +488,12 @@ def _abandoned(path: str) -> bool:
     except OSError:
         return False
     try:
-        note = os.read(handle, 4096)
-        if note and json.loads(note).get("host") != socket.gethostname():
+        text = os.read(handle, 4096)
+        note: Any = json.loads(text) if text else None  # empty: the writer died before it wrote the note
+        if text and not (isinstance(note, dict) and note.get("host") == socket.gethostname()):  # pyright: ignore[reportUnknownMemberType]
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     finally:
         os.close(handle)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
+
+import msgspec
 
 from jaxckpt._format.manifest import decode
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LARGEST
-from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import whole_number
 from jaxckpt._storage.store import Store
 
@@ -129,15 +130,20 @@ def _named(run: Store, name: str, published: list[int]) -> int:
 
 
 def _best(run: Store, published: list[int]) -> int:
-    """The step with the best value of the metric that the run's note names. Raises InputError, NotACheckpointError."""
+    """The step with the best value of the metric that the run's note names.
+
+    Raises InputError, NotACheckpointError, DataError.
+    """
     note = run.read(f"{RUN}/{BEST}")
     if note is None:
         raise InputError(
             f"{run.url} does not record which step is the best: no Checkpointer with keep_best=(metric, mode) has"
-            " opened"
-            " it. Give a step number"
+            " opened it. Give a step number"
         )
-    metric, mode = json.loads(note)
+    try:
+        metric, mode = msgspec.json.decode(note, type=tuple[str, Mode])
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
     children = [run.child(step_name(step)) for step in published]
     contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
     found = [
