@@ -186,11 +186,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @functools.cached_property
     def ties(self) -> dict[int, int]:
         """For each leaf that shares its row with an earlier leaf: the index of the first leaf in that row."""
-        places = {(leaf.stack, leaf.row) for leaf in self.leaves if leaf.stack is not None}
-        if len(places) == sum(leaf.stack is not None for leaf in self.leaves):
+        places = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]
+        if len({place for _, place in places}) == len(places):
             return {}
         first = dict[tuple[int, int | None], int]()
-        places = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]
         return {number: one for number, place in places if (one := first.setdefault(place, number)) != number}
 
     def place(self, leaf: LeafRecord) -> tuple[int, int]:

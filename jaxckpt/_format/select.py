@@ -114,7 +114,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
             case "?":
                 out.append("[^/]")
             case _ if token.startswith("[") and token.endswith("]"):
-                out.append(fnmatch.translate(token)[4:-3])
+                out.append(f"(?!/){fnmatch.translate(token)[4:-3]}")
             case _:
                 out.append(re.escape(token))
     body = "".join(out)

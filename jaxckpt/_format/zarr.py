@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES, stored_dtype
 from jaxckpt._format.grid import Box, Numbers, touched
+from jaxckpt._format.pieces import Bytes
 from jaxckpt._format.stacks import Stack
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ReadRange = Callable[[int, int], Bytes]
 """(start, stop) → that range of an object, valid until the next call."""

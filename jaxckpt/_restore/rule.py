@@ -151,18 +151,18 @@ class Rule:
         _require_dtype(self.dtype, "Rule.dtype")
         if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
             raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
-        numbers = set(captures(self.source)) ^ set(captures(self.target))
+        one_sided = set(captures(self.source)) ^ set(captures(self.target))
         known = {*captures(self.source), *captures(self.target)}
         layout = Layout.parse(self.layout) if self.layout else None
         if layout:
             only = set(axes_of(layout.source)) ^ set(axes_of(layout.target))
             known |= {*axes_of(layout.source), *axes_of(layout.target)}
-            if only != numbers:
+            if only != one_sided:
                 raise InputError(
                     f"{self}: the layout has axes {sorted(only)} on one side only, and the paths have numbers"
-                    f" {sorted(numbers)} on one side only; they must be the same"
+                    f" {sorted(one_sided)} on one side only; they must be the same"
                 )
-        elif numbers:
+        elif one_sided:
             raise InputError(f"{self} stacks or unstacks leaves, so it needs a layout that names the axis")
         alone = {dim for side in (layout.source, layout.target) for dim in side if len(dim) == 1} if layout else set()
         for axis in self.resized:
@@ -230,7 +230,7 @@ def fitting(name: str, paths: Collection[str]) -> dict[Numbers, str]:
         if number % 2 == 0:
             pattern += re.escape(part)
         else:
-            pattern += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
+            pattern += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,17}})"
             seen.add(part)
     compiled = re.compile(pattern)
     found: dict[Numbers, str] = {}
