@@ -64,7 +64,7 @@ class Checkpointer:
         every: Save the steps that are multiples of this number; `save` returns False for others. None: every step,
             unless `every_minutes` or `save_if` is given.
         every_minutes: Save a step when this many minutes have passed since the last save or the start, by the clock of
-            process 0. In a job of several processes the save may be late by a sixtieth of that time.
+            process 0. In a job of several processes the save may be late by up to 1/60 of that time.
         save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
             processes, all wait for its decision at each step.
         keep_last: How many of the newest steps to keep.
@@ -194,7 +194,7 @@ class Checkpointer:
                 raise InputError(f"{error}{hint if verb == 'Checkpointer.restore' else ''}") from None
 
     def _calling(self, verb: str, step: int | None = None) -> Group:
-        """Announce a call that every process makes."""
+        """Begin a call that every process makes."""
         path = self._directory.url if step is None else self.path(step)
         return Group.current(self._options, Call.of(verb, path))
 
@@ -354,7 +354,8 @@ class Checkpointer:
         """Restore a step, by default the newest. Every process calls this, with the arguments of `jaxckpt.restore`.
 
         It waits for a running save first, which may be the save of this step. With `local`, a step is read from the
-        local folders if together they hold it completely; a damaged file there is replaced by a copy or the storage.
+        local folders if together they hold all of it; if a file there is damaged, a copy in another folder or the
+        storage is read instead.
 
         Raises:
             NotACheckpointError: The step does not exist, or the run has no steps.
@@ -416,7 +417,10 @@ class Checkpointer:
         """
         if not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
             with self._calling("Checkpointer.restore"):
-                raise InputError(f"init must be a function that makes the initial tree, found a {type(init).__name__}")
+                raise InputError(
+                    "init must be a function that makes the initial tree, found an object of type"
+                    f" {type(init).__name__}"
+                )
         self._trains = True
         new_names, rules = split_rename(rename)
         chosen = self._chosen(None, apart=rules is None)
@@ -460,7 +464,10 @@ class Checkpointer:
             return state
 
     def _chosen(self, step: int | None, *, apart: bool = True) -> Chosen:
-        """A step, or the newest for None, after the running save. Every process; for `apart` see `Newest.find`."""
+        """Find a step, by default the newest, after the running save has ended. Every process calls this.
+
+        For `apart`, see `Newest.find`.
+        """
         if step is not None:
             step = self._numbered(step, "Checkpointer.restore")
             if self._local is None:
@@ -469,7 +476,7 @@ class Checkpointer:
         with self._calling("Checkpointer.restore") as group:
             return self._newest.find(group, step, self._last.wait, apart=apart)
 
-    # Looking ---------------------------------------------------------------------------------------------
+    # Inspecting ------------------------------------------------------------------------------------------
 
     def path(self, step: int) -> str:
         """The path or URL of a step, for `jaxckpt.restore`, `open` and every function that takes a checkpoint."""

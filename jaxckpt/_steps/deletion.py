@@ -66,13 +66,13 @@ class Deletion:
         _all.add(self)
 
     def forget_parent(self) -> None:
-        """In a fork: the thread, and what it was deleting, are the parent's."""
+        """Reset the state in a forked child: the thread and its current deletion belong to the parent."""
         self._working, self._starting = threading.Lock(), threading.Lock()
         self._passes, self._last, self._runs = queue.SimpleQueue(), None, False
         self._deleting = self._saving = None
         atexit.unregister(self._at_exit)
 
-    # Around a save ---------------------------------------------------------------------------------------
+    # Called by saves -------------------------------------------------------------------------------------
 
     def spare(self, step: int) -> None:
         """Protect a step that is about to be saved. If it is being deleted, wait for the end of the deletion."""
@@ -99,7 +99,7 @@ class Deletion:
             failure.add_note(f"jaxckpt: this ended the deletion of steps in {self._store.url} that no rule keeps")
             raise failure
 
-    # The whole directory ---------------------------------------------------------------------------------
+    # Called by the Checkpointer --------------------------------------------------------------------------
 
     def open(self, notes: list[str]) -> None:
         """Complete the deletions of killed runs, and delete the steps that the rules do not keep."""
@@ -134,7 +134,7 @@ class Deletion:
     # The thread ------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Request a pass of the thread. A pass that has not begun yet suffices."""
+        """Request a pass of the thread, unless one is already queued."""
         with self._starting:
             if self._passes.empty():
                 self._last = Task(self._pass)
@@ -202,7 +202,7 @@ class Deletion:
                 for step, verdict in unwanted.items():
                     if step not in spared and not self._hurried:
                         self._carry_out(verdict)
-        # Steps that were being saved when the newest step was published, and are still unpublished, never will be.
+        # An unpublished step older than the newest saved step will never be published, unless it is being saved now.
         for step in others:
             if step < newest_saved:
                 self._deleting = step

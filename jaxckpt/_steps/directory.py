@@ -44,7 +44,7 @@ class Directory:
     def url(self) -> str:
         return self.store.url
 
-    # Looking ---------------------------------------------------------------------------------------------
+    # Inspecting ------------------------------------------------------------------------------------------
 
     def child(self, step: int) -> Store:
         """The store of a step. Raises InputError."""
@@ -112,7 +112,7 @@ class Directory:
         """Whether a step has not been saved again since it was read."""
         return self._known.get(step.number) is step
 
-    # Adding, process 0 -----------------------------------------------------------------------------------
+    # Adding steps (process 0) ----------------------------------------------------------------------------
 
     def admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
         """Raise unless a step may be saved: it is new or may be overwritten, `keep_best` can compare it with other
@@ -158,13 +158,12 @@ class Directory:
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
         if not verdict.kept:
             raise InputError(
-                f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step, delete(step)"
-                " the"
-                " newer ones first, or save into another directory"
+                f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step,"
+                " first delete the newer steps with delete(step), or save into another directory"
             )
-        _log.warning("%s: the next start continues from the newest, and `follow` does not yield older steps", older)
+        _log.warning("%s: the next start resumes from the newest step, and `follow` does not yield older steps", older)
 
-    # The run, process 0 ----------------------------------------------------------------------------------
+    # Notes on the run (process 0) ------------------------------------------------------------------------
 
     def open(self) -> list[str]:
         """Note that the run has not ended, and the meaning of "best". Returns the names of existing notes."""

@@ -34,7 +34,7 @@ from jaxckpt._storage.store import Store
 
 @dataclass(slots=True)
 class Flush:
-    """A local step on its way to the storage."""
+    """A local step that is being copied to the storage."""
 
     step: int
     source: Folder
@@ -156,7 +156,7 @@ class Flush:
     def _read(self, key: str) -> bytes:
         content = self.source.read(key)
         if content is None:
-            raise DataError(f"{self.source.url}/{key} is missing, and was to be flushed to {self.store.url}")
+            raise DataError(f"{self.source.url}/{key} is missing, so it cannot be flushed to {self.store.url}")
         return content
 
 

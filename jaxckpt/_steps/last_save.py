@@ -18,7 +18,10 @@ class LastSave:
         self._following: PendingSave | None = None
 
     def begun(self, pending: PendingSave, step: int, following: PendingSave | None = None) -> None:
-        """Note that a save has begun. An error that it took over from `following` is not raised again by `wait`."""
+        """Note that a save has begun.
+
+        An error that it inherited from `following`, the save that it waited for, is not raised again by `wait`.
+        """
         self.pending, self.step, self._following = pending, step, following
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -125,7 +125,7 @@ class Local:
 
         self._copies = whole_number(1 if copies is None else copies, "copies", least=0)
         if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"local_domains must be a sequence of labels, one a process, found {labels!r}")
+            raise InputError(f"local_domains must be a sequence of labels, one per process, found {labels!r}")
         self._labels = None if labels is None else [str(label) for label in labels]
         self._whole: tuple[int, str] | None = None
         self._known = False
@@ -134,7 +134,7 @@ class Local:
         self._is_swept = False
         self._begun = -1
         self.flush: Flush | None = None
-        """The step that is being flushed, or was when the processes last compared notes. Equal in all processes."""
+        """The step that is being flushed, or was when the processes last agreed on it. Equal in all processes."""
 
     # Opening ---------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Local:
             if where == self._storage:
                 whose = f"local steps of an earlier run in {where}, which was deleted or replaced since"
             elif where is None:
-                whose = f"a damaged {_NOTE}, so that nobody can tell of which run its steps are"
+                whose = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
             raise InputError(f"{self.own.url} holds {whose}: remove that folder, or give another local=")
         if note is None:
             note = {"run": self.run, "storage": self._storage, "folder": uuid.uuid4().hex}
@@ -220,7 +220,10 @@ class Local:
         return self._made or self._whole
 
     def delete(self, step: int, meeting: Meeting) -> None:
-        """Delete a step in all local folders of the run. Every process, because a whole step may be left otherwise."""
+        """Delete a step in all local folders of the run.
+
+        Every process calls this: otherwise the other folders could still hold the complete step.
+        """
         meeting.renew()
         for _, folder in self.folders().values():
             folder.child(step_name(step)).unpublish(sync=False)
@@ -235,7 +238,7 @@ class Local:
 
     def is_held_up(self, step: int, group: Group) -> bool:
         """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
-        this would be the third. Every process."""
+        the folder would then hold a third step. Every process calls this."""
         flush = self.flush
         if flush is None or self._begun == flush.step <= step:
             return False

@@ -87,7 +87,7 @@ class Newest:
     # Agreeing, every process -----------------------------------------------------------------------------
 
     def find(self, group: Group, step: int | None, ready: Callable[[], object], *, apart: bool = True) -> Chosen:
-        """A step, or the newest for None. Calls `ready` first, which waits for a running save. Every process.
+        """Find a step, by default the newest, after `ready`, which waits for a running save. Every process calls this.
 
         Without `apart`, a local step counts only if each process sees all of its files. Raises DataError if the wanted
         step exists only in the local folders and is damaged there.
@@ -104,8 +104,8 @@ class Newest:
                     return chosen
         if offered and stored is None and step is not None:
             raise DataError(
-                f"step {step} is damaged or not whole in the local folders, and {self._directory.url} does not have it:"
-                " the log names what is wrong"
+                f"step {step} is damaged or incomplete in the local folders, and {self._directory.url} does not have it"
+                "; see the log for details"
             )
         if offered and group.index == 0:
             taken = "no step is left" if stored is None else f"step {stored} is taken from {self._directory.url}"
@@ -123,8 +123,11 @@ class Newest:
             yield from (_seen(name, process.child(step), int(step)) for step in steps)
 
     def _offer(self, heard: Sequence[str], step: int | None) -> str:
-        """As JSON: the step in the storage, or None; and the local saves that are preferred to it if they are complete,
-        newest first, each with the process that sends the manifest to processes without it. Process 0."""
+        """Return, as JSON: the step in the storage (or None), and the local saves to try before it, newest first.
+
+        Each local save comes with the process that sends its manifest to the processes that lack it (None if all have
+        it). Only process 0 calls this.
+        """
         found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
         steps = self._directory.steps()
         stored = max(steps, default=None) if step is None else step if step in steps else None
@@ -151,7 +154,7 @@ class Newest:
             meeting.renew()
         url = f"{self._directory.url}/{step_name(candidate.step)} (local)"
         if content is None or hashlib.sha256(content).hexdigest() != candidate.digest:
-            raise ManifestError(f"the manifest of {url} did not arrive as it was sent")
+            raise ManifestError(f"the manifest of {url} was lost or changed in transit")
         manifest = decode(content, url)
         files = Files.of(manifest)
         of_step = [one for one in seen if one.step == candidate.step]
@@ -186,7 +189,7 @@ class Newest:
             if one.candidate != candidate and manifest.data in one.folder.names():
                 _adopt(one.folder, manifest.data, content, sync=self._options.sync)
         if process == 0:
-            _log.info("step %d is whole in the local folders of %d processes", candidate.step, len(by_folder))
+            _log.info("step %d is complete in the local folders of %d processes", candidate.step, len(by_folder))
         self._known[candidate.step] = manifest
         most_bytes = max(1, read_bytes(self._options.host_bytes) // 4)
         folders = [one.folder for one in of_step]

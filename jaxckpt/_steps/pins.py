@@ -51,9 +51,8 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
     if (other := pins(run).get(name, step)) != step:
         raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
     with hold(run, step):
-        run.made(RUN).put(
-            f"{PIN}{step_name(step)}-{name}", b""
-        )  # empty, so that a full disk leaves no pin after an error
+        # Empty, so that a full disk leaves no pin after an error.
+        run.made(RUN).put(f"{PIN}{step_name(step)}-{name}", b"")
     return step
 
 

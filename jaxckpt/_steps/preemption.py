@@ -39,7 +39,7 @@ class Notice:
         if self._processes == 1:
             if threading.current_thread() is threading.main_thread():
                 before = signal.getsignal(signal.SIGTERM)
-                if before != self._on_signal:  # otherwise an interrupt had ended an earlier call after `signal.signal`
+                if before != self._on_signal:  # equal if an interrupt ended an earlier call right after `signal.signal`
                     self._previous, self._listener = before, os.getpid()
                     signal.signal(signal.SIGTERM, self._on_signal)
             else:

@@ -70,10 +70,11 @@ class Best:
         """A rule from the caller's argument. Raises InputError."""
         match rule:
             case (str(metric), ("min" | "max") as mode, *rest) if len(rest) < 2:
-                return cls(metric, mode, whole_number(rest[0], "the third of keep_best", least=1) if rest else 1)
+                return cls(metric, mode, whole_number(rest[0], "the count in keep_best", least=1) if rest else 1)
             case _:
                 raise InputError(
-                    f'keep_best must be (metric, "min"), (metric, "max", how many), or a list of such, found {rule!r}'
+                    'keep_best must be (metric, "min"), (metric, "max", count), or a list of such tuples,'
+                    f" found {rule!r}"
                 )
 
     def steps(self, steps: Iterable[SavedStep]) -> list[int]:

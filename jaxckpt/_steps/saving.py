@@ -1,4 +1,4 @@
-"""Saves the steps of a run: steps that are due, first in local folders if configured, and the last step in time."""
+"""Saves the due steps of a run (first in local folders, if configured), and the last step of a preempted job."""
 
 from __future__ import annotations
 

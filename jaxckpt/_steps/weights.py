@@ -185,9 +185,8 @@ def subscribe(
             else:  # publications were deleted before this loop reached them
                 break
             have = publication.number, chain
-            if (
-                publication.number >= goal
-            ):  # the newest at the time of the check, because a fast publisher would always be ahead
+            # The newest at the time of the check, because a fast publisher would always be ahead.
+            if publication.number >= goal:
                 yield note["step"], weights
                 goal = latest_step(directory, options=options) or 0
         else:

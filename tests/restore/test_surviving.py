@@ -205,7 +205,7 @@ def test_any_host_may_be_lost(job: Job, processes: int) -> None:
             job.case(hosts, layout=layout, host_bytes=1 << 20 if lost % 2 else 256 << 20)
     for found in job.run(processes):
         require_step(found, 40)
-        assert found[0]["lines"][0].startswith("INFO step 40 is whole in the local folders of 3 processes")
+        assert found[0]["lines"][0].startswith("INFO step 40 is complete in the local folders of 3 processes")
         assert not any("WARNING" in line for one in found for line in one["lines"])
 
 
@@ -265,9 +265,9 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
     hosts = job.hosts()  # all processes see the folders of one host
     for number in (1, 2):
         shutil.move(hosts[number] / f"process-{number}", hosts[0])
-    case([hosts[0]] * 4, 40, "INFO step 40 is whole in the local folders of 3 processes")
+    case([hosts[0]] * 4, 40, "INFO step 40 is complete in the local folders of 3 processes")
     case(job.hosts(), 30, "", step=30, layout="replicated")
-    case(job.hosts(), 40, "whole in the local folders of 4", step=40)
+    case(job.hosts(), 40, "complete in the local folders of 4", step=40)
 
     for found, (step, said) in zip(job.run(4), expected, strict=True):
         asked = found[0].get("latest") if said == "" else step

@@ -701,7 +701,7 @@ def test_the_largest_steps_and_folders_beyond_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("init", [{"w": 1}, None, np.zeros(2)], ids=["dict", "None", "array"])
 def test_what_makes_the_initial_tree_must_be_a_function(tmp_path: Path, init: Any) -> None:
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
-        with pytest.raises(jaxckpt.InputError, match="init must be a function that makes the initial tree, found a "):
+        with pytest.raises(jaxckpt.InputError, match="init must be a function .* found an object of type "):
             checkpoints.restore_or_init(init)
         assert checkpoints.restore_or_init(lambda: {"w": 1}) == (None, {"w": 1})
 

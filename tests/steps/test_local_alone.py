@@ -123,7 +123,7 @@ def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
             file.write_bytes(content)
     assert resumed(tmp_path) is None
     assert "no step is left" in caplog.text
-    lost = f"step 5 is damaged or not whole in the local folders, and {tmp_path}/run does not have it"
+    lost = f"step 5 is damaged or incomplete in the local folders, and {tmp_path}/run does not have it"
     with opened(tmp_path) as checkpoints, pytest.raises(jaxckpt.CorruptError, match=lost):
         checkpoints.restore(5)
 
@@ -197,7 +197,7 @@ def test_whose_folder_it_is_and_what_to_do(tmp_path: Path) -> None:
 
     remedy = ": remove that folder, or give another local="
     (own / "run.json").write_text('{"run"')
-    assert error() == f"{own} holds a damaged run.json, so that nobody can tell of which run its steps are{remedy}"
+    assert error() == f"{own} holds a damaged run.json, so it is unknown which run its steps belong to{remedy}"
     (own / "run.json").write_text(json.dumps({**note, "storage": "gs://other/run"}))
     assert f"another run, which is stored at gs://other/run, expected {tmp_path}/run{remedy}" in error()
     (own / "run.json").write_text(json.dumps(note))
