@@ -42,7 +42,7 @@ def _is_ours(name: str) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that belong to the format."""
+    """The names in the folder `path` that belong to this format."""
     own: set[str] = set()
     for name in names:
         if _META.fullmatch(name):

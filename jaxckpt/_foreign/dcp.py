@@ -41,7 +41,7 @@ _OWNED = re.compile(r"\.metadata|__\d+_\d+\.distcp|shard-\d+-.*\.safetensors|com
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that belong to the format."""
+    """The names in the folder `path` that belong to this format."""
     return set(filter(_OWNED.fullmatch, names))
 
 

@@ -109,7 +109,7 @@ def _locked_folder(path: str, at_end: contextlib.ExitStack) -> str:
             pass
         except OSError:  # a file system without locks, on which no process deletes remains
             return folder
-        # Another process deleted the folder as remains before it was locked.
+        # Another process took the folder for remains and deleted it before it was locked.
 
 
 def _discard(folder: str, path: str) -> None:

@@ -56,7 +56,7 @@ def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
     """The rules to MaxText's tree, from the rules to the plain tree without `scan`. Raises InputError."""
     family = str(config["model_type"])
     if family == "gpt2":
-        raise InputError('layout="maxtext" is for models that MaxText has, and gpt2 is none')
+        raise InputError('layout="maxtext" needs a model that MaxText supports, which gpt2 is not')
     names = {**_NAMES, **_GEMMA_NAMES} if "gemma" in family else _NAMES
     rules: list[Rule] = []
     for rule in plain.rules:

@@ -3,8 +3,8 @@
 A .ckpt file is a protobuf message. This module parses its wire format and reads only tags, shapes and types. Tensors
 are read when they are needed.
 
-    Checkpoint  = {1: Value}*                                       mindspore/ccsrc/utils/checkpoint.proto
-    Value       = {1: tag, 2: TensorProto}                          a tensor above 512 MiB lies in several with one tag
+    Checkpoint  = {1: Value}*               mindspore/ccsrc/utils/checkpoint.proto
+    Value       = {1: tag, 2: TensorProto}  a tensor of more than 512 MiB is stored as several Values with one tag
     TensorProto = {1: dims*, 2: type, 3: content}
     Strategy    = {1: stage, 2: operators*, 3: {1: name, 2: Layout}*}               node_strategy.proto
     Layout      = {1: dev_matrix, 2: tensor_map, 3: param_split_shape, 4: indices_offset, 5: field,
@@ -206,9 +206,8 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
     n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
     if lost := [rank for rank in held if rank // n_devices not in strategy]:
         raise DataError(
-            f"rank {lost[0]} is of stage {lost[0] // n_devices}, as each stage has {n_devices} devices; the strategy"
-            " has stages"
-            f" {', '.join(map(str, sorted(strategy)))}"
+            f"rank {lost[0]} belongs to stage {lost[0] // n_devices}, as each stage has {n_devices} devices;"
+            f" the strategy has stages {', '.join(map(str, sorted(strategy)))}"
         )
     for name, shards in arrays.items():
         stages = [stage for stage, layouts in strategy.items() if name in layouts]
@@ -388,7 +387,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         return ForeignArray(first.type[:40], first.dims, FileData(path, offset, "uint8", (n_bytes,)))
     dtype = _DTYPES[first.type]
     size = DTYPES[dtype].itemsize
-    shape = () if first.dims == (0,) and n_bytes else first.dims  # older versions write scalars so
+    shape = () if first.dims == (0,) and n_bytes else first.dims  # older versions write scalars this way
     expected = math.prod(shape) * size
     if math.prod(side or 1 for side in shape) * size >= 1 << 63 or n_bytes != expected:
         raise DataError(f"{where} has {n_bytes} bytes, expected {expected} of {first.type}{list(shape)}")
@@ -441,6 +440,6 @@ def _from_wire(wire: Message) -> _StrategyFile:
         read = functools.partial(Message.read, what=what, table=table)
         item = wire.read(outer, "an item", {1: ("name", Message.text), 2: ("value", read)})
         if not {"name", "value"} <= item.keys() or item["name"] in items[name]:
-            raise wire.damaged(outer.start, f"{what} has no name of its own, or nothing else")
+            raise wire.damaged(outer.start, f"{what} has no unique name, or no value")
         items[name][item["name"]] = item["value"]
     return converted(f"the strategy file {wire.path}", items, _StrategyFile)

@@ -240,8 +240,8 @@ class Deflated(ArrayData):
                 element = (at - self.start) // target.itemsize
                 _copy(shape, element, np.frombuffer(held, target.dtype, count), box, target)
                 held, at = held[count * target.itemsize :], at + count * target.itemsize
-                if last < element + count < math.prod(shape):  # so the checksum, at the end, is not compared
-                    return
+                if last < element + count < math.prod(shape):
+                    return  # early, so the checksum at the end of the member is not compared
 
 
 def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target: Array) -> None:

@@ -68,7 +68,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that belong to the format."""
+    """The names in the folder `path` that belong to this format."""
     folders = {name for name in names if {*names_in(os.path.join(path, name))} == {_META, _DATA}}
     return folders | {_PICKLE, _DONE, _GRAPH}
 

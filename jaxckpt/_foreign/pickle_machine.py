@@ -280,7 +280,7 @@ class Machine:
 
     def persistent(self, identity: Any) -> None:
         if self._persistent is None:
-            raise ValueError("it refers to something outside of it")
+            raise ValueError("it refers to an external object")
         self.push(self._persistent(identity))
 
 

@@ -168,7 +168,10 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
             if isinstance(value, ForeignArray):
                 arrays.setdefault(name, {})[rank] = value
             elif values.setdefault(name, value) != value:
-                raise DataError(f"{show(name)} is not the same in all ranks: {value!r:.40} in rank {rank}, and another")
+                raise DataError(
+                    f"{show(name)} differs between ranks: rank {rank} has {value!r:.40},"
+                    " an earlier rank has another value"
+                )
     if mixed := arrays.keys() & values.keys():
         raise DataError(f"{show(min(mixed))} is an array in some ranks but not in others")
     return arrays, values

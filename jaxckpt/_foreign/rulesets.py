@@ -121,7 +121,7 @@ def _dequantising(rule: Rule, config: Config) -> Rule:
         suffix, block = "_scale", _block_of(quantised)
     elif method != "fp8" or not block:
         raise InputError(
-            f"a model quantised by {method!r} cannot be read; rules exist for block-wise fp8, and for int8 and"
+            f"a model quantized by {method!r} cannot be read; rules exist for block-wise fp8, and for int8 and"
             " float8 of compressed-tensors"
         )
     return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
@@ -140,7 +140,8 @@ def _block_of(quantised: Config) -> Sequence[int] | None:
         or not all(one.get("symmetric", True) and one["num_bits"] == 8 for one in weights)
     ):
         raise InputError(
-            "of compressed-tensors, rules exist for 8 bits, symmetric, the same for all weights, and not packed"
+            "for compressed-tensors, rules exist only for symmetric 8-bit quantization that is not packed and is the"
+            " same for all weights"
         )
     return blocks[0] or None
 

@@ -136,7 +136,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that belong to the format."""
+    """The names in the folder `path` that belong to this format."""
     indices = [name for name in names if name.endswith(INDEX)]
     files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}
     if indices:

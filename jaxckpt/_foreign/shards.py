@@ -274,7 +274,7 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
     """The boxes that are covered several times or not at all, among the cells of the grid through all borders."""
     cuts = [sorted({0, side, *(edge for box in boxes for edge in box[dim])}) for dim, side in enumerate(shape)]
     if math.prod(len(cut) - 1 for cut in cuts) > 1 << 24:
-        yield "the shards are too many and too irregular to be checked"
+        yield "there are too many irregular shards to check"
         return
     places = [{edge: number for number, edge in enumerate(cut)} for cut in cuts]
     count = np.zeros([len(cut) - 1 for cut in cuts], np.int32)

@@ -150,7 +150,7 @@ class _Saved:
         archive = self._archive
         name = next((name for name in archive if name.endswith("/data.pkl") and name.count("/") == 1), None)
         if name is None:
-            raise ValueError("it has no data.pkl; torch.save writes one since version 1.6")
+            raise ValueError("it has no data.pkl; torch.save has written one since version 1.6")
         self._prefix = name.removesuffix("data.pkl")
         order = f"{self._prefix}byteorder"
         if order in archive and archive.content(self._member(order), 16) != b"little":

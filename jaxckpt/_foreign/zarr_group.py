@@ -1,4 +1,4 @@
-"""Writes plain Zarr v3 groups, with an array for each leaf at its path, and recognises them for `overwrite=True`."""
+"""Writes plain Zarr v3 groups, with an array for each leaf at its path, and recognizes them for `overwrite=True`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
     return None if fine else "has a name that Zarr does not allow"
 
 
-# Recognising a group --------------------------------------------------------------------------------------
+# Recognizing a group --------------------------------------------------------------------------------------
 
 
 def recognises(path: str, names: Collection[str]) -> bool:
@@ -97,7 +97,7 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that belong to the group: nodes whose folders contain nothing else."""
+    """The names in the folder `path` that belong to the group: nodes whose folders contain nothing else."""
     return {_METADATA, *(name for name in names if _is_node(os.path.join(path, name)))}
 
 

@@ -91,7 +91,8 @@ class _Entry:
 def opened_archive(path: str, start: int = 0, size: int | None = None) -> Generator[Archive]:
     """An archive in a part of a file.
 
-    Errors from damaged content, in the archive or in the block, become a DataError that names the file and the part.
+    Errors from damaged content, in the archive or in the body of the `with` statement, become a DataError that names
+    the file and the part.
     """
     with opened(path) as handle:
         length = os.fstat(handle).st_size

@@ -77,7 +77,7 @@ def test_on_a_mesh_it_is_the_same(tmp_path: Path) -> None:
 
 def test_what_maxtext_has_not_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 2, "n_layer": 1, "n_embd": 4}))
-    with pytest.raises(jaxckpt.InputError, match="gpt2 is none"):
+    with pytest.raises(jaxckpt.InputError, match="which gpt2 is not"):
         jaxckpt.huggingface_rules(tmp_path, layout="maxtext")
     with pytest.raises(jaxckpt.InputError, match='layout must be "plain" or "maxtext"'):
         jaxckpt.huggingface_rules(tmp_path, layout="scan")  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_names_are_paths_and_texts_are_texts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["params"]["b"], W[0])
     assert (found["name"], found["raw"]) == ("adam", b"\1\2")
     files = write(tmp_path, "savez", [held, held | {"name": np.array("sgd")}])
-    with pytest.raises(DataError, match="'name' is not the same in all ranks"):
+    with pytest.raises(DataError, match="'name' differs between ranks"):
         jaxckpt.rank_files(files)
     files = write(tmp_path, "savez", [held, held | {"name": W}])
     with pytest.raises(DataError, match="'name' is an array in some ranks but not in others"):

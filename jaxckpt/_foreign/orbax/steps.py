@@ -50,7 +50,10 @@ def recognises(path: str, names: Collection[str]) -> bool:
 
 
 def owned(path: str, names: Collection[str]) -> set[str]:
-    """The names in its folder that belong to the format; none for a CheckpointManager's folder, so that it stays."""
+    """The names in the folder `path` that belong to this format.
+
+    There are none in the folder of a CheckpointManager, so that it is not deleted.
+    """
     kind = _kind(path, names)
     if kind == "item":
         return _owned_by_item(path, names)
