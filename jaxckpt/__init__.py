@@ -131,7 +131,7 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
         globals()[_name].__module__ = __name__
 else:
 
-    def __getattr__(name: str) -> Any:  # in another program that has this name
+    def __getattr__(name: str) -> Any:  # for a script of another project that is also named jaxckpt
         global _needed
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,7 +33,7 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
     """The rules for `--rules` and `--back-to`. Raises click.UsageError, InputError, DataError."""
     if rules is None:
         if back_to is not None:
-            raise click.UsageError("--back-to needs --rules, which names the tree that it leads back from")
+            raise click.UsageError("--back-to needs --rules, which names the tree to map back from")
         return None
     folder = local_path(path if back_to is None else back_to)
     if folder is None:

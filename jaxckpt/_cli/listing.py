@@ -139,7 +139,7 @@ def _entry(path: str) -> Entry | None:
     except NotACheckpointError:
         if not any(map(is_data, store_at(path, Options()).names())):
             return None
-        return replace(entry, status="unfinished", problem="a save to it is running, or never finished")
+        return replace(entry, status="unfinished", problem="a save is in progress or was interrupted")
     except (CorruptError, InputError, StorageError) as error:
         status = "damaged" if isinstance(error, CorruptError) else "unreadable"
         return replace(entry, status=status, problem=str(error))

@@ -109,8 +109,8 @@ def _message(error: Exception) -> tuple[str, int]:
 def main() -> None:
     """Inspect, verify, compare, convert and delete jaxckpt checkpoints.
 
-    A PATH is a folder or file, or a URL such as s3://bucket/run1/00000100. In a run, run1@100 is step 100, run1@latest
-    and run1@best are others. Most commands also accept checkpoints of other libraries that jaxckpt can open.
+    A PATH is a folder or file, or a URL such as s3://bucket/run1/00000100. For the run run1, run1@100 is step 100;
+    run1@latest and run1@best also work. Most commands also accept checkpoints of other libraries that jaxckpt can open.
     """
 
 

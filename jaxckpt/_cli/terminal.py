@@ -43,7 +43,7 @@ def number(title: str) -> Column:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """A table that fits the terminal. Of the columns that may be shortened, the widest is shortened first.
+    """Print a table that fits the terminal. Of the columns that may be shortened, the widest is shortened first.
 
     Rich's tables shorten texts only at the end, pad the last column, and wrap lines even in a pipe.
     """

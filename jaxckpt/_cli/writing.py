@@ -152,4 +152,4 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         )
     _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
     if left:
-        click.echo(printable(f"kept, because not part of this checkpoint: {', '.join(left[:5])}"), err=True)
+        click.echo(printable(f"kept (not part of this checkpoint): {', '.join(left[:5])}"), err=True)

@@ -48,7 +48,7 @@ MEANINGS = {
     "stored": "The Zarr array, its objects (files) and its chunks (the unit of reading)",
     "std": "Standard deviation of the finite values",
 }
-"""What a label means, shown when the pointer is over it."""
+"""The meaning of each label, shown as a tooltip."""
 
 _GREY = "#cccccc"
 _INK = "#111111"

@@ -38,7 +38,7 @@ def test_json_of_ls(here: Path) -> None:
 
 def test_the_problem_of_a_step_is_reported_next_to_the_list(here: Path) -> None:
     message = run("ls", "run1").stderr.splitlines()
-    assert message[0] == "00000400: a save to it is running, or never finished"
+    assert message[0] == "00000400: a save is in progress or was interrupted"
     assert message[1].startswith("00000500: run1/00000500/manifest.json is damaged")
 
 
