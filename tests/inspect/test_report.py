@@ -205,7 +205,7 @@ def test_arrow_keys_move_in_the_treemap_and_the_table(browser: Any, page_file: P
 def test_areas_of_the_treemap_are_bytes(browser: Any, page_file: Path) -> None:
     sizes = [1000, 500, 400, 90, 5, 5, 0]
     with Opened(browser, page_file) as opened:
-        found = opened.page.evaluate("(sizes) => squarified(sizes, 1, 2, 640, 240)", sizes)
+        found = opened.page.evaluate("(sizes) => squarify(sizes, 1, 2, 640, 240)", sizes)
     assert np.allclose([width * height for _, _, width, height in found], np.array(sizes) / 2000 * 640 * 240)
     for x, y, width, height in found:
         assert 1 <= x <= x + width <= 641.001
