@@ -124,7 +124,8 @@ class DataError(CorruptError):
 
 
 class StorageError(JaxckptError, OSError):
-    """The file system or the object store refused an operation (no space, no permission, an I/O error), or hangs."""
+    """The file system or the object store refused an operation (no space, no permission, an I/O error), or stopped
+    responding."""
 
 
 class PeerError(JaxckptError):

@@ -8,7 +8,7 @@
 
 If one process raises inside the block, all raise, and the message names that process. The message also names a process
 that does not respond for `timeout_seconds`. During a meeting each process sends heartbeats, so a slow process counts as
-responding. A process that joined and then stops is given up after a minute, before JAX itself ends the job.
+responding. A process that joins and then stops counts as dead after one minute, before JAX itself ends the job.
 
 JAX's service runs in process 0. While that process is stopped, only calls with a timeout return, so a waiting process
 makes no other calls. A separate thread posts its texts and heartbeats.
@@ -64,7 +64,7 @@ class Call:
     """A call that every process makes."""
 
     verb: str
-    """"save", "restore" and so on."""
+    """For example "save" or "restore"."""
 
     where: str
     """The path or URL that the call uses."""
@@ -190,7 +190,7 @@ class Meeting:
     """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
 
     _lost: bool = False
-    """Whether process 0 no longer answers, so that this process cannot notify it of an error."""
+    """Whether process 0, which runs the service, has stopped responding. Nothing can then be posted."""
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
     _voice: Task[None] | None = None
@@ -345,7 +345,7 @@ class Meeting:
     def _hear_all(self) -> list[str]:
         """The texts of the processes, in process order. Raises one error for all that failed or stopped responding.
 
-        The timeouts run concurrently, from each process's last heartbeat: many silent processes cost no more than one.
+        The timeouts run concurrently, from each process's last heartbeat: many dead processes take no longer than one.
         """
         everyone = range(self.group.count)
         blocks = deque(set(everyone[start : start + _BLOCK]) for start in everyone[::_BLOCK])
@@ -371,7 +371,7 @@ class Meeting:
                     watched[process] = _Watched(beats.get(process), now)
             patience = {process: self._patience(self._came(watched[process])) for process in awaited}
             if all(now - watched[process].since > patience[process] for process in awaited):
-                for block in blocks:  # a process may have answered, left, and stopped its heartbeat
+                for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
                     answers |= self._so_far(f"in/{min(block) // _BLOCK}")
                 silences = {process: patience[process] for process in sorted(awaited) if process not in answers}
                 break
@@ -388,7 +388,7 @@ class Meeting:
         return watched.beat is not None or self.group.meetings > 1
 
     def _patience(self, came: bool) -> float:
-        """Seconds without a heartbeat after which a process is given up.
+        """Seconds without a heartbeat after which a process counts as dead.
 
         A process that has not joined yet may be busy with something else. A process that has joined sends heartbeats.
         """
@@ -420,13 +420,13 @@ class Meeting:
         if len(by_call) < 2:
             return []
         made = "; ".join(
-            f"{process_names(made)}: {call}, for the {_ordinal(numbers[call] + 1)} time"
-            for call, made in by_call.items()
+            f"{process_names(callers)}: {call}, for the {_ordinal(numbers[call] + 1)} time"
+            for call, callers in by_call.items()
         )
         return [
             {
                 "error": f"the processes made different jaxckpt calls. {made}. Every process must make the same"
-                " calls in the same order, with the same paths: one process skipped a call or made an extra one",
+                " calls in the same order, with the same paths: a process may have skipped a call or made an extra one",
                 "kind": PeersDisagreeError.__name__,
             }
         ]

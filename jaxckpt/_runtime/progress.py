@@ -65,7 +65,7 @@ def unseen(moved: int) -> None:
 
 @contextmanager
 def reporting(verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None) -> Generator[Report]:
-    """A function to call as bytes move, which updates the display that `progress` asks for. The block ends the display.
+    """A function to call as bytes move. It updates the display that `progress` selects, which ends with the block.
 
     `progress` is `Options.progress`.
     """

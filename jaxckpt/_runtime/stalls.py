@@ -1,4 +1,4 @@
-"""Storage that hangs: an operation during which no byte moves for `Options.timeout_seconds` fails.
+"""Detects storage that hangs. An operation fails if no bytes move for `Options.timeout_seconds`.
 
 A system call on a network file system that has lost its server may never return, and nothing can end it. The thread in
 that call is therefore abandoned, and the threads that wait for its result raise an error.
@@ -28,7 +28,8 @@ class Watch:
     def doing(self, what: str) -> Generator[None]:
         """Watch the storage operation in the block, for example "writing to /ckpt". Nothing can stall outside a block.
 
-        Raises StorageError at the end of a block that had stalled, because other processes have acted on the stall.
+        Raises StorageError at the end of a block that stalled, even if the operation resumed, because the stall may
+        already have been reported to other processes.
         """
         outside = self._doing
         self._doing, self._since = what, time.monotonic()
@@ -49,7 +50,7 @@ class Watch:
         if self._error is None and doing is not None and time.monotonic() - since >= self._seconds:
             self._error = StorageError(
                 errno.ETIMEDOUT,
-                f"no byte has moved for {self._seconds:g} s while {doing}: the storage hangs, or is slower than"
-                " Options.timeout_seconds allows",
+                f"no bytes have moved for {self._seconds:g} s while {doing}: the storage hangs, or is too slow for"
+                " Options.timeout_seconds",
             )
         return self._error

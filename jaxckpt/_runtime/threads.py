@@ -112,7 +112,7 @@ def ending() -> bool:
 
 
 class Caller:
-    """A call that is running, as other threads see it."""
+    """A running function call that other threads can check."""
 
     def __init__(self, depth: int = 0) -> None:
         """The call of the function that is `depth` levels above the creator of this object."""
@@ -124,7 +124,7 @@ class Caller:
         return self._thread == threading.get_ident() and self.present()
 
     def present(self) -> bool:
-        """Whether the call has not returned yet. A call that an interrupt ended may not have marked its end."""
+        """Whether the call has not returned yet. A call that was interrupted may not have called `leave`."""
         frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and frame is not self._frame:
             frame = frame.f_back

@@ -81,7 +81,7 @@ def submit_waiting(work: Callable[[], T]) -> Task[T]:
 
 
 class Aside:
-    """Uses storage in another thread, and stops waiting for that thread if no byte has moved for `seconds`.
+    """Uses storage in another thread, and stops waiting for that thread if no bytes have moved for `seconds`.
 
     with Aside(seconds) as aside:
         content = aside.do("reading /ckpt", read)
@@ -163,7 +163,7 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """Work whose result is further work, with the result of the latter."""
+    """Work that starts further work. Its result is the result of the further work."""
 
     first: Any
 

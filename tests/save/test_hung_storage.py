@@ -33,7 +33,7 @@ def test_an_error_names_the_operation(run_python: RunPython, tmp_path: Path, ver
     doing = DOING[call]
     kind, seconds, _, message = ended.split(maxsplit=3)
     assert kind == "StorageError"
-    assert f"no byte has moved for 2 s while {doing} {tmp_path}/hung: the storage hangs" in message
+    assert f"no bytes have moved for 2 s while {doing} {tmp_path}/hung: the storage hangs" in message
     assert int(seconds) < 25  # the operation did not wait for the call
     assert after == "done"  # another thread does the next operation
     assert published == f"hung was published: {not verb.startswith('save')}"
@@ -73,7 +73,7 @@ def test_the_other_processes_raise_too(run_processes: RunProcesses, tmp_path: Pa
     for process, one in enumerate(done):
         first, hung, after = one.stdout.splitlines()
         assert first == after == "done"
-        assert f"no byte has moved for 2 s while {DOING[call]}" in hung
+        assert f"no bytes have moved for 2 s while {DOING[call]}" in hung
         assert f"{tmp_path}/hung" in hung
         if process != 1:
             assert hung.startswith("PeerFailedError")
