@@ -65,7 +65,8 @@ def _context(retry_seconds: float) -> ts.Context:
         "initial_delay": f"{_FIRST_DELAY_SECONDS}s",
         "max_delay": f"{_LONGEST_DELAY_SECONDS}s",
     }
-    # Otherwise tensorstore waits forever for a server that accepts a connection and never answers. Read once.
+    # Otherwise tensorstore waits forever for a server that accepts a connection and never answers. tensorstore reads
+    # these variables only once.
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -139,7 +140,7 @@ class Bucket:
     def _written(self, key: str, written: tuple[int, str], pending: Pending) -> tuple[int, str]:
         with self._refused("write", key):
             stamp = pending.result()
-        if not stamp.generation:  # the result for a failed condition, although none was set
+        if not stamp.generation:  # as for a failed condition, although this write has none
             raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
         return written
 
@@ -220,7 +221,8 @@ class Bucket:
         return Writer(self, data)
 
     def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
-        """Write a key if its content is still what was read with `generation`. No other writer may write `content`."""
+        """Write a key if its content is still what was read with `generation`. `content` must be unique to this
+        writer."""
         try:
             with self._refused("write", key):
                 stamp = self._keys.write(key, content, if_equal=generation).result()
@@ -281,7 +283,8 @@ class Bucket:
         self.remove(MANIFEST)
 
     def give_up(self, data: str) -> None:
-        """A manifest whose write got no answer may still appear, so its data is left for a later sweep."""
+        """Keeps the data if the write of the manifest had no response, because the manifest may still appear. A later
+        sweep can delete the data."""
         if self._turn(data, ["writing"], "swept"):
             self.delete(data)
 
@@ -301,7 +304,7 @@ class Bucket:
             if name == current:
                 continue
             content = self.read(f"{name}/{WRITER}")
-            # Checked last, because it may have been published since the listing.
+            # Read last, because this folder may have been published since the listing.
             manifest = self.read(MANIFEST)
             if may_name(manifest, name):
                 continue
@@ -378,7 +381,8 @@ class Bucket:
 
     def names(self) -> list[str]:
         """Costs one request per thousand keys below."""
-        return sorted({key.partition("/")[0] for key in self._list("")} - {""})  # S3's console creates such keys
+        # "" is the key of the folder itself, which S3's console creates.
+        return sorted({key.partition("/")[0] for key in self._list("")} - {""})
 
     def _list(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix, without the prefix."""
@@ -437,7 +441,7 @@ class Bucket:
         return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
 
 
-_proven: set[str] = set()  # stores that are known to honour conditions, by driver, endpoint and bucket
+_proven: set[str] = set()  # stores that are known to honor conditions, by driver, endpoint and bucket
 
 
 def _note(content: bytes | None) -> dict[str, Any]:
@@ -488,7 +492,7 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         if environment("AWS_ACCESS_KEY_ID"):
             spec["aws_credentials"] = {"type": "environment"}
         # Otherwise, on servers other than Amazon's, tensorstore checks the condition with HEAD, and then a server that
-        # ignores conditions appears to honour them.
+        # ignores conditions appears to honor them.
         spec["use_conditional_write"] = True
     for name in ("driver", "bucket", "path"):
         if name in storage:

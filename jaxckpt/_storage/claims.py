@@ -1,4 +1,8 @@
-"""Claim, publish and sweep: how data becomes a checkpoint, and how abandoned data is deleted. For process 0."""
+"""Claim, publish and sweep: how data becomes a checkpoint, and how abandoned data is deleted.
+
+Process 0 calls these methods. In a save that is spread over folders, every process calls them for its own folder. Every
+process always calls `sync_folders`.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> G
 def _translated(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
     """A tensorstore error as a jaxckpt error, by the system's error code if present, otherwise by its message."""
     if isinstance(error, DataError):
-        return DataError(f"{what}: {error}; jaxckpt.verify lists all that is damaged")
+        return DataError(f"{what}: {error}; run jaxckpt.verify for a list of all damage")
     if isinstance(error, StorageError):
         return StorageError(error.errno, f"{what}: {error.strerror}")
     text = readable(str(error))
@@ -61,8 +61,8 @@ _CODES = {
 
 
 def readable(text: str) -> str:
-    """A readable tensorstore error: without the server's answer, which may quote keys and signatures, without query
-    strings, and without lines of tensorstore's source."""
+    """The text of a tensorstore error without query strings, lines of tensorstore's source, or the server's response,
+    which may quote keys and signatures."""
     text = re.sub(r"(Failed to parse response metadata): .*", r"\1", text, flags=re.DOTALL)
     code = re.search(r"\[http_response_code='(\d+)'\]", text)
     text = re.sub(r"\s*\[[a-z_-]+='.*", "", text, flags=re.DOTALL)

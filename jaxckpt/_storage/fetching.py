@@ -82,7 +82,8 @@ class _Object:
 def wanted_whole(
     stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], most_bytes: int
 ) -> dict[tuple[int, ...], _Object]:
-    """The objects, by grid index, of at most `most_bytes` that the planned reads together need completely."""
+    """The objects to fetch whole, by grid index. They have at most `most_bytes`, and the planned reads need all their
+    elements."""
     found: dict[tuple[int, ...], _Object] = {}
     for boxes in plan:
         touched = set[tuple[int, ...]]()
@@ -187,7 +188,7 @@ class FetchingReader(ArrayReader):
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A box of a read, which lands as a whole."""
+    """The pending result of one box. All boxes of a read finish together."""
 
     land: Callable[[], list[Exception | None]]
     number: int

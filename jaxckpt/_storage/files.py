@@ -38,8 +38,8 @@ from jaxckpt._storage.workers import THREADS, All, submit
 
 BATCH_BYTES = 4 << 20
 READ_BYTES = 16 << 20
-"""Approximate bytes per system call that writes, or that reads into the destination. A system call releases the GIL,
-which this thread then has to wait for, so few calls are better than many."""
+"""Approximate bytes per system call that writes, or that reads into the destination. A thread releases the GIL for a
+system call and then waits to get it back, so few calls are better than many."""
 
 BLOCK_BYTES = max(2 << 20, min(8 << 20, (32 << 20) // THREADS))
 """Bytes of chunks that a thread reads together to copy them from there: of all threads 32 MiB, which the cores' shared
@@ -114,7 +114,7 @@ class FileReader(ArrayReader):
     """Length and digest of each object, by grid index."""
 
     oddity: Callable[[str], str | None]
-    """Returns a problem if a path is not a regular file in plain folders, because a link could lead anywhere."""
+    """Returns a problem if a path is not a regular file in real folders, because a link could lead anywhere."""
 
     indices: dict[tuple[int, ...], _Index] = field(default_factory=dict[tuple[int, ...], "_Index"])
     """The indexes of the objects that were opened."""
@@ -333,7 +333,7 @@ class _Index:
 
 
 def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator[list[_Wanted]]:
-    """Groups neighbouring boxes that share chunks."""
+    """Group neighboring boxes that share chunks."""
     group: list[_Wanted] = []
     held: Sequence[tuple[int, int]] = ()
     for one in wanted:
@@ -350,7 +350,7 @@ def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator
 
 
 def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wanted]]:
-    """Merges all groups into one if the chunks that they touch form a box, which is then read in file order."""
+    """Merge all groups into one if the chunks that they touch form a box, which is then read in file order."""
     found = [touched(hull(box for box, _ in group), sides) for group in groups]
     if len(groups) > 1 and sum(map(volume, found)) == volume(hull(found)):
         return [[one for group in groups for one in group]]

@@ -22,7 +22,7 @@ class Folders(Protocol):
         ...
 
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
-        """For each folder directly below with one of these names, whether it holds a checkpoint."""
+        """Maps the name of each subfolder that `wanted` accepts to whether the subfolder holds a checkpoint."""
         ...
 
     def child(self, name: str) -> Self:

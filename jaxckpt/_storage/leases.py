@@ -32,7 +32,8 @@ from jaxckpt._storage.store import Store
 _log = logging.getLogger("jaxckpt")
 
 TERM_SECONDS = 60.0
-"""The longest time for which a dead reader still holds its step."""
+"""How long a step stays held, at most, after its reader has died. A process that deletes steps treats the lease as
+expired after half of this time without a change."""
 
 _RENEWALS = 8  # per term
 _LEASE, _DELETING = "lease-", "deleting-"

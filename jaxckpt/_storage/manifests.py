@@ -24,7 +24,7 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
             what = "is missing" if content is None else "differs from what was saved"
-            raise DataError(f"{store.url}/{key} {what}: it holds process {process}'s own state")
+            raise DataError(f"the state file of process {process}, {store.url}/{key}, {what}")
         try:
             states.append(decode_state(content))
         except (ValueError, RecursionError) as error:

@@ -84,8 +84,8 @@ class ArrayWriter(Protocol):
     """Writes objects of a stack."""
 
     def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
-        """Start to write the object at a grid index. The result is its length and digest. Until then, the pieces must
-        not change."""
+        """Start to write the object at a grid index. The result is its length and digest. Until the result arrives, the
+        pieces must not change."""
         ...
 
 
@@ -99,7 +99,7 @@ class ArrayReader(abc.ABC):
 
     @abc.abstractmethod
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        """Start to read boxes, each into an array of its shape. Neighbouring boxes are read together."""
+        """Start to read boxes, each into an array of its shape. Neighboring boxes are read together."""
         ...
 
     def held_bytes(self, boxes: Sequence[Box]) -> int:

@@ -18,7 +18,7 @@ class Store(Objects, Claims, Folders, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A save's claim on its data folder."""
+    """The claim of a save on its data folder."""
 
     store: Store
     data: str
