@@ -43,7 +43,7 @@ def test_a_real_job_asks_what_the_model_counts(
     job = cluster.small_job(processes)
     model = cluster.simulate(job)
 
-    # The store: every request, but for those that prove that the server honours conditions.
+    # The store: every request, but for those that prove that the server honors conditions.
     asked = {kind: count for kind, count in s3.proxy.counted().items() if not kind.endswith("other")}
     expected = dict(model["requests"].save)
     for kind, count in model["requests"].restore.items():

@@ -309,7 +309,7 @@ def integrate() -> None:
 def pin() -> None:
     """Name a step of a run and protect it from deletion.
 
-    Afterwards run@NAME is the path of the step, and no rule of a Checkpointer deletes it.
+    Afterward, run@NAME is the path of the step, and no rule of a Checkpointer deletes it.
 
     \b
     jaxckpt pin run1@40 --name paper

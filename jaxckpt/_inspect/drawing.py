@@ -20,8 +20,8 @@ from jaxckpt._format.records import MeshRecord
 from jaxckpt._runtime.progress import show_bytes
 
 COLOURS: tuple[str, ...] = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#99ddff", "#ffaabb", "#bbcc33", "#aaaa00")
-"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021). Colour-blind people can distinguish the
-colours, and black text on them is legible. A page may restyle them by the classes k0 to k7."""
+"""Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021). Color-blind people can distinguish the
+colors, and black text on them is legible. A page may restyle them by the classes k0 to k7."""
 
 MEANINGS = {
     "bytes": "Array data; replicas and leaves that share an array are stored once",
@@ -105,7 +105,7 @@ def _svg(width: str, height: float, label: str, *children: Markup) -> Markup:
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: int | None, title: str, **more: str) -> Markup:
-    """A rectangle with a tooltip; grey without a colour."""
+    """A rectangle with a tooltip; gray without a color."""
     return element(
         "rect",
         element("title", title),
@@ -196,7 +196,7 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
             box = dict(zip([*down, *across], index, strict=True))
             held = holders(box)
             number = row * columns + column
-            # Neighbours have different colours for any number of columns.
+            # Neighbors have different colors for any number of columns.
             colour = None if mesh is None else number if rows * columns <= len(COLOURS) else 3 * row + column
             drawn.append(
                 _box(left + x, top + y, wide, tall, colour, held, where, [box.get(dim, 0) for dim in range(rank)])
@@ -327,7 +327,7 @@ class Bar:
     label: str
     figure: str
     sections: tuple[tuple[int | None, float, str], ...]
-    """(colour, fraction of the whole width, label) from left to right."""
+    """(color, fraction of the whole width, label) from left to right."""
 
 
 def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup:

@@ -77,7 +77,7 @@ class Flush:
         return self.pending is not None and not self.pending.done
 
     def check(self) -> None:
-        """Raise the reason if it was cancelled."""
+        """Raise the reason if it was canceled."""
         if self.cancelled is not None:
             raise self.cancelled
 

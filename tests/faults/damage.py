@@ -169,7 +169,7 @@ def _object_areas(path: Path, file: str, key: str, stack: dict[str, Any], rows: 
 
 
 class Subject:
-    """A checkpoint that is damaged in place and restored afterwards, and an undamaged copy."""
+    """A checkpoint that is damaged in place and restored afterward, and an undamaged copy."""
 
     def __init__(self, folder: Path, compression: Any = None, version: int = 0) -> None:
         folder.mkdir(parents=True)

@@ -29,7 +29,7 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import metadata as zarr_json
 
 SEAL = b',"sha256":"'
-_TWICE, _NEST, _RAW = "\0twice", "\0nest", "\0raw"  # markers for text that json.dumps cannot write; replaced afterwards
+_TWICE, _NEST, _RAW = "\0twice", "\0nest", "\0raw"  # markers for text that json.dumps cannot write; replaced afterward
 _MENDED = "mended"
 
 

@@ -546,7 +546,7 @@ def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
         told = json.loads((folder / "outcomes.json").read_text())
         crashes = {file.stem: file.with_suffix(".txt").read_text() for file in folder.glob("crash-*.txt")}
         kept = Path(__file__).with_name("crashes")
-        for name in crashes:  # keep the inputs, so that they can be analysed and turned into tests
+        for name in crashes:  # keep the inputs, so that they can be analyzed and turned into tests
             kept.mkdir(exist_ok=True)
             shutil.copy(folder / name, kept / name)
     finally:

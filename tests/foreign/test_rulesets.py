@@ -216,7 +216,7 @@ def test_a_module_of_flax_nnx_takes_the_plain_tree_and_gives_it_back(mesh: Mesh,
     assert not [leaf.path for leaf in delta.leaves if leaf.differing]
 
 
-# Quantised folders ------------------------------------------------------------------------------------------
+# Quantized folders ------------------------------------------------------------------------------------------
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [8, 4], "activation_scheme": "dynamic"}
 

@@ -600,7 +600,7 @@ def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: s
     values = strategies.bits(dtype, (64,), seed)
     if dtype.kind in "iu":
         values[:2] = np.iinfo(dtype).max, np.iinfo(dtype).max - 1
-    with np.errstate(all="ignore"):  # signalling NaNs
+    with np.errstate(all="ignore"):  # signaling NaNs
         there = values.astype(_dtypes.DTYPES[target])
     back = there.real if there.dtype.kind == "c" and dtype.kind != "c" else there
     with np.errstate(all="ignore"):

@@ -398,7 +398,7 @@ def test_a_plan_for_512_devices_needs_none_of_them(tmp_path: Path) -> None:
     assert plan.needed_bytes == 64 * per_process
     apart = checkpoint.plan(mesh={"data": 64, "model": 8}, devices_per_process=1)
     assert len(apart.processes) == 512
-    assert apart.read_bytes > plan.read_bytes, "alone, each process reads chunks that neighbours would share"
+    assert apart.read_bytes > plan.read_bytes, "alone, each process reads chunks that neighbors would share"
     abstract = checkpoint.plan(mesh=AbstractMesh((64, 8), ("data", "model")), devices_per_process=8)
     assert abstract == plan
     text = str(plan)

@@ -33,7 +33,7 @@ HOST_BYTES = Options().host_bytes
 
 @st.composite
 def reads(draw: st.DrawFn) -> tuple[list[Stack], list[Want]]:
-    """Some rows of some stacks, with several distinct boxes of each; neighbours often want the same boxes."""
+    """Some rows of some stacks, with several distinct boxes of each; neighbors often want the same boxes."""
     found = draw(st.lists(stacks(), min_size=1, max_size=2))
     wants: list[Want] = []
     dtypes = st.sampled_from([None, None, np.dtype("int16"), np.dtype("int64")])

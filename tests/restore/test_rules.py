@@ -489,7 +489,7 @@ def test_a_size_that_cannot_be_changed_is_an_error(arguments: dict[str, Any]) ->
         Rule(source="a", target="b", **arguments)
 
 
-# Quantised sources ------------------------------------------------------------------------------------------
+# Quantized sources ------------------------------------------------------------------------------------------
 
 
 def quantised(dtype: str, shape: tuple[int, ...], seed: int) -> Array:

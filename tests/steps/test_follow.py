@@ -202,7 +202,7 @@ def test_following_ends_at_the_timeout(run: str) -> None:
     checkpoints.save(1, state(1))
     seen: list[int] = []
     for step in jaxckpt.follow(run, timeout=0.5, poll_seconds=0.05):
-        time.sleep(0.6)  # the loop's body does not count towards the timeout
+        time.sleep(0.6)  # the loop's body does not count toward the timeout
         seen.append(step.number)
     assert seen == [1]
 

@@ -360,7 +360,7 @@ def _together(job: Job, rules: Rules) -> Iterator[tuple[str, Job]]:
 def _relied_upon(job: Job) -> Promise | None:
     """The guarantee after all processes have restored a step: from here on, that step must not be lost either.
 
-    An older guarantee stays, because a newer step fulfils it. A guarantee for the same step is replaced: if two
+    An older guarantee stays, because a newer step fulfills it. A guarantee for the same step is replaced: if two
     attempts at a step are complete, the choice between them is arbitrary.
     """
     save = job.keep

@@ -110,7 +110,7 @@ def environment(scheme: str, endpoint: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def moto() -> Iterator[Server]:
-    """moto's S3 server, which honours conditions. It keeps everything in memory."""
+    """moto's S3 server, which honors conditions. It keeps everything in memory."""
     with _child([sys.executable, "-c", _MOTO, BUCKET], Path.cwd()) as endpoint:
         yield Server("s3", endpoint)
 
