@@ -137,7 +137,7 @@ def test_one_processs_failure_is_raised_by_all_and_the_next_save_works(cases: Ca
     assert kinds(others) == ["PeerFailedError", "PeersDisagreeError", "PeerFailedError", "fine"]
     assert all("process 1" in others[n] for n in (0, 2))
     assert "no space left" in others[2]
-    assert "process 1 was given a tree with different leaves" in others[1]
+    assert "process 1 differs from process 0 in the leaves of the tree" in others[1]
 
 
 def test_all_raise_when_one_cannot_restore_and_the_next_restore_works(cases: Cases) -> None:
@@ -204,14 +204,14 @@ def test_what_differs_is_what_is_blamed(cases: Cases) -> None:
         for line, blamed in zip(
             lines[::2],
             (
-                "different Options",
-                "different metadata",
-                "a process_state with different names",
-                "leaves with different shardings",
+                "Options or Checkpointer components",
+                "metadata",
+                "the names in process_state",
+                "the shardings of the leaves",
             ),
             strict=True,
         ):
-            assert line.startswith(f"PeersDisagreeError: process 1 was given {blamed}"), lines
+            assert line.startswith(f"PeersDisagreeError: process 1 differs from process 0 in {blamed}"), lines
 
 
 def test_what_else_may_not_differ(cases: Cases) -> None:

@@ -26,15 +26,15 @@ from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 
 _BUCKETS = 64
-"""Number of checksums that a process sends for values with equal holders."""
+"""Largest number of checksums that a process sends for the values of one set of holders."""
 
 _REASONS = {
-    "leaves": "a tree with different leaves, shapes or dtypes",
-    "ties": "a tree in which different leaves share one array",
-    "shardings": "leaves with different shardings",
-    "options": "different Options, or different Checkpointer components,",
-    "metadata": "different metadata",
-    "process_state": "a process_state with different names",
+    "leaves": "the leaves of the tree, their shapes or their dtypes",
+    "ties": "which leaves share one array",
+    "shardings": "the shardings of the leaves",
+    "options": "Options or Checkpointer components",
+    "metadata": "metadata",
+    "process_state": "the names in process_state",
 }
 _ADVICE: dict[str, str] = dict.fromkeys(
     ["leaves", "shardings"],
@@ -108,7 +108,7 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
         others = [process for process, one in enumerate(given) if one.digests[name] != given[0].digests[name]]
         if others:
             raise PeersDisagreeError(
-                f"{process_names(others)} {'was' if len(others) == 1 else 'were'} given {reason} than process 0;"
+                f"{process_names(others)} {'differs' if len(others) == 1 else 'differ'} from process 0 in {reason};"
                 f" every process must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
             )
     problems: list[str] = []
@@ -138,7 +138,7 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
             held.setdefault(frozenset(), []).append((record.path, record.value))
     for number, value in draft.values.items():
         # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
-        # because the object's future behaviour depends on them.
+        # because the object's future behavior depends on them.
         in_state = number in draft.in_state and not getattr(value, "committed", False)
         if in_state or draft.records[number].kind in ("str", "bytes"):
             text = f"checksum {zlib.crc32(np.asarray(value).tobytes())}"  # too long to be shown

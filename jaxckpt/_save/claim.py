@@ -17,8 +17,8 @@ from jaxckpt._storage.store import Store, Writer
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim on a path during a save: process 0's, and empty in the others. In a spread save, each process claims its
-    own folder."""
+    """What a save has claimed at its path: the data folder, and the manifest that it replaces. Only process 0 claims.
+    The other processes have no `writer`. In a spread save, each process claims its own folder."""
 
     save_id: str = ""
     writer: Writer | None = None
@@ -84,7 +84,7 @@ def _with_arrays(made: Claim, store: Store, stacks: Iterable[Stack]) -> Claim:
 
 
 _ORBAX_NOTE = "_CHECKPOINT_METADATA"
-"""Files that an ocp.Checkpointer may write at any time into the folder of its handler."""
+"""The file that an ocp.Checkpointer may write at any time into the folder of its handler."""
 
 
 def _previous(store: Store, overwrite: bool) -> bytes | None:

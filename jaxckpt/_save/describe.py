@@ -76,8 +76,8 @@ class Recent:
     """The description of the last tree that a Checkpointer saved, because a training job saves similar trees."""
 
     tree: tuple[Any, Any, Draft] | None = None
-    """The similarity key of that tree, its key paths if they can change independently of it, and its draft without the
-    values."""
+    """The similarity key of that tree; its key paths, if a custom node may change them while the key stays equal; and
+    its draft without the values."""
 
 
 def describe(
@@ -140,7 +140,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _has_str_keys(structure: Structure) -> bool:
-    """Whether equal trees have equal paths. They may not, because 1, 1.0 and True are equal keys."""
+    """Whether all keys are str. Otherwise equal trees may have different paths, because 1, 1.0 and True are equal."""
     if not isinstance(structure, Container):
         return True
     return {*map(type, structure.keys or ())} <= {str} and all(map(_has_str_keys, structure.children))
@@ -236,7 +236,7 @@ def _shared(leaves: Sequence[Any]) -> list[int] | None:
 
 
 def _require_all(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
-    """Raise TreeError if a component does not exist in the tree, because it could never be dropped."""
+    """Raise TreeError if the tree has nothing at the path of a component."""
     used = {array.component for array in draft.arrays}
     for number, (component, test) in enumerate(zip(components, tests, strict=True), 1):
         if number in used:
@@ -303,8 +303,8 @@ def _impl(keys: jax.Array) -> str:
         is_known = False
     if not is_known:
         raise TreeError(
-            f"has PRNG keys of implementation {name!r}, which jax.random.key(0, impl={name!r}) does not make, so"
-            " nothing could restore them; save jax.random.key_data of it"
+            f"has PRNG keys of implementation {name!r}, which jax.random.key(0, impl={name!r}) does not create, so"
+            " they could not be restored; save jax.random.key_data of them"
         )
     return name
 

@@ -1,8 +1,8 @@
 """Sends data that no process holds completely to all processes, one box of a leaf at a time.
 
-JAX moves data between processes only in a jitted call that all of them make. Each device contributes its part of the
-box and zeros for the rest, and the bits are summed over the mesh, so a device needs memory only for the box.
-Replicating the leaf, or slicing it with XLA's partitioner, would need memory for the whole leaf on every device.
+JAX moves data between processes only in a jitted call that all of them make. Each device contributes the elements of
+the box that it holds, and zeros for the rest. The bits are summed over the mesh, so a device needs memory only for the
+box. Replicating the leaf, or slicing it with XLA's partitioner, would need memory for the whole leaf on every device.
 Exception: TPUs store 8-byte numbers as two arrays, and a program that reads them first splits the device's whole piece.
 """
 
@@ -94,7 +94,8 @@ def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
             found.append((begun, jnp.clip(begun, 0, max(0, x.shape[dim] - side))))
         # Cut before any computation. Otherwise XLA creates a second array as large as the device's whole piece.
         part = lax.dynamic_slice(x, [first for _, first in found], list(map(min, x.shape, sides)))
-        if memory_kind(sharding) is not None and hasattr(jax, "memory"):  # before jax 0.7.1 no operation asks for it
+        # jax before 0.7.1 has no jax.memory, and its operations also accept arrays in host memory.
+        if memory_kind(sharding) is not None and hasattr(jax, "memory"):
             part = jax.device_put(part, jax.memory.Space.Device)
         bits = _as_bits(part)
         for dim, (side, (begun, first)) in enumerate(zip(sides, found, strict=True)):

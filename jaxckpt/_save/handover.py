@@ -129,7 +129,7 @@ class Handover:
         self._freed.put(one.copied_bytes)
 
     def close(self) -> None:
-        """Note that nothing more will be taken."""
+        """Stop taking objects, and discard those in the queue."""
         self._closed = True
         self._freed.put(0)
         while not self._given.empty():

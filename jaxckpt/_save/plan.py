@@ -32,12 +32,14 @@ SHARED_BYTES = 32 << 10
 """Smallest object that is created to make shares even."""
 
 SHARES = (1, 2, 4, 8, 16, 40)
-"""Candidates for a divisor: an object that several processes may write has at most a process's total bytes divided by
-it. Shares are even to within one object, so the last value makes them even for any leaves. The first value that comes
-close to that is used, because each object costs requests. A leaf that four processes hold becomes four objects."""
+"""Candidate numbers of objects per process, smallest first. An object with several possible writers has at most the
+bytes of a process divided by this number. Loads are even to within one object, so the largest number balances any tree.
+The smallest number that balances almost as well is used, because each object costs requests. A leaf that four processes
+hold becomes four objects."""
 
 UNEVEN = 1.02
-"""The busiest process may write more than with the smallest objects by at most this factor."""
+"""Largest accepted load of the busiest process: when the size of objects is chosen, as a multiple of the busiest load
+with the smallest objects; while objects are assigned, as a multiple of the mean load."""
 
 SHARED_OBJECTS = 2_560
 """Approximate number of objects in the whole job that are created to make shares even: 64 processes get `SHARES` each.
@@ -45,9 +47,9 @@ Each object costs one request, and one more from each process that reads it, and
 second. S3 needs 47 s to accept 40 objects from each of 4,096 processes (benchmarks/cluster.py)."""
 
 ROUNDS = 4
-"""The most rounds of dealing while shares are uneven. In each round, a set of holders passes its excess to overlapping
-sets. With three devices per piece and four per process, the busiest process is 12 % above the mean after one round, 4 %
-after two, and 0.5 % after three."""
+"""Largest number of balancing rounds. Each round moves excess load to overlapping sets of holders. With three devices
+per piece and four per process, the busiest process is 12 % above the mean after one round, 4 % after two, and 0.5 %
+after three."""
 
 
 class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
@@ -308,7 +310,7 @@ class _Deal:
         self.shares = np.zeros(sharers.processes.shape, np.int32)  # there may be tens of thousands of deals
 
     def share_out(self, loads: Numbers) -> None:
-        """Withdraw these objects, and deal them again according to the loads from all other objects."""
+        """Assign these objects again, given the loads from all other objects."""
         others = loads[self.sharers.processes] - self.shares * np.int64(self.size)
         shares = _fill(others, self.sharers.cells.shape[1] * self.in_cell, self.size)
         loads[self.sharers.processes] = others + shares * self.size

@@ -39,10 +39,11 @@ class Spread:
     domains: Domains
 
     decide: Callable[[], str]
-    """Process 0 calls this when all are ready. It returns what every process must delete first."""
+    """Process 0 calls this when all processes are ready. Returns the step that stays, as text for `clear`."""
 
     clear: Callable[[str], None]
-    """Every process calls this with that result before it writes."""
+    """Deletes all steps except the one that stays from the folder of this process. Every process calls this with the
+    result of `decide` before it writes."""
 
     published: Callable[[str, Sequence[Object]], None]
     """Every process calls this after the checkpoint is published, with its save id and the objects that this process
@@ -86,7 +87,8 @@ class SaveRequest:
     """Every process calls this when it knows that the checkpoint is published, before the save counts as done."""
 
     deadline: float | None = None
-    """The time on the monotonic clock until which the caller waits for room for copies. Then the save fails."""
+    """The latest time, on the monotonic clock, until which the caller waits for memory for copies. After that, the save
+    fails."""
 
     spread: Spread | None = None
     """Set if the save is spread over folders of the processes."""
@@ -172,7 +174,7 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
         request, group, store, draft, plan, reuse, given, values, state, options, clock, Latch(), threaded, copies
     )
     if save.collective and not threaded:
-        raise InputError("leaves that the processes must exchange cannot be saved while the interpreter ends")
+        raise InputError("leaves that the processes must exchange cannot be saved while the interpreter shuts down")
     return save
 
 

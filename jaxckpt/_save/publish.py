@@ -65,7 +65,7 @@ def publish(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) -> P
                 save.store.sync_data(claimed.data, manifest.arrays)
         with clock.timed("publish"):
             content = manifests.encode(manifest)
-            meeting.group.check()  # the last moment at which it can be cancelled
+            meeting.group.check()  # last chance to cancel
             with watch.doing(f"publishing {meeting.group.call.where}"):
                 save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
             reused_bytes = sum(share.linked_bytes for share in shares)
@@ -82,7 +82,7 @@ def publish_own(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) 
         texts = meeting.gather(msgspec.json.encode(share).decode())
     content = ""
     if texts:
-        meeting.group.check()  # the last moment at which it can be cancelled
+        meeting.group.check()  # last chance to cancel
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = compose(claimed.save_id, save.plan, save.draft, save.request, shares)
         content = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()

@@ -152,9 +152,10 @@ class Reuse:
         try:
             source = one.data() if source is None else source
         except RuntimeError as error:  # raised by JAX for a deleted array
+            assert original is not None, "other data is in memory already"
             raise StorageError(
                 errno.ENOENT,
-                f"{original and original.key} was to be reused but can no longer be linked, and the arrays that"
+                f"{original.key} was to be reused but can no longer be linked, and the arrays that"
                 " would be written instead were donated or deleted in the meantime: save again",
             ) from error
         return Then(writer.write(index, source), functools.partial(_written, content=content))

@@ -306,7 +306,7 @@ class _Terms(msgspec.Struct, frozen=True):
     save_id: str
 
     cleared: str = ""
-    """For a spread save: the argument of `Spread.clear`, which says what each process first deletes in its folder."""
+    """For a spread save: the argument of `Spread.clear`, which says which step stays in each process's folder."""
 
     rounds: list[Round] = []
     """For a spread save: the exchange between the processes."""
@@ -376,7 +376,7 @@ def _info(save: Prepared, claimed: Claim, published: Published) -> SaveInfo:
         stored_bytes=published.stored_bytes,
         reused_bytes=published.reused_bytes,
         manifest_sha256=published.manifest_sha256,
-        seconds=0.0,  # this and the next are set when the caller waits
+        seconds=0.0,  # `PendingSave.timed` sets this and the next field
         blocked_seconds=0.0,
         phase_seconds=save.clock.laps,
     )

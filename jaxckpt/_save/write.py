@@ -83,7 +83,8 @@ def _write_objects(
 
 
 def sleep_until(moment: float, check: Callable[[], None]) -> None:
-    """Sleep, unless the interpreter is waiting for the save before it exits."""
+    """Sleep until a time on the monotonic clock. Returns early if the interpreter is shutting down. Raises what `check`
+    raises."""
     while (left := moment - time.monotonic()) > 0 and not ending():
         check()
         time.sleep(min(left, POLL_SECONDS))

@@ -804,7 +804,7 @@ with jaxckpt.Checkpointer(args) as checkpoints:
     assert states == [{"at": at, "raw": raw} for at, raw in zip(*found, strict=True)]
     (victim,) = (tmp_path / "s").glob("*/data-*/process-1.json")
     victim.write_bytes(victim.read_bytes().replace(b"null", b"1234"))
-    with pytest.raises(jaxckpt.DataError, match=r"process-1\.json differs from what was saved"):
+    with pytest.raises(jaxckpt.DataError, match=r"process-1\.json, differs from what was saved"):
         jaxckpt.open(tmp_path / "s" / "00000001").process_states  # noqa: B018
 
 
