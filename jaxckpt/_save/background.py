@@ -242,8 +242,8 @@ class _Job:
 
 
 _jobs: list[_Job] = []
-"""In order: saves that have not ended, and background saves whose end has not been reported yet. One append submits a
-save, so an interrupt comes either before or after that."""
+"""In order: saves that have not ended, and background saves whose end has not been reported yet. Appending is
+atomic, so an interrupt comes either before or after a save is submitted."""
 
 _wakes = queue.SimpleQueue[bool]()
 """True wakes the thread, False ends it."""
@@ -365,7 +365,9 @@ def settle() -> None:
         try:
             pending.wait()
         except Exception as error:
-            error.add_note(f"jaxckpt: this ended the earlier save_async to {pending.path}, whose wait() was not called")
+            error.add_note(
+                f"jaxckpt: this error ended the earlier save_async to {pending.path}, whose wait() was not called"
+            )
             raise
 
 
@@ -425,7 +427,7 @@ def _leave_with_status() -> None:
 
 
 def _forget_parent() -> None:
-    """In a fork: the thread, and the saves that it was writing, are its parent's."""
+    """In a forked child: discard the thread and its saves, which belong to the parent."""
     global _starting, _ran_out, _wakes, _writer
     _starting = threading.Lock()
     _ran_out = _writer = None

@@ -33,9 +33,8 @@ class Domains:
         found = len(set(self.of))
         if found <= self.copies:
             raise InputError(
-                f"copies={self.copies} puts each object into {counted(self.copies + 1, 'failure domain')}, and"
-                f" {counted(len(self.of), 'process')} of this job make up {found}: pass copies={found - 1}, or other"
-                " local_domains="
+                f"copies={self.copies} puts each object into {counted(self.copies + 1, 'failure domain')}, but the"
+                f" processes of this job are in only {found}: pass copies={found - 1}, or other local_domains="
             )
 
 

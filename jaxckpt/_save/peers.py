@@ -31,7 +31,7 @@ from jaxckpt._save.plan import Object
 from jaxckpt._save.staging import Staged
 
 ROUND_BYTES = 32 << 20
-"""Bytes per round and process. The device needs memory for twice as many, the host for three times."""
+"""Bytes per round and process. The device needs twice this memory, and the host three times."""
 
 _STATE_HEAD = 8
 """Bytes for the length of a process's state, which comes first in each of its streams."""
@@ -248,7 +248,9 @@ class Permutations:
                 words = jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), along, parts)
                 moved = jax.block_until_ready(_permuter(self._mesh, pairs)(words))
         except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
-            raise PeerFailedError(f"process {self._process} could not pass copies on: {error}") from error
+            raise PeerFailedError(
+                f"process {self._process} could not exchange copies with its peers: {error}"
+            ) from error
         if all(getter != self._process for _, getter in pairs):
             return None
         by_device = {shard.device: np.asarray(shard.data) for shard in moved.addressable_shards}

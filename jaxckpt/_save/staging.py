@@ -56,7 +56,8 @@ SEND_ROWS = 32
 Index = tuple[slice | int, ...]
 
 Hold = Literal["views", "copies"] | None
-"""How pieces are protected from later changes by the caller: as views of arrays if they suffice, as copies, or not."""
+"""How pieces are protected from later changes by the caller: as views of arrays if these suffice, as copies, or not at
+all."""
 
 Way = Literal["leave", "view", "copy", "send", "cast"]
 """How a piece is taken from its array: left there, as a NumPy view, as a NumPy copy, as a copy from its device to the
@@ -85,7 +86,7 @@ class Staged:
     """Host memory that the pieces take in addition to the leaves."""
 
     late: Callable[[], Staged] | None = None
-    """Stages an object of an earlier save, if it must be written after all."""
+    """Stages the data later, if the object cannot be linked to its original and must be written."""
 
     def data(self) -> Pieces:
         """The pieces in host memory. Releases them here."""
@@ -243,7 +244,7 @@ def _way(value: Value, hold: Hold, dtype: np.dtype[Any]) -> Way:
 
 def _numpy_casts(value: Value, dtype: np.dtype[Any]) -> bool:
     """Whether NumPy makes a cast on CPU devices. XLA casts only to floats of fewer digits, of at most 32 bits: to and
-    from 64 bits it makes denormal floats zero, it warns of complex numbers, and it aborts for int2."""
+    from 64 bits it makes denormal floats zero, it warns about complex numbers, and it aborts for int2."""
     if value.dtype == dtype:
         return False
     is_narrow = all(jnp.issubdtype(one, jnp.floating) and one.itemsize <= 4 for one in (value.dtype, dtype))

@@ -1,8 +1,8 @@
 """A checkpoint on a file system: claimed with locks, published by rename.
 
 Control files are written with plain system calls, so that the order of writes, fsync and rename is exact. Arrays are
-written by `files`, or by tensorstore if they are compressed or `Options.io` asks for it. Only plain files in plain
-folders below the checkpoint's folder are read.
+written by `files`, or by tensorstore if they are compressed or `Options.io` asks for it. Only regular files in real
+folders (no symbolic links) below the checkpoint's folder are read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Generator[tuple[int, int]]:
-        """(handle, size) of a plain file below this folder. Raises DataError if it is anything else."""
+        """(handle, size) of a regular file below this folder. Raises DataError if it is anything else."""
         _, odd = self._look(key, set())
         if odd:
             raise DataError(f"{self.url}/{key} {odd}")
@@ -93,7 +93,7 @@ class Folder:
             os.close(handle)
 
     def _look(self, key: str, plain: set[str]) -> tuple[int, str | None]:
-        """(size of a file, a problem unless it is a plain file in plain folders below this one).
+        """(size of a file, a problem unless it is a regular file in real folders below this one).
 
         A link could lead anywhere, and a pipe or a device may never end. `plain` caches folders that were checked.
         """
@@ -214,7 +214,7 @@ class Folder:
             undo.callback(shutil.rmtree, path, ignore_errors=True)
             handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
             undo.callback(os.close, handle)
-            with contextlib.suppress(OSError):  # a file system without locks, on which nothing is ever swept
+            with contextlib.suppress(OSError):  # a file system without locks; a sweep then keeps the folder
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(handle, note)
             undo.pop_all()
@@ -262,7 +262,8 @@ class Folder:
         with self._refused("publish", MANIFEST), self._locked() as handle:
             if self.read(MANIFEST) != previous:
                 raise overtaken(self.url)
-            # Later writes of a suspended process may recreate deleted files, but not this one.
+            # A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
+            # therefore proves that the data was deleted.
             if not names_data(previous, data) and not os.path.exists(self._path(data, WRITER)):
                 raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
             self._replace_manifest(data, manifest, sync=sync)

@@ -17,7 +17,8 @@ from jaxckpt._runtime.options import whole_number
 from jaxckpt._storage.store import Store
 
 RUN = "_run"
-"""The folder in a run's directory for notes on the run: leases, pins, its end, the meaning of "best"."""
+"""The folder in a run's directory for notes on the run: leases, pins, whether the run has ended, and which metric
+decides "best"."""
 
 BEST = "best.json"
 ENDED = "ended.json"

@@ -101,7 +101,7 @@ def test_domains_of_other_sizes_are_loaded_by_their_sizes() -> None:
 def test_too_few_domains_are_an_error() -> None:
     Domains(("a", "a", "b"), 1).require_enough()
     with pytest.raises(
-        InputError, match=r"copies=2 puts each object into 3 failure domains.* make up 2: pass copies=1"
+        InputError, match=r"copies=2 puts each object into 3 failure domains.* are in only 2: pass copies=1"
     ):
         Domains(("a", "a", "b"), 2).require_enough()
 
