@@ -16,7 +16,7 @@ from jaxckpt._format.grid import spec_problem
 from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
 from jaxckpt._format.tree import paths_of
 from jaxckpt._format.values import KINDS, decode_value, encode_value
-from jaxckpt._runtime.errors import show
+from jaxckpt._runtime.errors import counted, show
 from jaxckpt._runtime.options import COMPRESSIONS
 
 FORMAT = "jaxckpt"
@@ -67,7 +67,7 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
             yield f"mesh {number} has axis types {_few(mesh.types)} for axes {_few(mesh.axes)}"
     for number, layout in enumerate(manifest.layouts):
         if layout.mesh is not None and layout.mesh >= len(manifest.meshes):
-            yield f"layout {number} is on mesh {layout.mesh}, of {len(manifest.meshes)}"
+            yield f"layout {number} refers to mesh {layout.mesh}, but the manifest has only {len(manifest.meshes)}"
             continue
         axes = manifest.meshes[layout.mesh].axes if layout.mesh is not None else {}
         named = [axis for entry in layout.spec for axis in entry]
@@ -92,8 +92,8 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
         return
     if numbers != list(range(len(leaves))):
         seen = next((seen for seen, number in enumerate(numbers) if number != seen), len(numbers))
-        named = f"leaf {numbers[seen]}" if seen < len(numbers) else "no more"
-        yield f"tree names {named} instead of leaf {seen} of {len(leaves)}"
+        named = f"leaf {numbers[seen]} instead of leaf {seen}" if seen < len(numbers) else counted(seen, "leaf")
+        yield f"the tree has {named}; the manifest lists {counted(len(leaves), 'leaf')}"
         return
     if places != paths:
         at, path = next((at, path) for at, path in zip(places, paths, strict=True) if at != path)
@@ -142,14 +142,15 @@ def _leaf_problems(manifest: Manifest) -> Iterator[str]:
             if leaf.row is None or leaf.row >= stack.rows:
                 problem = f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
             elif counts[leaf.stack, leaf.row] == MAX_TIED:
-                problem = f"shares its row with {show(holders[leaf.stack, leaf.row][:200])}"
+                holder = show(holders[leaf.stack, leaf.row][:200])
+                problem = f"shares its row with {holder} and {MAX_TIED - 1} others; the limit is {MAX_TIED} leaves"
             else:
                 counts[leaf.stack, leaf.row] += 1
                 holders[leaf.stack, leaf.row] = leaf.path
         if problem:
             yield f"leaf {show(leaf.path[:200])} {problem}"
     if len(holders) != sum(stack.rows for stack in manifest.stacks):
-        yield f"{len(holders)} places of leaves for {sum(stack.rows for stack in manifest.stacks)} rows of stacks"
+        yield f"the leaves fill {len(holders)} of the {sum(stack.rows for stack in manifest.stacks)} rows of all stacks"
 
 
 def _value_problem(leaf: LeafRecord) -> str | None:
@@ -160,7 +161,7 @@ def _value_problem(leaf: LeafRecord) -> str | None:
     except ValueError as error:
         return f"has no value of kind {leaf.kind[:40]!r}: {str(error)[:200]}"
     if not canonical:
-        return f"has {leaf.value[:40]!r} for a value of kind {leaf.kind!r}"
+        return f"stores its value as {leaf.value[:40]!r}, which is not the canonical text of kind {leaf.kind!r}"
     if (leaf.stack, leaf.row, leaf.layout, leaf.impl) != (None,) * 4 or leaf.weak:
         return "has a value, so it must have no stack, row, layout, impl or weak type"
     return None
@@ -172,10 +173,10 @@ def _array_problem(manifest: Manifest, leaf: LeafRecord) -> str | None:
     if kind is None or kind.holds is None:
         return f"is of unknown kind {leaf.kind[:40]!r}"
     if leaf.stack is None or leaf.stack >= len(manifest.stacks):
-        return f"is in stack {leaf.stack}, of {len(manifest.stacks)}"
+        return f"refers to stack {leaf.stack}, but the manifest has only {len(manifest.stacks)}"
     stack = manifest.stacks[leaf.stack]
     if leaf.layout is not None and leaf.layout >= len(manifest.layouts):
-        return f"has layout {leaf.layout}, of {len(manifest.layouts)}"
+        return f"refers to layout {leaf.layout}, but the manifest has only {len(manifest.layouts)}"
     if leaf.layout is not None and not kind.on_devices:
         return f"is of kind {leaf.kind!r} and has a layout"
     if (leaf.kind == "key") != (leaf.impl is not None):
@@ -198,7 +199,7 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
     for stack in stacks:
         where = f"stack {stack.name[:80]!r}"
         if not _is_name(stack.name) or stack.name in names:
-            yield f"{where} has no unique plain name"
+            yield f"{where} has a name that is not plain, or not unique"
         names.add(stack.name)
         if stack.dtype not in DTYPES:
             yield f"{where} has unknown dtype {stack.dtype[:80]!r}"
@@ -210,7 +211,7 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
         if len(ranks) > 1 or len(stack.shape) > MAX_RANK or not stack.rows or not _is_grid(stack):
             yield (
                 f"{where} has {stack.rows} rows of [{_few(stack.shape)}] in objects of [{_few(stack.object)}],"
-                f" chunks of [{_few(stack.chunk)}]"
+                f" chunks of [{_few(stack.chunk)}], which do not form a grid"
             )
             continue
         yield from _object_problems(stack, where)

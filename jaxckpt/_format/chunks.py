@@ -18,7 +18,7 @@ from jaxckpt._format.zarr import Chunks
 def chunks_of(
     stack: Stack, index: tuple[int, ...], pieces: Pieces, empty: Callable[[], object]
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
-    """All chunks of an object, as (numbers of some chunks, their data in that order).
+    """All chunks of an object, in groups: (chunk numbers, their data in that order).
 
     Calls `empty` before it overwrites data that it has yielded. `empty` must finish using that data.
     """

@@ -44,7 +44,7 @@ def stored_dtype(name: str) -> str:
 
 
 MAX_RANK = 30
-"""Most dimensions of a leaf: tensorstore's 32, less one for rows and one of the index of an object."""
+"""The largest rank of a leaf. tensorstore allows 32 dimensions; stack rows and an object's index take one each."""
 
 
 @functools.cache

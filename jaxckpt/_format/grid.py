@@ -43,7 +43,7 @@ def volume(box: Box) -> int:
 
 def intersection(a: Box, b: Box) -> Box | None:
     """The common region, or None if it would be empty."""
-    common: list[tuple[int, int]] = []  # a loop: this is called more often than anything else
+    common: list[tuple[int, int]] = []  # a loop, because this is the most frequently called function
     for (a0, a1), (b0, b1) in zip(a, b, strict=True):
         start, stop = a0 if a0 > b0 else b0, a1 if a1 < b1 else b1
         if start >= stop:

@@ -13,7 +13,8 @@ from jaxckpt._format.values import decode_bytes, decode_float, encode_bytes, enc
 from jaxckpt._runtime.errors import TreeError, show
 
 MAX_KEY_DEPTH = 40
-"""The greatest nesting depth of tuples in a key. Below 200 containers, `manifest.MAX_NESTING` leaves room for 49."""
+"""The greatest nesting depth of tuples in a key. Inside 200 nested containers, `manifest.MAX_NESTING` leaves room for
+49 nested tuples."""
 
 Key = str | int | float | bool | bytes | tuple["Key", ...]
 

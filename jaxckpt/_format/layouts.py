@@ -165,12 +165,12 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
     """The sharding of a layout record on this machine's devices; None if uncommitted. Raises LayoutError."""
     record = manifest.layouts[layout]
     if record.opaque:
-        raise LayoutError("a sharding over several devices that is not a NamedSharding")
+        raise LayoutError("is a sharding over several devices that is not a NamedSharding")
     devices = {device.id: device for device in jax.devices()}
     if record.mesh is not None:
         saved = manifest.meshes[record.mesh]
         if not all(number in devices for number in saved.devices):
-            raise LayoutError(f"a mesh {saved.axes} of {len(saved.devices)} devices; this job has {len(devices)}")
+            raise LayoutError(f"needs a mesh {saved.axes} of {len(saved.devices)} devices; this job has {len(devices)}")
         grid = np.array([devices[number] for number in saved.devices]).reshape(tuple(saved.axes.values()))
         types = tuple(getattr(jax.sharding.AxisType, name) for name in saved.types)
         mesh = Mesh(grid, tuple(saved.axes), axis_types=types)
@@ -178,7 +178,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         sharding: Sharding = NamedSharding(mesh, spec)
     elif record.device is not None:
         if record.device not in devices:
-            raise LayoutError(f"device {record.device}; this job has {sorted(devices)}")
+            raise LayoutError(f"needs device {record.device}; this job has {sorted(devices)}")
         sharding = SingleDeviceSharding(devices[record.device])
     else:
         return None
@@ -187,7 +187,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
     try:
         return sharding.with_memory_kind(record.memory)
     except ValueError as error:
-        raise LayoutError(f"memory of kind {record.memory!r}: {error}") from error
+        raise LayoutError(f"needs memory of kind {record.memory!r}: {error}") from error
 
 
 def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:

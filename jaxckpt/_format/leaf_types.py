@@ -38,7 +38,7 @@ class LeafType:
     """The type itself."""
 
     def is_named(self, name: str) -> bool:
-        """Whether a recorded name means this class. Its module may be another one, unless a name was given."""
+        """Whether a recorded name means this class. The module may differ, unless a name was given."""
         if self.name != full_name(self.cls) or name in _NAMES:
             return self.name == name
         return self.name.rpartition(".")[2] == name.rpartition(".")[2]
@@ -99,7 +99,7 @@ def register_leaf(
         raise InputError(f"register_leaf({cls.__qualname__}) needs from_state=, set_state= or both, to restore it")
     name = full_name(cls) if name is None else name
     if not isinstance(name, str) or not name or not is_utf8(name):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"register_leaf({cls.__qualname__}): name must be a text, found {name!r}")
+        raise InputError(f"register_leaf({cls.__qualname__}): name must be a non-empty str (UTF-8), found {name!r}")
     other = _NAMES.get(name, cls)
     if full_name(other) != full_name(cls):
         raise InputError(f"register_leaf({cls.__qualname__}): {full_name(other)} has the name {name!r}; give another")

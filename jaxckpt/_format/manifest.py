@@ -87,7 +87,7 @@ def decode(content: bytes, where: str) -> Manifest:
         raise _refusal(content, where, f"is malformed: {str(error)[:SHOWN]}") from error
     wrong = problems(manifest)
     if wrong:
-        raise _refusal(content, where, f"contradicts itself:\n{listing(wrong)}")
+        raise _refusal(content, where, f"is inconsistent:\n{listing(wrong)}")
     return manifest
 
 
@@ -155,7 +155,9 @@ def _through_json(value: Any, what: str, encoded: Callable[[], Any] | None = Non
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{what} must be plain JSON: {error}") from error
     if not same:
-        raise InputError(f"{what} must be plain JSON (str keys, lists for tuples): it would not come back equal")
+        raise InputError(
+            f"{what} must be plain JSON (str keys, lists for tuples): decoding it would not return an equal value"
+        )
     return plain
 
 
@@ -221,9 +223,10 @@ def nesting(text: bytes) -> int:
 
 
 def distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError if a member repeats, because readers could differ in which one they use."""
+    """A JSON object. Raises ValueError if a member occurs more than once, because readers could differ in which one
+    they use."""
     value = dict(members)
     if len(value) != len(members):
         counted = collections.Counter(name for name, _ in members)
-        raise ValueError(f"the member {counted.most_common(1)[0][0][:80]!r} repeats")
+        raise ValueError(f"the member {counted.most_common(1)[0][0][:80]!r} occurs more than once")
     return value

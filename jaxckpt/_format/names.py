@@ -23,7 +23,8 @@ def names_data(manifest: bytes | None, data: str) -> bool:
 
 
 def may_name(manifest: bytes | None, data: str) -> bool:
-    """Whether a manifest may name a data folder: it does, or it is damaged, perhaps only during the transfer."""
+    """Whether a manifest may name a data folder: it does, or nobody can tell because it is damaged, perhaps only in
+    transfer."""
     return names_data(manifest, data) or not (manifest is None or is_sealed(manifest))
 
 

@@ -30,7 +30,7 @@ def assign(target: Array, source: Array) -> None:
         return
     if not np.can_cast(source.dtype, target.dtype, "unsafe"):  # two dtypes of at most 8 bits, both of ml_dtypes
         source = source.astype(np.int32 if "int" in source.dtype.name else np.float32)
-    # The user asked for what the cast loses, so NumPy does not need to warn.
+    # The user allowed the loss, so suppress NumPy's warnings.
     with np.errstate(all="ignore"):
         target[...] = np.real(source) if source.dtype.kind == "c" and target.dtype.kind != "c" else source
 

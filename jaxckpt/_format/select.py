@@ -118,7 +118,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
             case _:
                 out.append(re.escape(token))
     body = "".join(out)
-    if "[" in pattern:  # a path with brackets also matches itself literally
+    if "[" in pattern:  # a pattern with brackets also matches the path that is spelled like it
         body += f"|{re.escape(pattern)}"
     return re.compile(f"(?s:(?:{body})(?:/.*)?)")
 

@@ -124,8 +124,8 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
         first = flat.variables.setdefault(id(node), path)
         if first != path:
             raise TreeError(
-                f"{show(first)} and {show(path)} are one Variable of Flax NNX, and would come back as two: give"
-                " nnx.state(module), which has it once"
+                f"{show(first)} and {show(path)} are the same Variable of Flax NNX, and would be restored as two:"
+                " pass nnx.state(module), which contains it once"
             )
         structure = _flatten(below[0], path, root, depth, flat)
         if isinstance(structure, int):
@@ -191,8 +191,8 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
         return None
     if is_registered(kind):
         raise TreeError(
-            f"{show(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX knows it as a container:"
-            " remove its register_leaf, which it does not need"
+            f"{show(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX treats it as a container:"
+            " remove the call of register_leaf"
         )
     return [plain_key(entry[0], path) for entry, _ in level], [child for _, child in level]
 
@@ -258,7 +258,7 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
         most_leaves -= len(leaves)
         most_characters -= n_characters * len(leaves)
         if most_leaves < 0 or most_characters < 0:
-            raise ValueError("its paths are not those of the leaves")
+            raise ValueError("it has more leaves, or longer paths, than the list of leaves")
         # Only str keys: an attacker can choose numbers with equal hashes, which make a dict slow.
         form = (node.keys, node.type, node.name, len(children)) if node.keys and are_texts(node.keys) else None
         names = known.get(form) if form else None
@@ -337,7 +337,7 @@ def structure_of(tree: Tree) -> Structure:
 
 
 def places(structure: Structure) -> Iterator[str]:
-    """The path of everything in a structure: containers, leaves and empty positions."""
+    """The path of everything in a structure except its root: containers, leaves and empty positions."""
     structure = bare(structure)
     if isinstance(structure, Container):
         for name, child in zip(components(keys_of(structure)), structure.children, strict=True):

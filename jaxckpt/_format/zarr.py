@@ -198,7 +198,7 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
 
 def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers, most_bytes: int) -> Iterator[Chunks]:
     """The chunks of an object that `part`, a box of the stack, touches, in as few boxes as possible. No box is larger
-    than `most_bytes` unless a chunk is. Its chunks are neighbours in the file; `starts` has the offset of each chunk by
+    than `most_bytes` unless a chunk is. Its chunks are neighbors in the file; `starts` has the offset of each chunk by
     its number."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
     numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
@@ -210,7 +210,8 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
             continue
         found = np.diff(starts[numbers[(0,) * dim + (slice(None),) + (0,) * (numbers.ndim - dim - 1)]])
         steps.append(int(found[found > 0].min(initial=1 << 62)))
-        cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])  # an object was written in pieces
+        # Cut where the spacing changes: the object was written in several parts.
+        cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])
     slowest = sorted(range(numbers.ndim), key=lambda dim: steps[dim], reverse=True)
     room = max(1, most_bytes // stack.chunk_stored_bytes)
     spans = list[list[tuple[int, int]]]([[]] * numbers.ndim)
@@ -299,7 +300,7 @@ _Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and 
 
 
 def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
-    """(chunk, its crc32c, its stored crc32c) of each of some neighbouring chunks, or of one larger chunk."""
+    """(chunk, its crc32c, its stored crc32c) of each of some neighboring chunks, or of one larger chunk."""
     begun, stop = together[0][0], max(start + size for start, size, _ in together)
     if stop - begun > WINDOW_BYTES and len(together) == 1:
         computed = 0
@@ -314,7 +315,7 @@ def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry
 
 
 def _windows(entries: list[_Entry]) -> Iterator[list[_Entry]]:
-    """Groups of neighbouring chunks of at most `WINDOW_BYTES` in total, or of one larger chunk."""
+    """Groups of neighboring chunks of at most `WINDOW_BYTES` in total, or of one larger chunk."""
     group: list[_Entry] = []
     for entry in entries:
         if group and entry[0] + entry[1] - group[0][0] > WINDOW_BYTES:

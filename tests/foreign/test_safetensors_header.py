@@ -86,7 +86,7 @@ DATA = bytes(8)
         (raw(b'{"\xff": 1}'), "is damaged"),
         (raw(b"[" * 100_000), "is damaged"),
         (raw(b'{"a":' * 100_000), "is damaged"),
-        (raw(b'{"w": 1, "w": 2}'), "the member 'w' repeats"),
+        (raw(b'{"w": 1, "w": 2}'), "the member 'w' occurs more than once"),
         (raw({"w": 1}), "is damaged"),
         (raw({"w": W | {"more": 1}}, DATA), "is damaged"),
         (raw({"w": W, "__metadata__": {"a": 1}}, DATA), "is damaged"),

@@ -93,7 +93,7 @@ def test_what_orbax_wrote_has_a_level_more_and_is_found_by_a_target(tmp_path: Pa
 
 def test_a_variable_that_two_modules_share_is_saved_by_its_state(tmp_path: Path, module: Network) -> None:
     module.layers[1].kernel = module.layers[0].kernel
-    with pytest.raises(jaxckpt.TreeError, match="'layers/0/kernel' and 'layers/1/kernel' are one Variable"):
+    with pytest.raises(jaxckpt.TreeError, match="'layers/0/kernel' and 'layers/1/kernel' are the same Variable"):
         jaxckpt.save(tmp_path / "a", module)
     jaxckpt.save(tmp_path / "a", nnx.state(module))
     assert "layers/1/kernel" not in jaxckpt.open(tmp_path / "a")

@@ -147,7 +147,7 @@ def test_more_paths_than_allowed_are_not_built(most: tuple[int, int]) -> None:
     leaves = _tree.Container(type="list", children=tuple(range(1_000_000)))
     structure = _tree.Container(type="dict", keys=("k" * (1 << 20),), children=(leaves,))
     tracemalloc.start()
-    with pytest.raises(ValueError, match="paths are not those of the leaves"):
+    with pytest.raises(ValueError, match="more leaves, or longer paths, than"):
         _tree.paths_of(structure, *most)
     assert tracemalloc.get_traced_memory()[1] < 1 << 26
     tracemalloc.stop()

@@ -417,7 +417,7 @@ def test_a_registration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ({"to_state": None}, "to_state must be a function"),
         ({"set_state": 3}, "set_state must be a function"),
         ({"from_state": None}, "needs from_state=, set_state= or both"),
-        ({"name": ""}, "name must be a text"),
+        ({"name": ""}, "name must be a non-empty str"),
     ]:
         with pytest.raises(jaxckpt.InputError, match=match):
             register(**arguments)
@@ -425,7 +425,7 @@ def test_a_registration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.InputError, match=r"Money has the name 'money'"):
         register(decimal.Decimal, name="money")
     register(collections.OrderedDict)
-    with pytest.raises(jaxckpt.TreeError, match="JAX knows it as a container"):
+    with pytest.raises(jaxckpt.TreeError, match="JAX treats it as a container"):
         jaxckpt.save(tmp_path / "ckpt", {"a": collections.OrderedDict(b=1)})
 
 
