@@ -1,6 +1,6 @@
 """Reads data that several processes need once in the whole job, and sends it over the devices' interconnect.
 
-each round:  own portions are read ─▶ all processes meet ─▶ each piece: a program gathers it ─▶ scattered ─▶ delivered
+each round:  read own portions ─▶ all processes meet ─▶ all-gather each piece ─▶ scatter into buffers ─▶ deliver
 
 The processes exchange plain bytes, so one program serves all shapes, dtypes and layouts, and host leaves. A process
 that fails raises in the meeting, before the others run a program in which they would wait forever.
@@ -183,7 +183,7 @@ class _Community:
             if error is None:
                 try:
                     self._deliver(piece, got, delivery, report)
-                except BaseException as raised:  # the others wait in the remaining programs, not in a meeting
+                except BaseException as raised:  # run the remaining programs first, because the others wait in them
                     error = raised
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Decides the result of each requested leaf: match paths, check kind, shape and dtype, lay out; then one error."""
+"""Decides the result of each requested leaf: path, kind, shape, dtype and layout. Raises one error for all problems."""
 
 from __future__ import annotations
 
@@ -253,8 +253,8 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
         return _Reason(
-            f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which this JAX does not know;"
-            " leave it out with select=, or read its raw data with load_numpy"
+            f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which JAX does not know in this"
+            " program; leave it out with select=, or read its raw data with load_numpy"
         )
     if wanted is None or isinstance(wanted, (Sharding, Format)):
         if isinstance(wanted, Format) and wanted.sharding is None:
@@ -294,7 +294,7 @@ def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Opti
         return Goal("jax", cast, weak=weak)
     if options.cast == "safe":
         return _Reason(
-            f"would be {wanted}, which JAX makes {made} while jax_enable_x64 is off: a lossy cast",
+            f"would be {wanted}, which JAX converts to {made} while jax_enable_x64 is off: a lossy cast",
             'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and load_numpy;'
             ' Options(cast="unsafe") restores 32 bits',
         )
@@ -309,12 +309,14 @@ def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
     """The dtype to cast to for an array in a target; None for the stored dtype. `dtype` overrides the target's."""
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
-        return _Reason(f"is an array of dtype {wanted.dtype} in the target, which no checkpoint holds")
+        return _Reason(f"is an array of dtype {wanted.dtype} in the target, which no checkpoint can contain")
     if leaf.kind in ("str", "bytes") or (is_key and not leaf.is_array):
         return _Reason(f"is {leaf.kind} in the checkpoint, {'PRNG keys' if is_key else 'an array'} in the target")
     differs = f"has dtype {leaf.dtype} in the checkpoint, {wanted.dtype} in the target"
     if is_key != (leaf.kind == "key"):
-        way = "a key and use jax.random.key_data" if leaf.kind == "key" else "it is, and use wrap_key_data"
+        way = (
+            "a key, and use jax.random.key_data" if leaf.kind == "key" else "an array, and use jax.random.wrap_key_data"
+        )
         return _Reason(f"{differs}; PRNG keys do not cast: restore it as {way}")
     if leaf.shape != tuple(wanted.shape):
         return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target", _OTHER_SHAPE)
@@ -345,7 +347,7 @@ def _cast_number(leaf: SavedLeaf, dtype: _Dtype, options: Options) -> _Dtype | _
     shown = (leaf.record.value or "")[:40]
     differs = f"is {leaf.kind} {shown} in the checkpoint, {dtype} in the target"
     if made is None:
-        return _Reason(f"{differs}: no cast can make it")
+        return _Reason(f"{differs}: the value cannot be cast")
     return _Reason(f"{differs}: a lossy cast", _ALLOW_LOSS)
 
 
@@ -413,7 +415,7 @@ def _place(
                 saved[layout] = _saved_sharding(leaf.manifest, layout)
             sharding = saved[layout]
         if isinstance(sharding, LayoutError):
-            unavailable.extend(group.problems(_Reason(f"was saved as {leaf.layout}, i.e. {sharding}")))
+            unavailable.extend(group.problems(_Reason(f"was saved as {leaf.layout}, which {sharding}")))
         elif isinstance(sharding, _Reason):
             misfits.extend(group.problems(sharding))
         else:

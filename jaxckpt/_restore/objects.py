@@ -26,7 +26,7 @@ def revived(manifest: Manifest, node: Container, state: Any) -> Any:
         return state
     first = next(numbers_of(node), None)
     path = "" if first is None else manifest.leaves[first].path
-    return called(kind.from_state, f"a {kind.name} was made from the state at", path, state)
+    return called(kind.from_state, f"a {kind.name} was created from the state at", path, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ class TargetObject:
         """The leaf of the restored tree: the target's own if it can receive a state, otherwise a new one."""
         if self.takes_state or self.type.from_state is None:
             return self.leaf
-        return called(self.type.from_state, f"a {self.type.name} was made for", self.path, self.state(values))
+        return called(self.type.from_state, f"a {self.type.name} was created for", self.path, self.state(values))
 
     def set(self, state: Any) -> None:
         """Set the state of the target's own leaf."""
         assert self.type.set_state is not None, self.path
-        doing = f"the {self.type.name} took its state, after the objects before it in the tree, at"
+        doing = f"the state of the {self.type.name} was set (objects before it in the tree already have theirs) at"
         called(self.type.set_state, doing, self.path, self.leaf, state)
 
 

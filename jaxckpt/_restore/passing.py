@@ -2,7 +2,7 @@
 
 The data is sent in the order in which each process needs it:
 
-requests of all ─▶ each round: all processes meet ─▶ each hop: senders read ─▶ a program sends it ─▶ arrived
+requests of all ─▶ each round: processes meet ─▶ each hop: senders read ─▶ a program sends the data ─▶ receivers keep it
 
 A round has about as many bytes as a process may hold until it needs them. A process that cannot read its data reports
 that in the next meeting. All processes then raise DamagedError, and none uses the data that was sent instead.
@@ -139,8 +139,8 @@ class Arrivals:
 
 
 def needed_by(source: Source, steps: Sequence[ReadStep]) -> list[list[Request]]:
-    """The requests for data that a process lacks, for each of its reads. Empty with rules, which need a process to see
-    all files."""
+    """The requests for data that a process lacks, for each of its reads. All are empty if the checkpoint is read
+    through rules: then every process must see all files."""
     return [
         source.lacking(source.manifest.stacks[step.stack], read.boxes) if isinstance(source, Pooled) else []
         for step in steps

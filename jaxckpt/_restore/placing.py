@@ -174,8 +174,8 @@ def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, G
 def _planned(
     source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any], meeting: Meeting | None
 ) -> tuple[list[ReadStep], dict[Partition, list[Round]], _Leaves]:
-    """The reads for goals whose leaves do not share rows, by this process alone and by several for each other, and what
-    stores the results in `values`. Values in the manifest are stored immediately."""
+    """The reads for goals whose leaves do not share rows, by this process alone and by several for each other, and the
+    builder that stores the results in `values`. Values in the manifest are stored immediately."""
     manifest = source.manifest
     stacks = manifest.arrays
     by_stack: dict[int, _Rows] = {}
@@ -260,7 +260,7 @@ def seldom_collected() -> Generator[None]:
     """Run Python's garbage collector rarely in the block. It would repeatedly traverse all objects of the process while
     thousands of arrays are created. 20,000 leaves onto 8 devices take 1.3 s of CPU instead of 1.7."""
     usual = gc.get_threshold()
-    if not 0 < usual[0] < _FEW_COLLECTIONS:  # off, or another thread is in the block too
+    if not 0 < usual[0] < _FEW_COLLECTIONS:  # the collector is off, or another thread is in this block
         yield
         return
     try:

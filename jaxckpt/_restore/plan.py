@@ -146,7 +146,7 @@ def plan_read(
 
 
 def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[list[Want]]:
-    """Wants of at most `step_bytes` in total, or of one row of chunks, which is never split."""
+    """Groups of wants. A group has at most `step_bytes`, or is one row of chunks, which is never split."""
     group: list[Want] = []
     held = 0
     chunk_rows = stack.chunk[0]
@@ -172,8 +172,8 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
 
 
 def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
-    """Each row of chunks that some want touches partly, with all wants in it; otherwise runs of whole rows of
-    chunks."""
+    """Each row of chunks that some want touches partly, with all wants in it; otherwise parts of one want that consist
+    of whole rows of chunks."""
     shared: list[Want] = []
     for want in wants:
         row, end = want.rows

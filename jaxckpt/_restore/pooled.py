@@ -23,7 +23,7 @@ from jaxckpt._storage.workers import All, Done, Then
 
 
 class DamagedError(Exception):
-    """A process could not read a file of its folders, but others may also hold the file. Every process raises this."""
+    """A process could not read a file of its folders, but others may have a copy. Every process raises this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Reads what a plan lists, within a memory limit: fills buffers with chunks, and delivers the buffers.
 
-read ─▶ each step: buffers ─▶ each read of it: the store's reader fills them ─▶ the last one has landed ─▶ delivery
+read ─▶ each step: buffers ─▶ each read of it: the store's reader fills them ─▶ the last read is complete ─▶ delivery
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def read(
 
 
 class Coming:
-    """Boxes of a stack that are being read, by `begin` and until `wait` returns."""
+    """Boxes of a stack that are being read, from the call of `begin` until `wait` returns."""
 
     def __init__(self, source: Source, stack: int, aside: Aside) -> None:
         self._source = source
@@ -147,7 +147,8 @@ class Coming:
 
 
 class Window:
-    """Host memory in use in addition to the arrays, with a limit. A request beyond the limit first frees the oldest."""
+    """Host memory in use in addition to the arrays, with a limit. If `take` would exceed the limit, it first waits for
+    the oldest reads and transfers."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes

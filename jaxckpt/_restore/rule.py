@@ -193,7 +193,7 @@ class Rule:
 def _require_dtype(name: object, what: str) -> None:
     if name is not None and not (isinstance(name, str) and name in DTYPES):
         raise InputError(
-            f"{what} {reprlib.repr(name)} is no name of a dtype, such as 'bfloat16'{closest(str(name), DTYPES)}"
+            f"{what} {reprlib.repr(name)} is not the name of a dtype, such as 'bfloat16'{closest(str(name), DTYPES)}"
         )
 
 

@@ -115,8 +115,7 @@ def _stack(
     """The leaves to stack, or the problem."""
     counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
     if missing := math.prod(counts) - len(paths):
-        # The first gap is at most the count of paths. Without this limit, an enormous number in a path would be counted
-        # up to.
+        # The first gap is at most the count of paths. The limit avoids counting up to a huge number in a path.
         sides = [range(min(count, len(paths) + 1)) for count in counts]
         gap = next(index for index in itertools.product(*sides) if index not in paths)
         shown = ", ".join(f"{name} = {value}" for name, value in zip(stacked, gap, strict=True))
@@ -245,7 +244,7 @@ def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | 
     if DTYPES[first.dtype].kind == "c" and (rule.scale, rule.offset) != (1, 0):
         return f"{stack.name} is complex, and scale and offset are for real numbers"
     if first.dtype.startswith(("int", "uint", "bool")) and rule.dtype is None and (rule.scale, rule.offset) != (1, 0):
-        return f"{stack.name} is {first.dtype}, and scale and offset make floats of it: give the rule a dtype"
+        return f"{stack.name} is {first.dtype}, and scale and offset produce floats: give the rule a dtype"
     return Piece(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule.computed)
 
 

@@ -1,7 +1,8 @@
-"""Rules between two trees: names, axes, stacks, parts, casts. A checkpoint viewed through rules is another checkpoint.
+"""Rules that map one tree to another: they rename, transpose, stack, split and cast leaves.
 
-A device's box of a target leaf is traced back to boxes of source leaves. Each process therefore reads only the data of
-its own shards, and no leaf is ever complete in host memory.
+A checkpoint viewed through rules is another checkpoint. A device's box of a target leaf is traced back to boxes of
+source leaves. Each process therefore reads only the data of its own shards, and no leaf is ever complete in host
+memory.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ALIGNED_BYTES = 64
 
 JOINED_BYTES = 1 << 20
 """Smaller leaves that share chunks are read together by all processes that need any of these leaves. Sending a whole
-leaf needs memory for it. Of larger leaves, a chunk at the border of two boxes is therefore read by each process that
+leaf needs memory for it. In larger leaves, a chunk at the border of two boxes is therefore read by each process that
 needs a part of it."""
 
 ROUNDS = 4
@@ -124,7 +124,7 @@ def _boxes(layout: Layout, shape: tuple[int, ...], members: Members) -> tuple[Bo
     return tuple(box for (_, box), holders in zip(cells, layout.holders, strict=True) if holders[0] in inside)
 
 
-# Dealing reads out ----------------------------------------------------------------------------------------
+# Distributing reads ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def plan_rounds(stacks: Sequence[Stack], wants: Sequence[Want], members: Members
 
 
 def _dealt(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> Round:
-    """Assigns reads, with the ends of their regions, in order to the members in order."""
+    """Assign reads, with the ends of their regions, in order to the members in order."""
     portions: Round = []
     filled = dict.fromkeys(members, 0)
     before = 0

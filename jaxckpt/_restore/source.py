@@ -134,7 +134,7 @@ class ArrayData(abc.ABC):
 
 
 class StartedData(ArrayData):
-    """A block that can be read asynchronously, without a thread of jaxckpt."""
+    """Data that can be read asynchronously, without a thread of jaxckpt."""
 
     @abc.abstractmethod
     def start(self, box: Box, target: Array) -> Pending:
@@ -324,7 +324,7 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
     if len(value.shape) > MAX_RANK:
         return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
     if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:
-        return f"has shape {list(value.shape)}, which is beyond what can be addressed", None
+        return f"has shape {list(value.shape)}, which is too large to address", None
     return value, None
 
 

@@ -130,7 +130,8 @@ Hop = dict[tuple[int, int], Parcel]
 
 
 def server(number: int, getter: int, held: Held) -> int:
-    """The process that reads a file for `getter`: one of the next few processes that can, alternating between files."""
+    """The process that reads a file for `getter`: one of the next few processes that have it. The number of the file
+    decides which."""
     holders = np.flatnonzero(held[:, number // 8] & (128 >> number % 8))
     first = int(np.searchsorted(holders, getter))
     return int(holders[(first + number % min(SERVERS, len(holders))) % len(holders)])

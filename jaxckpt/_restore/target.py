@@ -119,7 +119,7 @@ class Match:
     """Remedies for the problems as a whole."""
 
     is_met: bool = True
-    """Whether any leaf of the target comes from the checkpoint, if any could."""
+    """False if the target has leaves that a checkpoint can contain, and none of them is in this one."""
 
 
 # Choosing saved leaves ------------------------------------------------------------------------------------
@@ -263,7 +263,8 @@ class _Matching:
         problems = [*self._missing(missing), *self._extra(extra, shape), *refused]
         if not (problems or paths or subtrees or objects or all(callable(leaf.value) for leaf in leaves)):
             problems = [replace(problem, remedy="") for problem in self._missing(leaves)]
-            return Match(asks, build, remedies=["rename= matches other names"], is_met=False), problems
+            remedies = ["rename= maps leaves that have other names in the checkpoint"]
+            return Match(asks, build, remedies=remedies, is_met=False), problems
         return Match(asks, build, lacking, [*objects.values()], [*self._remedies(missing, extra)]), problems
 
     def _object(self, leaf: Leaf, kind: LeafType, by_number: Mapping[int, str]) -> TargetObject | Problem | bool:
@@ -346,7 +347,7 @@ class _Matching:
         if missing and self.select is not None and callable(self.request.rename):
             yield "since rename= is a function, missing leaves count as selected; a mapping shows which are not"
         if missing and extra:
-            yield "rename= matches other names"
+            yield "rename= maps leaves that have other names in the checkpoint"
 
 
 def _with_shardings(leaves: Sequence[Leaf], mesh: object) -> Sequence[Leaf]:

@@ -328,7 +328,7 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
             "parts= must be a whole number above zero, found -2",
         ),
         ({"source": "a", "target": "b", "layout": "(x y) -> x y", "sizes": {"x": -2}}, "sizes= must be a whole number"),
-        ({"source": "a", "target": "b", "dtype": jnp.bfloat16}, "is no name of a dtype"),
+        ({"source": "a", "target": "b", "dtype": jnp.bfloat16}, "is not the name of a dtype"),
         ({"source": "a", "target": {"b", "c"}}, r"Rule\.target must be of type str or tuple or list, found {"),
         ({"source": ("a", 3), "target": "b"}, r"Rule\.source must be a path"),
         ({"source": "a", "target": "b", "scales": 3}, r"Rule\.scales must be of type"),
@@ -352,7 +352,7 @@ def test_rules_that_cannot_be_meant_are_an_error(tmp_path: Path) -> None:
     for drop in ("norm", 3, ["a", None]):
         with pytest.raises(jaxckpt.InputError, match="must be a list of paths, found "):
             Rules([rule], drop=drop)  # pyright: ignore
-    with pytest.raises(jaxckpt.InputError, match=r"inverse\(dtype=\) 'float23' is no name of a dtype"):
+    with pytest.raises(jaxckpt.InputError, match=r"inverse\(dtype=\) 'float23' is not the name of a dtype"):
         Rules([rule]).inverse("float23")
     jaxckpt.save(tmp_path / "a", {"q": np.arange(-3, 4, dtype="int8")})
     with pytest.raises(jaxckpt.MismatchError, match="'q' is claimed by rule q → w and dropped"):
@@ -392,7 +392,7 @@ def test_scales_that_are_not_those_of_the_blocks_are_an_error(
 def test_integers_are_scaled_to_a_dtype_that_the_rule_names(tmp_path: Path, how: dict[str, float]) -> None:
     source = np.arange(-3, 4, dtype="int8")
     jaxckpt.save(tmp_path / "a", {"q": source})
-    with pytest.raises(jaxckpt.MismatchError, match="'q' is int8, and scale and offset make floats of it"):
+    with pytest.raises(jaxckpt.MismatchError, match="'q' is int8, and scale and offset produce floats"):
         jaxckpt.load_numpy(tmp_path / "a", rename=Rules([Rule(source="q", target="w", **how)]))
     rules = Rules([Rule(source="q", target="w", dtype="float32", **how)])
     expected = source.astype("float32") * np.float32(how.get("scale", 1)) + np.float32(how.get("offset", 0))
