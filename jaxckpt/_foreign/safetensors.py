@@ -91,7 +91,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
                 f" {entry.dtype}{list(entry.shape)}"
             )
         if _BITS[entry.dtype] * math.prod(side or 1 for side in entry.shape) > 8 * MAX_BYTES:
-            raise DataError(f"{path}: {show(name)} has shape {list(entry.shape)}, beyond what can be addressed")
+            raise DataError(f"{path}: {show(name)} has shape {list(entry.shape)}, which is too large to address")
         dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
         tensors[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
         end = last

@@ -116,7 +116,7 @@ class CorruptError(JaxckptError):
 
 
 class ManifestError(CorruptError):
-    """manifest.json is damaged, contradicts itself, or has a format version that this jaxckpt cannot read."""
+    """manifest.json is damaged or inconsistent, or has a format version that this jaxckpt cannot read."""
 
 
 class DataError(CorruptError):

@@ -96,7 +96,7 @@ DATA = bytes(8)
         (raw({"w": entry("F33", [2], 0, 8)}, DATA), "'w' has dtype 'F33', which the format does not define"),
         (raw({"w": entry("F32", [3], 0, 8)}, DATA), r"'w' has 8 bytes, expected 12 of F32\[3\]"),
         (raw({"w": entry("F32", [2], 8, 0)}, DATA), "those of 'w', leave a gap"),
-        (raw({"w": entry("F32", [0, 1 << 62, 1 << 62], 0, 0)}), "beyond what can be addressed"),
+        (raw({"w": entry("F32", [0, 1 << 62, 1 << 62], 0, 0)}), "too large to address"),
         (raw({"v": W, "w": entry("F32", [2], 4, 12)}, DATA + DATA), "those of 'w', overlap .* expected to start at 8"),
         (raw({"v": W, "w": entry("F32", [2], 12, 20)}, DATA * 3), "those of 'w', leave a gap .* start at 8"),
     ],

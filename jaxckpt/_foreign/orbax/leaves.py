@@ -216,7 +216,7 @@ def _fitting(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int]) 
     if len(chunk) != len(shape) or any(not 1 <= c <= max(1, n) for c, n in zip(chunk, shape, strict=True)):
         raise DataError(f"{what} has chunks of {list(chunk)[:40]}, which do not fit its shape {list(shape)[:40]}")
     if math.prod(side or 1 for side in shape) * itemsize >= 1 << 63:
-        raise DataError(f"{what} has shape {list(shape)[:40]}, beyond what can be addressed")
+        raise DataError(f"{what} has shape {list(shape)[:40]}, which is too large to address")
     return dtype, tuple(shape), tuple(chunk)
 
 
