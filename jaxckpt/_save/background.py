@@ -124,7 +124,8 @@ class PendingSave:
             raise InputError(
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
             )
-        if not self.done and threading.get_ident() in (_writer, *(job.thread for job in _jobs.copy() if job.pending is self)):
+        own_threads = [job.thread for job in _jobs.copy() if job.pending is self]
+        if not self.done and threading.get_ident() in (_writer, *own_threads):
             raise InputError(f"wait() for the save to {self.path} was called from its own callback")
         is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and timeout == timeout  # pyright: ignore
         if timeout is not None and not is_number:
@@ -269,11 +270,15 @@ def hand_over(
     """
     job = _Job(pending, work, awaited=awaited, aside=aside)
     if aside:
-        if not ending():
-            start_thread(job.run, "jaxckpt-flush")
         _jobs.append(job)
         if ending():
             job.run()
+            return
+        try:
+            start_thread(job.run, "jaxckpt-flush")
+        except RuntimeError:  # the system cannot start a thread
+            _jobs.remove(job)
+            raise
         return
     others = any(not other.pending.done for other in _jobs.copy())
     _jobs.append(job)

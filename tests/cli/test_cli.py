@@ -459,6 +459,9 @@ def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
     assert "step 10" in run("show", f"{path}@paper").stdout
     assert run("verify", path).stdout.startswith(f"{path}: 2 leaves in 2 objects")
     assert "is the directory of a run: name the step to delete" in run("rm", path, "--yes", code=2).stderr
+    with contextlib.chdir(path):
+        assert run("pin", "00000010", "--name", "figure").stdout == ".@figure is step 10\n"
+        run("unpin", ".@figure")
     assert run("unpin", f"{path}@paper").stdout == f"{path}@paper is no longer pinned\n"
     assert "pinned names: none" in run("unpin", f"{path}@paper", code=4).stderr
     run("rm", f"{path}@10", "--yes")

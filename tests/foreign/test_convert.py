@@ -338,6 +338,17 @@ def test_npz_out(tmp_path: Path) -> None:
         assert all(same(loaded[name], value) for name, value in tree.items() if name != "deep")
 
 
+@pytest.mark.parametrize("field", [20, 24, 42])
+def test_an_npz_that_lacks_its_zip64_sizes_is_damaged(tmp_path: Path, field: int) -> None:
+    np.savez(tmp_path / "a.npz", w=np.arange(5.0))
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    entry = content.index(b"PK\x01\x02")
+    content[entry + field : entry + field + 4] = b"\xff" * 4
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(jaxckpt.DataError, match="directory is damaged"):
+        jaxckpt.load_numpy(tmp_path / "a.npz")
+
+
 def test_zarr_out(everything: tuple[Path, Any], tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     path, tree = everything

@@ -136,6 +136,9 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     path.write_bytes(ckpt({"w": np.zeros(8)})[:-1])
     with pytest.raises(DataError, match=r"a\.ckpt is damaged"):
         jaxckpt.open(path)
+    path.write_bytes(b"\n\x02\x00\x05")
+    with pytest.raises(DataError, match="a field has the number 0"):
+        jaxckpt.open(path)
 
 
 def test_torch_files_of_that_name_are_not_taken(tmp_path: Path) -> None:

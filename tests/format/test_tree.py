@@ -646,6 +646,7 @@ def test_a_plain_path_selects_its_leaf_and_what_is_below_it_alone(parts: list[st
         ("params/a?b", {"params/a.b/w", "params/a.b/b", "params/axb/w"}),
         ("params/*/[bc]", {"params/a.b/b"}),
         ("params/*/[!b]", {"params/a.b/w", "params/axb/w"}),
+        ("params[!x]a.b", set()),
         ("params/a[.]b", {"params/a.b/w", "params/a.b/b"}),
         (re.compile("params/.*/b|step"), {"params/a.b/b", "step"}),
         (["step", re.compile(".*axb.*")], {"step", "params/axb/w"}),

@@ -368,6 +368,9 @@ def test_an_enormous_number_in_a_path_costs_no_memory(tmp_path: Path) -> None:
     ):
         with pytest.raises(jaxckpt.MismatchError, match=expected):
             jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule]))
+    jaxckpt.save(tmp_path / "b", {f"h.{'9' * 5000}": np.ones(2)})
+    with pytest.raises(jaxckpt.MismatchError, match="matches nothing"):
+        jaxckpt.load_numpy(tmp_path / "b", rename=Rules([Rule(source="h.{i}", target="w/{i}")]))
 
 
 @pytest.mark.parametrize(

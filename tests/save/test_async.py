@@ -94,7 +94,7 @@ def test_it_returns_before_it_is_written_and_reports_its_progress(tmp_path: Path
     assert pending.progress.total_bytes == 8080
     with pytest.raises(TimeoutError, match=r"not done after 0\.01 s: save: 0 B of 7\.9 KiB"):
         pending.wait(0.01)
-    for wrong in ("1", float("nan")):
+    for wrong in ("1", float("nan"), True):
         with pytest.raises(jaxckpt.InputError, match="timeout must be a number of seconds or None"):
             pending.wait(wrong)  # pyright: ignore[reportArgumentType]
     assert "in progress" in repr(pending)
@@ -621,6 +621,44 @@ def test_blocking_saves_of_two_threads_run_at_once(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     for name in "cd":
         np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / name)["x"], np.arange(3))
+
+
+def test_a_save_in_a_thread_of_its_own_is_known_until_it_ends(tmp_path: Path) -> None:
+    gates = [threading.Event() for _ in range(3)]
+    info = jaxckpt.save(tmp_path / "a", TREE)
+
+    def submit(number: int, *, awaited: bool) -> jaxckpt.PendingSave:
+        def work(_: jaxckpt.PendingSave) -> jaxckpt.SaveInfo:
+            assert gates[number].wait(60)
+            return info
+
+        pending = jaxckpt.PendingSave(str(number), 0, 0.0, Watch(60))
+        _background.hand_over(pending, work, awaited=awaited)
+        return pending
+
+    first, second, third = (submit(number, awaited=number == 1) for number in range(3))
+    gates[0].set()
+    gates[2].set()
+    first.wait(60)
+    third.wait(60)  # the thread has come across the second save, which another thread runs
+    assert [job.pending for job in _background._jobs] == [second]
+    gates[1].set()
+    assert _background.give_up(second)
+    assert second.done
+
+
+def test_an_interrupt_while_waiting_loses_neither_the_save_nor_its_error(tmp_path: Path, gate: Gate) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run", on_preemption="ignore") as checkpoints:
+        gate.error = jaxckpt.StorageError(28, "no space")
+        checkpoints.save(1, TREE)
+        gate.signal_once_held(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.wait()
+        assert checkpoints.pending is not None
+        gate.opened.set()
+        with pytest.raises(jaxckpt.StorageError, match="no space"):
+            checkpoints.wait()
+        assert checkpoints.pending is None
 
 
 def test_the_rate_of_a_save_in_the_background_is_bounded(tmp_path: Path) -> None:

@@ -179,6 +179,22 @@ def test_deletions_are_logged_with_the_reason(tmp_path: Path, caplog: pytest.Log
     ]
 
 
+def test_without_a_thread_a_held_step_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpoints:
+        checkpoints.save(1, state(1))
+        checkpoints.wait()
+        with jaxckpt.open(checkpoints.path(1)).hold(), monkeypatch.context() as patched:
+            patched.setattr("jaxckpt._steps.deletion.start_thread", refused)
+            checkpoints.save(2, state(2))
+            checkpoints.wait()
+            assert checkpoints.steps() == [1, 2]
+        checkpoints.save(3, state(3))
+    assert jaxckpt.steps(tmp_path) == [3]
+
+
 # Trash -----------------------------------------------------------------------------------------------------
 
 

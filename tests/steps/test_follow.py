@@ -91,6 +91,10 @@ def test_best_needs_a_rule(tmp_path: Path) -> None:
     jaxckpt.Checkpointer(tmp_path, keep_best=("accuracy", "max"))
     with pytest.raises(jaxckpt.NotACheckpointError, match=r"no step in .* has a value of the metric 'accuracy'"):
         jaxckpt.open(f"{tmp_path}@best")
+    for content in ('["accuracy"]', '["accuracy", "most"]', "{"):
+        (tmp_path / "_run/best.json").write_text(content)
+        with pytest.raises(jaxckpt.DataError, match=r"best\.json is damaged"):
+            jaxckpt.open(f"{tmp_path}@best")
 
 
 def test_a_folder_with_an_at_sign_is_a_folder(tmp_path: Path) -> None:

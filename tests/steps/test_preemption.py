@@ -61,6 +61,22 @@ def test_a_thread_that_cannot_listen_says_so(tmp_path: Path, caplog: pytest.LogC
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_it_may_be_closed_in_another_thread(tmp_path: Path) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        checkpoints = jaxckpt.Checkpointer(tmp_path)
+        checkpoints.save(1, {"x": 1})
+        thread = threading.Thread(target=checkpoints.close)
+        thread.start()
+        thread.join()
+        assert checkpoints.steps() == [1]
+        signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("how", ["exit", "continue", "chained"])
 def test_the_step_at_which_it_is_notified_is_saved(run_python: RunPython, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "s"

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._format.names import WRITER
 from jaxckpt._storage import folder as _folder
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.place import store_at
@@ -62,6 +63,14 @@ def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
     os.close(writer.handle or 0)  # as when its process dies
     jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
     assert not (tmp_path / "ckpt" / f"data-{live}").exists()
+
+
+@pytest.mark.parametrize("note", [b"[1]", b"1", b"[" * 4000])
+def test_a_damaged_note_of_a_writer_does_not_stop_a_save(tmp_path: Path, note: bytes) -> None:
+    Folder("", str(tmp_path / "ckpt")).begin(other := uuid.uuid4().hex, None)
+    (tmp_path / "ckpt" / f"data-{other}" / WRITER).write_bytes(note)
+    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
+    assert jaxckpt.restore(tmp_path / "ckpt") == {"x": 1}
 
 
 @pytest.mark.parametrize("place", ["local", "memory"])
