@@ -31,7 +31,7 @@ _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.ind
 """If the user chose a prefix for the files, it comes before ".json"."""
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     return any(map(_META.fullmatch, names)) or any(map(_is_ours, names))
 
 
@@ -41,7 +41,7 @@ def _is_ours(name: str) -> bool:
     return match is not None and (match["kind"] == "bin" or match["what"] == "pytorch_optim")
 
 
-def owned(path: str, names: Collection[str]) -> set[str]:
+def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
     own: set[str] = set()
     for name in names:

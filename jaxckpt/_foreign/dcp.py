@@ -33,14 +33,14 @@ _METADATA = ".metadata"
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     return any(name == _METADATA or name.endswith(".distcp") or _SHARD.fullmatch(name) for name in names)
 
 
 _OWNED = re.compile(r"\.metadata|__\d+_\d+\.distcp|shard-\d+-.*\.safetensors|common\.pt|metadata\.json")
 
 
-def owned(path: str, names: Collection[str]) -> set[str]:
+def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
     return set(filter(_OWNED.fullmatch, names))
 

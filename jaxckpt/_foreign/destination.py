@@ -68,10 +68,10 @@ def _owned(path: str, names: Collection[str]) -> Collection[str]:
     if all(map(is_data, names)):  # a save that never finished
         return names
     for form in FORMATS:
-        if form.recognises(path, names):
+        if form.recognizes(path, names):
             if form.open is not None:
                 form.open(path)
-            return form.owned(path, names)
+            return form.owned_names(path, names)
     return ()
 
 

@@ -53,7 +53,7 @@ _TRAILER = b"crc_num"
 """The mark before the 10-byte checksum that `save_checkpoint(crc_check=True)` appends to the message."""
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether this is a .ckpt file of MindSpore. PyTorch files with that suffix are zip files or pickles."""
     return not names and path.endswith(".ckpt") and head(path, 1) == b"\n"  # the tag of field 1, length-delimited
 

@@ -43,7 +43,7 @@ SNAPSHOT_BYTES = 16 << 20
 """The least distance between these positions, in bytes of decompressed data."""
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether a file has the suffix .npz, or is an archive that begins with an array: `convert` writes to any name."""
     return not names and os.path.isfile(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
 

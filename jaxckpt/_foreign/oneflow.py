@@ -60,14 +60,14 @@ _MESSAGE = re.compile(
 )
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     if names:
         return any(name in names for name in (_PICKLE, _DONE, _GRAPH))
     start = head(path, 128)
     return start.startswith(b"\x80") and b"protocol_version" in start and _MAGIC in start
 
 
-def owned(path: str, names: Collection[str]) -> set[str]:
+def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
     folders = {name for name in names if {*names_in(os.path.join(path, name))} == {_META, _DATA}}
     return folders | {_PICKLE, _DONE, _GRAPH}

@@ -8,22 +8,22 @@ from jaxckpt._foreign.orbax.write import write_orbax
 from jaxckpt._restore.source import Format, formats
 
 FORMATS: tuple[Format, ...] = (
-    Format("zarr", zarr_group.recognises, None, zarr_group.owned, zarr_group.write_zarr, (".zarr",)),
-    Format("dcp", dcp.recognises, dcp.open_dcp, dcp.owned),
-    Format("colossalai", colossalai.recognises, colossalai.open_colossalai, colossalai.owned),
-    Format("orbax", orbax.recognises, orbax.open_orbax, orbax.owned, write_orbax),
-    Format("torch", torch.recognises, torch.open_torch),
+    Format("zarr", zarr_group.recognizes, None, zarr_group.owned_names, zarr_group.write_zarr, (".zarr",)),
+    Format("dcp", dcp.recognizes, dcp.open_dcp, dcp.owned_names),
+    Format("colossalai", colossalai.recognizes, colossalai.open_colossalai, colossalai.owned_names),
+    Format("orbax", orbax.recognizes, orbax.open_orbax, orbax.owned_names, write_orbax),
+    Format("torch", torch.recognizes, torch.open_torch),
     Format(
         "safetensors",
-        safetensors.recognises,
+        safetensors.recognizes,
         safetensors.open_safetensors,
-        safetensors.owned,
+        safetensors.owned_names,
         safetensors.write_safetensors,
         (".safetensors",),
     ),
-    Format("npz", npz.recognises, npz.open_npz, write=npz.write_npz, suffixes=(".npz",)),
-    Format("mindspore", mindspore.recognises, mindspore.open_mindspore),
-    Format("oneflow", oneflow.recognises, oneflow.open_oneflow, oneflow.owned),
+    Format("npz", npz.recognizes, npz.open_npz, write=npz.write_npz, suffixes=(".npz",)),
+    Format("mindspore", mindspore.recognizes, mindspore.open_mindspore),
+    Format("oneflow", oneflow.recognizes, oneflow.open_oneflow, oneflow.owned_names),
 )
 """Formats in the order of detection."""
 

@@ -128,14 +128,14 @@ def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str
 INDEX = ".safetensors.index.json"
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether this is a .safetensors file, or a folder with such files or with an index of them."""
     if not names:
         return path.endswith(".safetensors")
     return any(name.endswith(INDEX) for name in names) or bool(_tensor_files(names))
 
 
-def owned(path: str, names: Collection[str]) -> set[str]:
+def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
     indices = [name for name in names if name.endswith(INDEX)]
     files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}

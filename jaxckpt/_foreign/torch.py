@@ -53,7 +53,7 @@ def dtype_of(value: Any) -> str | None:
     return name if name in DTYPES else None
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether torch.save wrote a file: the first member of its archive is the pickle."""
     return not names and first_name(path).endswith("/data.pkl")
 

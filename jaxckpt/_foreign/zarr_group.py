@@ -92,11 +92,11 @@ def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
 # Recognizing a group --------------------------------------------------------------------------------------
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     return _METADATA in names and _node_type(path) == "group"
 
 
-def owned(path: str, names: Collection[str]) -> set[str]:
+def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to the group: nodes whose folders contain nothing else."""
     return {_METADATA, *(name for name in names if _is_node(os.path.join(path, name)))}
 
@@ -104,7 +104,7 @@ def owned(path: str, names: Collection[str]) -> set[str]:
 def _is_node(path: str) -> bool:
     kind = _node_type(path)
     names = {*os.listdir(path)} if kind else set[str]()
-    return names <= ({_METADATA, "c"} if kind == "array" else owned(path, names)) and kind is not None
+    return names <= ({_METADATA, "c"} if kind == "array" else owned_names(path, names)) and kind is not None
 
 
 class _Node(msgspec.Struct):

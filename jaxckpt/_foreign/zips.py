@@ -24,7 +24,7 @@ _LOCAL, _CENTRAL, _END, _END_64, _LOCATOR_64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", 
 _ENCRYPTED, _UTF8 = 1, 0x800
 _STORED, _DEFLATED = 0, 8
 
-_MOST_INFLATED = 1032
+_MAX_INFLATION = 1032
 """The largest number of output bytes that deflate can produce from one input byte."""
 
 
@@ -139,7 +139,7 @@ class Archive:
             raise ValueError(
                 f"{name[:80]!r} of {stored} bytes at byte {offset} is beyond the archive's {self._size} bytes"
             )
-        if count > (stored + 1) * _MOST_INFLATED if deflated else count != stored:
+        if count > (stored + 1) * _MAX_INFLATION if deflated else count != stored:
             raise ValueError(f"{name[:80]!r} cannot hold {count} bytes in the {stored} that are stored")
         return Member(self.path, name, self.start + offset, stored, count, entry.crc32, deflated)
 

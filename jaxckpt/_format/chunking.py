@@ -20,7 +20,7 @@ moved to another dimension. `chunk_shape` limits what they read to twice what th
    restore, and a reader of 1/8 of the columns reads whole rows.
 3. The number of rows is cut until a chunk has at most `chunk_bytes`, and then until it has 1/`ROW_CUTS` of the rows.
 
-No step makes a chunk smaller than `LEAST_BYTES`, or `GATHERED_BYTES` if it is not in place: a smaller chunk costs more
+No step makes a chunk smaller than `MIN_CHUNK_BYTES`, or `GATHERED_BYTES` if it is not in place: a smaller chunk costs more
 than its readers would save. Leaves of a few times that size may therefore stay whole.
 """
 
@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxckpt._format.grid import divisors
 
-LEAST_BYTES = 64 << 10
+MIN_CHUNK_BYTES = 64 << 10
 """Smallest chunk in place."""
 
 GATHERED_BYTES = 256 << 10
@@ -63,7 +63,7 @@ def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, shape: Seq
     may extend beyond the array.
     """
     sides, free = [max(1, n) for n in cell], _free(cell, shape)
-    least, gathered = min(LEAST_BYTES, chunk_bytes), min(GATHERED_BYTES, chunk_bytes)
+    least, gathered = min(MIN_CHUNK_BYTES, chunk_bytes), min(GATHERED_BYTES, chunk_bytes)
 
     def run(dim: int) -> int:
         """Bytes per index of a dimension."""
@@ -104,17 +104,17 @@ def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, shape: Seq
 
 
 def cut_to(
-    cell: Sequence[int], itemsize: int, most_bytes: int, shape: Sequence[int], sides: Sequence[int] | None = None
+    cell: Sequence[int], itemsize: int, max_bytes: int, shape: Sequence[int], sides: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Sides of a part of a cell, or of `sides` in it, of at most about `most_bytes`. Leading dimensions are cut first,
+    """Sides of a part of a cell, or of `sides` in it, of at most about `max_bytes`. Leading dimensions are cut first,
     so that the part is one run. A prime side of a split dimension is cut last, and only if the part would exceed
-    16 × `most_bytes`."""
+    16 × `max_bytes`."""
     free = _free(cell, shape)
     found = [max(1, n) for n in (cell if sides is None else sides)]
-    while math.prod(found) * itemsize > most_bytes:
+    while math.prod(found) * itemsize > max_bytes:
         smaller = {dim: _halved(cell[dim], side, free[dim]) for dim, side in enumerate(found) if side > 1}
         gentle = [dim for dim, side in smaller.items() if found[dim] <= 4 * side]
-        if not smaller or (not gentle and math.prod(found) * itemsize <= 16 * most_bytes):
+        if not smaller or (not gentle and math.prod(found) * itemsize <= 16 * max_bytes):
             break
         dim = min(gentle or smaller)
         found[dim] = smaller[dim]

@@ -99,7 +99,7 @@ def decode_keys(keys: tuple[Any, ...]) -> Sequence[Key]:
     return cast("Sequence[str]", keys) if are_texts(keys) else [_decode_key(key) for key in keys]
 
 
-_MOST_COLLISIONS = 64
+_MAX_COLLISIONS = 64
 
 
 def ambiguity(keys: Sequence[Key]) -> str | None:
@@ -110,8 +110,8 @@ def ambiguity(keys: Sequence[Key]) -> str | None:
     """
     if not are_texts(keys):
         hashes = collections.Counter(map(hash, keys))
-        if max(hashes.values(), default=0) > _MOST_COLLISIONS:
-            return f"more than {_MOST_COLLISIONS} keys with the same hash"
+        if max(hashes.values(), default=0) > _MAX_COLLISIONS:
+            return f"more than {_MAX_COLLISIONS} keys with the same hash"
     if len(set(keys)) == len(keys):
         return None
     ((key, count),) = collections.Counter(keys).most_common(1)

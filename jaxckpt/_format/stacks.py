@@ -104,8 +104,8 @@ def shape_stack(
     # Whole cells, so that rows can be packed. A side that is not split is rounded up to a multiple of the chunk's side.
     sides = tuple(-(-max(1, n) // c) * c for n, c in zip(cell, chunk, strict=True))
     chunk_rows = 1 if cell_bytes >= TINY_BYTES else min(rows, max(1, 4 * TINY_BYTES // cell_bytes))
-    most_rows = max(1, min(object_bytes, PACKED_BYTES) // cell_bytes)
-    packed = -(-rows // -(-rows // most_rows))  # objects of about equal size
+    max_rows = max(1, min(object_bytes, PACKED_BYTES) // cell_bytes)
+    packed = -(-rows // -(-rows // max_rows))  # objects of about equal size
     packed = min(-(-packed // chunk_rows), -(-rows // chunk_rows)) * chunk_rows
     return Stack(name, dtype, shape, rows, (chunk_rows, *chunk), (packed, *sides), options.compression)
 

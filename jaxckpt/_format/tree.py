@@ -231,7 +231,7 @@ def _is_rebuilt(name: str, fields: tuple[Any, ...]) -> bool:
 # Structure: checking, walking, rebuilding -----------------------------------------------------------------
 
 
-def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tuple[list[str], list[int]]:
+def paths_of(structure: Structure, max_leaves: int, max_characters: int) -> tuple[list[str], list[int]]:
     """Path and number of every leaf in order.
 
     Raises ValueError if the structure is malformed, has more leaves than allowed, or has more characters in paths
@@ -247,7 +247,7 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
     known: dict[tuple[Any, ...], Iterable[str]] = {}  # a cache: many containers of a model have equal keys
 
     def below(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
-        nonlocal most_leaves, most_characters
+        nonlocal max_leaves, max_characters
         if len(heads) >= MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
         children: Sequence[Structure] = node.children
@@ -255,9 +255,9 @@ def paths_of(structure: Structure, most_leaves: int, most_characters: int) -> tu
         if len(leaves) < len(children):
             children = [*map(bare, children)]
             leaves = [child for child in children if type(child) is int]
-        most_leaves -= len(leaves)
-        most_characters -= n_characters * len(leaves)
-        if most_leaves < 0 or most_characters < 0:
+        max_leaves -= len(leaves)
+        max_characters -= n_characters * len(leaves)
+        if max_leaves < 0 or max_characters < 0:
             raise ValueError("it has more leaves, or longer paths, than the list of leaves")
         # Only str keys: an attacker can choose numbers with equal hashes, which make a dict slow.
         form = (node.keys, node.type, node.name, len(children)) if node.keys and are_texts(node.keys) else None

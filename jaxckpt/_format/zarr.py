@@ -196,9 +196,9 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
             yield Chunks(range(first, first + len(some) * stride, stride), box, slowest)
 
 
-def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers, most_bytes: int) -> Iterator[Chunks]:
+def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers, max_bytes: int) -> Iterator[Chunks]:
     """The chunks of an object that `part`, a box of the stack, touches, in as few boxes as possible. No box is larger
-    than `most_bytes` unless a chunk is. Its chunks are neighbors in the file; `starts` has the offset of each chunk by
+    than `max_bytes` unless a chunk is. Its chunks are neighbors in the file; `starts` has the offset of each chunk by
     its number."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
     numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
@@ -213,7 +213,7 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
         # Cut where the spacing changes: the object was written in several parts.
         cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])
     slowest = sorted(range(numbers.ndim), key=lambda dim: steps[dim], reverse=True)
-    room = max(1, most_bytes // stack.chunk_stored_bytes)
+    room = max(1, max_bytes // stack.chunk_stored_bytes)
     spans = list[list[tuple[int, int]]]([[]] * numbers.ndim)
     for dim in reversed(slowest):
         pieces = list(itertools.pairwise(cuts[dim]))

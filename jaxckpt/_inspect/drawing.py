@@ -167,7 +167,7 @@ def clipped(text: str, most: int) -> str:
 
 
 LAYOUT_WIDTH = 320
-_MOST_CELLS = 8  # along a side; if there are more, the first five and the last two are drawn
+_MAX_CELLS = 8  # along a side; if there are more, the first five and the last two are drawn
 
 
 def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, width: int = LAYOUT_WIDTH) -> Markup:
@@ -185,7 +185,7 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
     left, top = (16 if down else 0), (16 if across else 0)
     x_at, x_gap = _places(columns, width - left)
     height = 34 if rows <= 4 else 30
-    y_at, y_gap = _places(rows, min(rows, _MOST_CELLS) * height if rows > 1 else 56)
+    y_at, y_gap = _places(rows, min(rows, _MAX_CELLS) * height if rows > 1 else 56)
     holders = _Holders(mesh, spec, rank)
     drawn: list[Markup] = []
     for row, (y, tall) in y_at.items():
@@ -217,7 +217,7 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
 
 def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], float | None]:
     """(start, length) of each cell that is drawn along a side, and the middle of the gap if some are left out."""
-    if count <= _MOST_CELLS:
+    if count <= _MAX_CELLS:
         each = room / max(1, count)
         return {cell: (cell * each + 1, each - 2) for cell in range(count)}, None
     gap = 16.0

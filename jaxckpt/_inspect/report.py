@@ -54,13 +54,13 @@ from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 
-MOST_DRAWINGS = 400
+MAX_DRAWINGS = 400
 """The most layouts that are drawn; models have about a dozen. The others are described in words."""
 
-MOST_BARS = 64
+MAX_BARS = 64
 """The most processes with a separate bar."""
 
-_MOST_METRICS = 12  # at the top of the page
+_MAX_METRICS = 12  # at the top of the page
 _CLIPPED = 20_000  # characters of the user's metadata that are shown
 _BINS = 64  # of a histogram; counting uses more bins, which are merged at the end
 _FINE_BINS = 1024
@@ -114,7 +114,7 @@ def report(
 
     data["histograms"] = _histograms(source, options) if flag(histograms, "histograms") else {}
     data["meanings"] = MEANINGS
-    restore = Markup() if plan is None else _section("Restore plan", draw_plan(plan, MOST_BARS))
+    restore = Markup() if plan is None else _section("Restore plan", draw_plan(plan, MAX_BARS))
     sections = [_save_section(source.manifest), restore, _about_section(source.manifest)]
     return _page(
         title=f"{checkpoint.path} · jaxckpt",
@@ -171,7 +171,7 @@ class _Drawings:
     def _number(self, where: Where, rank: int) -> int | None:
         key = (id(where.mesh), where.split, where.on, rank)  # ids are unique here: the meshes live as long as this
         if key not in self._numbers:
-            if len(self.templates) >= MOST_DRAWINGS:
+            if len(self.templates) >= MAX_DRAWINGS:
                 return None
             drawn = layout_drawing(where.mesh, where.split, rank, where.on, self._width)
             self._numbers[key] = len(self.templates)
@@ -340,7 +340,7 @@ def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
             element("h1", clipped(checkpoint.path, 400)),
             element("p", ", ".join(filter(None, [f"{manifest.format} checkpoint", manifest.created])), class_="soft"),
             definitions({name: figure for name, figure in figures.items() if figure}),
-            *([definitions(dict(list(metrics.items())[:_MOST_METRICS]), ours=False)] if metrics else []),
+            *([definitions(dict(list(metrics.items())[:_MAX_METRICS]), ours=False)] if metrics else []),
         ]
     )
 
@@ -358,7 +358,7 @@ def _save_section(manifest: Manifest) -> Markup:
     longest = max(totals, default=0.0)
     if not longest:
         return Markup()
-    slowest = sorted(range(len(totals)), key=lambda process: -totals[process])[:MOST_BARS]
+    slowest = sorted(range(len(totals)), key=lambda process: -totals[process])[:MAX_BARS]
     lines = [
         Bar(
             f"process {process}",
@@ -374,8 +374,8 @@ def _save_section(manifest: Manifest) -> Markup:
         "Time until each process had written its share; process 0 then published the checkpoint. Phases alternate;"
         " the bars show their totals."
     )
-    if len(totals) > MOST_BARS:
-        about += f" The slowest {MOST_BARS} of {len(totals)} processes are shown."
+    if len(totals) > MAX_BARS:
+        about += f" The slowest {MAX_BARS} of {len(totals)} processes are shown."
     names = [_phase(name) for name in phases]
     rows = [
         [f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in sorted(slowest)
@@ -405,7 +405,7 @@ def _about_section(manifest: Manifest) -> Markup:
             f"{show_axes(mesh.axes)} on devices {show_ids(mesh.devices)}" for mesh in manifest.meshes[:8]
         ),
     }
-    if len(metrics := _metrics(manifest)) > _MOST_METRICS:
+    if len(metrics := _metrics(manifest)) > _MAX_METRICS:
         facts["metrics"] = ", ".join(f"{name} {value}" for name, value in metrics.items())
     pairs = [term(name) + element("dd", clipped(text, 2000), class_="mono") for name, text in facts.items() if text]
     about = [element("dl", Markup("".join(pairs)), class_="facts")]

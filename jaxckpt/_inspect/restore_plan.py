@@ -25,7 +25,7 @@ from jaxckpt._runtime.errors import counted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
-_MOST_BARS = 24
+_MAX_BARS = 24
 """The most processes with a separate bar in a notebook."""
 
 
@@ -130,7 +130,7 @@ class RestorePlan:
 
     def _repr_html_(self) -> str:
         """For notebooks: the figures, a bar for each process, and the leaves that change their layout."""
-        return notebook(draw_plan(self, _MOST_BARS))
+        return notebook(draw_plan(self, _MAX_BARS))
 
     def __str__(self) -> str:
         busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
@@ -167,7 +167,7 @@ def _range(sizes: Sequence[int]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
+def draw_plan(plan: RestorePlan, max_bars: int) -> Markup:
     """The plan as HTML without styles: its figures, a bar for each process, and the leaves that change their layout."""
     sizes = [size for part in plan.processes for size in part.device_bytes.values()]
     figures = {
@@ -179,7 +179,7 @@ def draw_plan(plan: RestorePlan, most_bars: int) -> Markup:
         "per device": _range(sizes),
         "additional host memory": show_bytes(plan.peak_host_bytes),
     }
-    busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:most_bars]
+    busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:max_bars]
     widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
     lines = [_bar(part, widest) for part in sorted(busiest, key=lambda part: part.process)]
     rest = len(plan.processes) - len(busiest)

@@ -128,7 +128,7 @@ class _Community:
         self._stacks = stacks
         self._rounds = rounds
         self._process = interconnect.process
-        self._most_bytes = read_bytes(options.host_bytes)
+        self._max_bytes = read_bytes(options.host_bytes)
         self._aside = aside
         self._interconnect = interconnect
         self.window = Window(options.host_bytes)
@@ -158,7 +158,7 @@ class _Community:
             regions = self._regions(portion, own[portion.start :])
             coming.begin(readers[stack], list(zip(portion.read.boxes, regions, strict=True)))
             begun.append(coming)
-        return _UnderWay(list(pieces(portions, self._interconnect.members, self._most_bytes)), own, begun)
+        return _UnderWay(list(pieces(portions, self._interconnect.members, self._max_bytes)), own, begun)
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""

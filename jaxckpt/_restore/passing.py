@@ -98,7 +98,7 @@ class Arrivals:
         source = self._source
         self._passed += 1
         with Aside(self._options.timeout_seconds) as aside:
-            for hop in hops(now, source.held, source.files.request_bytes, source.most_bytes):
+            for hop in hops(now, source.held, source.files.request_bytes, source.max_bytes):
                 self._pass(hop, self._permutations, aside)
 
     def _pass(self, hop: Hop, permutations: Permutations, aside: Aside) -> None:

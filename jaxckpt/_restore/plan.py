@@ -125,11 +125,11 @@ def read_bytes(host_bytes: int) -> int:
 
 
 def plan_read(
-    stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int, most_bytes: int | None = None
+    stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int, max_bytes: int | None = None
 ) -> list[ReadStep]:
     """Steps that read every needed box once, and no chunk twice, in reads that fit `host_bytes` of memory.
 
-    With `most_bytes`, no read is larger than that, unless it is a single chunk.
+    With `max_bytes`, no read is larger than that, unless it is a single chunk.
     """
     by_stack: dict[int, list[Want]] = {}
     for want in wants:
@@ -141,7 +141,7 @@ def plan_read(
         stack = stacks[number]
         found.sort(key=lambda want: want.rows)
         groups = _grouped(stack, found, min(STEP_BYTES, most))
-        steps.extend(_step(number, stack, group, most, most_bytes or most) for group in groups)
+        steps.extend(_step(number, stack, group, most, max_bytes or most) for group in groups)
     return steps
 
 
@@ -193,7 +193,7 @@ def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
         yield shared
 
 
-def _step(number: int, stack: Stack, wants: Sequence[Want], buffer_bytes: int, most_bytes: int) -> ReadStep:
+def _step(number: int, stack: Stack, wants: Sequence[Want], buffer_bytes: int, max_bytes: int) -> ReadStep:
     """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
     runs: list[Run] = []
     for want in wants:
@@ -210,7 +210,7 @@ def _step(number: int, stack: Stack, wants: Sequence[Want], buffer_bytes: int, m
             regions.append(_region(runs, box, [targets[i] for i in served]))
     n_bytes = sum(volume(run.held(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
     held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.passing)
-    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, most_bytes)), n_bytes, held)
+    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held)
 
 
 def _itemsize(stack: Stack, wanted: Want | Run) -> int:
@@ -227,7 +227,7 @@ def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) ->
     return Region(box, tuple(serves), converted)
 
 
-def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes: int) -> Iterator[Read]:
+def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: int) -> Iterator[Read]:
     """The regions of a step: joined if they are small, otherwise cut at the borders of objects and chunks."""
 
     def stored(box: Box) -> int:
@@ -239,13 +239,13 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes:
         held = sum(stored(region.box) + _staged_bytes(stack, runs, region) for region in group)
         return Read(tuple(group), wanted * stack.itemsize, held)
 
-    if sum(stored(region.box) for region in regions) <= most_bytes:
+    if sum(stored(region.box) for region in regions) <= max_bytes:
         yield read(regions)
         return
     # Data in one object is read together as far as it fits, because tensorstore merges it into few requests.
     by_object: dict[tuple[int, ...], list[Region]] = {}
     for region in regions:
-        for box in cut_down(region.box, (stack.object, stack.chunk), lambda box: stored(box) <= most_bytes):
+        for box in cut_down(region.box, (stack.object, stack.chunk), lambda box: stored(box) <= max_bytes):
             part = _clipped(runs, region, box)
             if part is not None:
                 index = tuple(start // side for (start, _), side in zip(part.box, stack.object, strict=True))
@@ -254,11 +254,11 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], most_bytes:
     size = 0
     for _, parts in sorted(by_object.items()):
         sizes = [stored(part.box) for part in parts]
-        if group and size + sum(sizes) > most_bytes:
+        if group and size + sum(sizes) > max_bytes:
             yield read(group)
             group, size = [], 0
         for part, part_size in zip(parts, sizes, strict=True):
-            if group and size + part_size > most_bytes:
+            if group and size + part_size > max_bytes:
                 yield read(group)
                 group, size = [], 0
             group.append(part)

@@ -45,7 +45,7 @@ class Pooled:
     """For each file, the index of the folder from which this process reads it; -1 if no visible folder has it."""
 
     held: Held
-    most_bytes: int
+    max_bytes: int
     """Approximate size of the largest request for data that other processes read."""
 
     arrived: dict[Request, Array] = field(default_factory=dict[Request, Array])
@@ -75,7 +75,7 @@ class Pooled:
             for box in boxes
             for index, part, _ in indexed_objects_of(array, box)
             if self.own[number := numbers["/".join(map(str, index))]] < 0
-            for request in requests(number, array, part, self.most_bytes)
+            for request in requests(number, array, part, self.max_bytes)
         ]
 
     def lacking_states(self, processes: Iterable[int]) -> list[Request]:
@@ -147,7 +147,7 @@ class _PooledReader(ArrayReader):
                 if source.own[number] >= 0:
                     by_object.setdefault(number, []).append((part, into, at))
                     continue
-                for request in requests(number, stack, part, source.most_bytes):
+                for request in requests(number, stack, part, source.max_bytes):
                     data = source.arrived.pop(request).view(target.dtype).reshape(extent(request[1]))
                     into[within(request[1], part)] = data
         for number, some in by_object.items():

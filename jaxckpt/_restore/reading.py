@@ -150,14 +150,14 @@ class Window:
     """Host memory in use in addition to the arrays, with a limit. If `take` would exceed the limit, it first waits for
     the oldest reads and transfers."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._held_bytes = 0
         self._turns: deque[Callable[[], None]] = deque()
         self._free: list[Array] = []
 
     def take(self, n_bytes: int) -> None:
-        while self._turns and self._held_bytes + n_bytes > self._most_bytes:
+        while self._turns and self._held_bytes + n_bytes > self._max_bytes:
             self._turns.popleft()()
         self._held_bytes += n_bytes
 

@@ -201,11 +201,11 @@ class Piece:
     """The range (first, end) that each process sends of the bytes that it has read in the round."""
 
 
-def pieces(portions: Round, members: Members, most_bytes: int) -> Iterator[Piece]:
-    """A round in pieces of at most about `most_bytes`, with as many senders as possible."""
+def pieces(portions: Round, members: Members, max_bytes: int) -> Iterator[Piece]:
+    """A round in pieces of at most about `max_bytes`, with as many senders as possible."""
     count = len(members)
-    width = max(most_bytes // (2 * count), *(portion.n_bytes for portion in portions))
-    at_once = max(1, min(count, most_bytes // (2 * width)))
+    width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
+    at_once = max(1, min(count, max_bytes // (2 * width)))
     place = {member: number for number, member in enumerate(members)}
     found: dict[tuple[int, int], Round] = {}
     for portion in portions:

@@ -360,13 +360,13 @@ class Format:
 
     name: str
 
-    recognises: Callable[[str, Collection[str]], bool]
+    recognizes: Callable[[str, Collection[str]], bool]
     """Whether a local path has this format, given the names in its folder; no names for a file."""
 
     open: Callable[[str], Native | Foreign] | None = None
     """Reads the format; None if it can only be written."""
 
-    owned: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
+    owned_names: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
     """The names in its folder that belong to the format. `convert(overwrite=True)` deletes only these."""
 
     write: Callable[[Source, str, Options, Report], None] | None = None
@@ -440,7 +440,7 @@ def _of_another_library(location: str | os.PathLike[str]) -> Native | Foreign | 
         names = []
     except OSError:  # missing or unreadable, as for a jaxckpt checkpoint
         return None
-    return next((form.open(path) for form in formats if form.open and form.recognises(path, names)), None)
+    return next((form.open(path) for form in formats if form.open and form.recognizes(path, names)), None)
 
 
 def _digest(source: Native | Foreign) -> str:

@@ -96,10 +96,10 @@ Request = tuple[int, Box]
 """The number of a file, and a box of its stack within it; for a process state, all its bytes."""
 
 
-def requests(number: int, stack: Stack, box: Box, most_bytes: int) -> Iterator[Request]:
-    """The requests for a box of an object, each of at most `most_bytes` or one chunk."""
+def requests(number: int, stack: Stack, box: Box, max_bytes: int) -> Iterator[Request]:
+    """The requests for a box of an object, each of at most `max_bytes` or one chunk."""
     grids = stack.object, stack.chunk
-    for part in cut_down(box, grids, lambda part: volume(part) * stack.itemsize <= most_bytes):
+    for part in cut_down(box, grids, lambda part: volume(part) * stack.itemsize <= max_bytes):
         yield number, part
 
 
@@ -138,15 +138,15 @@ def server(number: int, getter: int, held: Held) -> int:
 
 
 def hops(
-    wanted: Sequence[Iterable[Request]], held: Held, n_bytes: Callable[[Request], int], most_bytes: int
+    wanted: Sequence[Iterable[Request]], held: Held, n_bytes: Callable[[Request], int], max_bytes: int
 ) -> list[Hop]:
-    """The hops that send each process its requests, in parcels of at most `most_bytes` or of one request."""
+    """The hops that send each process its requests, in parcels of at most `max_bytes` or of one request."""
     parcels: dict[tuple[int, int], list[Parcel]] = {}
     for getter, asked in enumerate(wanted):
         for request in asked:
             some = parcels.setdefault((server(request[0], getter, held), getter), [])
             size = n_bytes(request)
-            if not some or some[-1].n_bytes + size > most_bytes:
+            if not some or some[-1].n_bytes + size > max_bytes:
                 some.append(Parcel([]))
             some[-1].add(request, size)
     by_distance: dict[int, dict[tuple[int, int], list[Parcel]]] = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMPRESSIONS = (None, "zstd", "blosc")
 """The values of `Options.compression`; None stores chunks uncompressed."""
 
-_MOST_BLOSC_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chunk may be larger than `chunk_bytes`
+_MAX_BLOSC_CHUNK_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chunk may be larger than `chunk_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +134,9 @@ class Options:
             raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
         if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
             raise InputError(f"Options.progress must be True, False, None or a function, found {self.progress!r}")
-        if self.compression == "blosc" and self.chunk_bytes > _MOST_BLOSC_BYTES:
+        if self.compression == "blosc" and self.chunk_bytes > _MAX_BLOSC_CHUNK_BYTES:
             raise InputError(
-                f"Options.chunk_bytes ({self.chunk_bytes}) must not be above {_MOST_BLOSC_BYTES} with"
+                f"Options.chunk_bytes ({self.chunk_bytes}) must not be above {_MAX_BLOSC_CHUNK_BYTES} with"
                 ' compression="blosc", which cannot encode larger chunks'
             )
         if self.chunk_bytes > self.object_bytes:

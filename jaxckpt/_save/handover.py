@@ -22,14 +22,14 @@ class _End:
 class Handover:
     """Objects in order, with a limit on the bytes of copies. The caller's thread puts them, and another takes them."""
 
-    def __init__(self, most_bytes: int | None, deadline: float | None, watch: Watch) -> None:
+    def __init__(self, max_bytes: int | None, deadline: float | None, watch: Watch) -> None:
         """Create it in the function that feeds, or in a caller of it.
 
         If the creating function returns or is interrupted before the end is put, iterating raises KeyboardInterrupt.
 
-        `deadline` is on the monotonic clock. None means no limit, for `most_bytes` too.
+        `deadline` is on the monotonic clock. None means no limit, for `max_bytes` too.
         """
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._deadline = deadline
         self._watch = watch
         self._held_bytes = 0
@@ -69,7 +69,7 @@ class Handover:
 
     def _fits(self, one: Staged) -> bool:
         return (
-            self._most_bytes is None or not self._held_bytes or self._held_bytes + one.copied_bytes <= self._most_bytes
+            self._max_bytes is None or not self._held_bytes or self._held_bytes + one.copied_bytes <= self._max_bytes
         )
 
     def _make_room(self, one: Staged) -> bool:

@@ -61,15 +61,15 @@ class Passing:
     """Name of the data folder."""
 
 
-def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int]], most_bytes: int) -> list[Round]:
+def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int]], max_bytes: int) -> list[Round]:
     """The rounds that transfer these numbers of bytes of each process over each channel."""
-    most_bytes = rounded_bytes(min(ROUND_BYTES, most_bytes))
+    max_bytes = rounded_bytes(min(ROUND_BYTES, max_bytes))
     rounds: list[tuple[int, Round]] = []
     for channel, pairs in enumerate(channels):
         left = {giver: stream_bytes[giver][channel] for giver, _ in pairs}
-        for start in range(0, max(left.values(), default=0), most_bytes):
+        for start in range(0, max(left.values(), default=0), max_bytes):
             givers = [giver for giver, n_bytes in left.items() if n_bytes > start]
-            n_bytes = min(most_bytes, rounded_bytes(max(left.values()) - start))
+            n_bytes = min(max_bytes, rounded_bytes(max(left.values()) - start))
             rounds.append((start, Round(channel, n_bytes, givers)))
     rounds.sort(key=lambda one: one[0])  # the channels in turn, so that data for several channels is freed early
     return [one for _, one in rounds]

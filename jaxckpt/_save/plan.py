@@ -128,8 +128,8 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     chosen = _dealt(groups, most, finest, options, process, processes)
     if any(len(holders) > 1 for layout in chosen.layouts for holders in layout.groups):
         busiest = max(chosen.process_bytes)
-        for most_shared in larger:
-            found = _dealt(groups, most, most_shared, options, process, processes)
+        for max_shared_bytes in larger:
+            found = _dealt(groups, most, max_shared_bytes, options, process, processes)
             if max(found.process_bytes) <= UNEVEN * busiest:
                 return found
     return chosen
@@ -139,7 +139,7 @@ _Groups = Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]
 """Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and component."""
 
 
-def _dealt(groups: _Groups, most: int, most_shared: int, options: Options, process: int, processes: int) -> SavePlan:
+def _dealt(groups: _Groups, most: int, max_shared_bytes: int, options: Options, process: int, processes: int) -> SavePlan:
     """The plan for these largest sizes of objects with one possible writer, and with several."""
     stacks: list[Stack] = []
     layouts: list[Layout] = []
@@ -149,7 +149,7 @@ def _dealt(groups: _Groups, most: int, most_shared: int, options: Options, proce
             layout = coarsen(layout)
         name = f"{len(stacks):04d}-{dtype}-{'x'.join(map(str, shape)) or 'scalar'}"
         shared = min(map(len, layout.groups)) > 1  # its objects must be small, so that the shares become even
-        object_bytes = most_shared if shared else most
+        object_bytes = max_shared_bytes if shared else most
         stacks.append(shape_stack(name, dtype, shape, len(numbers), layout, pieces, object_bytes, options))
         layouts.append(layout)
     cuts = [

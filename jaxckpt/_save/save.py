@@ -161,8 +161,8 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     save = prepare(request, options, group)
     pending = PendingSave(save.store.url, save.written_bytes, begun, group.watch)
     background = background and not ending()  # during its shutdown, Python does not wait for other threads
-    most_bytes = options.staging_bytes if background else options.host_bytes // 2
-    handover = Handover(most_bytes if save.threaded else None, request.deadline, group.watch)
+    max_bytes = options.staging_bytes if background else options.host_bytes // 2
+    handover = Handover(max_bytes if save.threaded else None, request.deadline, group.watch)
     is_limited = background and request.deadline is None and request.spread is None
     rate = options.max_bytes_per_second if is_limited else None
     work = functools.partial(_carry_out, save, handover, rate)

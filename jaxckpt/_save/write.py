@@ -110,14 +110,14 @@ Landed = tuple[Staged, Written]
 class _Flights:
     """Running writes, with a limit on their total bytes."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._bytes = 0
         self._queue: deque[tuple[Staged, Pending, Pieces | None]] = deque()
 
     def make_room(self, n_bytes: int) -> Iterator[Landed]:
         """Wait until `n_bytes` more may be in flight. Yields completed writes."""
-        while self._queue and (self._bytes + n_bytes > self._most_bytes or self._queue[0][1].done()):
+        while self._queue and (self._bytes + n_bytes > self._max_bytes or self._queue[0][1].done()):
             yield self._land()
 
     def launch(self, one: Staged, pending: Pending, source: Pieces | None) -> None:

@@ -191,9 +191,9 @@ class Newest:
         if process == 0:
             _log.info("step %d is complete in the local folders of %d processes", candidate.step, len(by_folder))
         self._known[candidate.step] = manifest
-        most_bytes = max(1, read_bytes(self._options.host_bytes) // 4)
+        max_bytes = max(1, read_bytes(self._options.host_bytes) // 4)
         folders = [one.folder for one in of_step]
-        source = Pooled(url, manifest, candidate.digest, files, folders, own.tolist(), every, most_bytes)
+        source = Pooled(url, manifest, candidate.digest, files, folders, own.tolist(), every, max_bytes)
         counts = sum(
             (np.unpackbits(bits, count=len(own)).astype(int) for bits in by_folder.values()), np.zeros(len(own), int)
         )

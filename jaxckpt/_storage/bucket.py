@@ -36,7 +36,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import readable, storage_errors
 from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, wanted_whole
-from jaxckpt._storage.objects import MOST_BYTES, Objects, Pending
+from jaxckpt._storage.objects import MAX_FILE_BYTES, Objects, Pending
 from jaxckpt._storage.store import Writer
 from jaxckpt._storage.tensors import ROOT_CONTEXT
 from jaxckpt._storage.workers import Then
@@ -49,14 +49,14 @@ _PROBE = "probe"
 _RACERS = 4
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
 _STALLED_SECONDS = 30
-_MOST_RETRIES = 100_000
+_MAX_RETRIES = 100_000
 
 
 @functools.cache
 def _context(retry_seconds: float) -> ts.Context:
     # Delays double up to the longest delay. The number of tries follows from the time.
     delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
-    while waited < retry_seconds and retries < _MOST_RETRIES:
+    while waited < retry_seconds and retries < _MAX_RETRIES:
         waited += delay
         delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
         retries += 1
@@ -126,8 +126,8 @@ class Bucket:
     def _landed(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
         with self._refused("read", key):
             found = pending.result()
-        if len(found.value) > MOST_BYTES:
-            raise DataError(f"{self.url}/{key} is over {MOST_BYTES} bytes: jaxckpt writes no file this large")
+        if len(found.value) > MAX_FILE_BYTES:
+            raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
         return found.value if found.state == "value" else None, found.stamp.generation
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:

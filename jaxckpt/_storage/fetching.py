@@ -80,9 +80,9 @@ class _Object:
 
 
 def wanted_whole(
-    stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], most_bytes: int
+    stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], max_bytes: int
 ) -> dict[tuple[int, ...], _Object]:
-    """The objects to fetch whole, by grid index. They have at most `most_bytes`, and the planned reads need all their
+    """The objects to fetch whole, by grid index. They have at most `max_bytes`, and the planned reads need all their
     elements."""
     found: dict[tuple[int, ...], _Object] = {}
     for boxes in plan:
@@ -96,7 +96,7 @@ def wanted_whole(
                 touched.add(index)
         for index in touched:
             found[index].reads += 1
-    return {i: one for i, one in found.items() if one.wanted == one.n_elements and one.length <= most_bytes}
+    return {i: one for i, one in found.items() if one.wanted == one.n_elements and one.length <= max_bytes}
 
 
 class FetchingReader(ArrayReader):

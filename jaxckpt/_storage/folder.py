@@ -35,7 +35,7 @@ from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import storage_errors, system_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
-from jaxckpt._storage.objects import MOST_BYTES, ArrayReader, ArrayWriter, Objects, Pending
+from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects, Pending
 from jaxckpt._storage.store import Writer
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, local_store, open_array
 from jaxckpt._storage.workers import All, Then, submit
@@ -68,9 +68,9 @@ class Folder:
         with self._refused("read", key):
             try:
                 with self._opened(key) as (handle, size), open(handle, "rb", closefd=False) as file:
-                    if size > MOST_BYTES:
+                    if size > MAX_FILE_BYTES:
                         raise DataError(
-                            f"{self.url}/{key} is over {MOST_BYTES} bytes: jaxckpt writes no file this large"
+                            f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large"
                         )
                     return file.read(size)
             except (FileNotFoundError, NotADirectoryError):

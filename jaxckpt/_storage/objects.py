@@ -12,7 +12,7 @@ from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import ReadRange
 
-MOST_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 """The largest file that `Objects.read` reads."""
 
 Pending = Any

@@ -80,7 +80,7 @@ def readers(path: Path) -> list[Callable[[], Any]]:
 def require_refusal(fault: Fault, name: str, path: Path, read: Callable[[], Any]) -> None:
     """Check that a forged checkpoint is refused, and count the outcome."""
     manifest = path / "manifest.json"
-    most_bytes = GROWTH_BYTES + GROWTH_FACTOR * (manifest.stat().st_size if manifest.is_file() else 0)
+    max_bytes = GROWTH_BYTES + GROWTH_FACTOR * (manifest.stat().st_size if manifest.is_file() else 0)
     hostile.forget_peak()
     before, begun = hostile.peak_bytes(), time.monotonic()
     try:
@@ -92,7 +92,7 @@ def require_refusal(fault: Fault, name: str, path: Path, read: Callable[[], Any]
         fault.silent(f"{name}: read without an error")
         return
     grown = hostile.peak_bytes() - before
-    assert grown < most_bytes, f"{name}: took {grown >> 20} MiB and {time.monotonic() - begun:.1f} s"
+    assert grown < max_bytes, f"{name}: took {grown >> 20} MiB and {time.monotonic() - begun:.1f} s"
     assert len(str(refusal)) < 20_000, name
     fault.saw(type(refusal).__name__)
 

@@ -746,7 +746,7 @@ def test_each_format_that_is_written_has_a_row_and_no_suffix_has_two(tmp_path: P
         jaxckpt.convert(tmp_path / "from", tmp_path / name, format=name)
         assert (
             any(
-                form.name == name and form.recognises(str(tmp_path / name), names_in(str(tmp_path / name)))
+                form.name == name and form.recognizes(str(tmp_path / name), names_in(str(tmp_path / name)))
                 for form in FORMATS
             )
             or name == "jaxckpt"

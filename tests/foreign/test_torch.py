@@ -15,7 +15,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import DataError, NotACheckpointError
-from jaxckpt._foreign.torch import read_saved, recognises
+from jaxckpt._foreign.torch import read_saved, recognizes
 
 pytestmark = [
     pytest.mark.child,
@@ -142,8 +142,8 @@ def test_cut_and_altered_files_raise_nothing_else(folder: Path, tmp_path: Path) 
 
 def test_other_files_are_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=BASE)
-    assert recognises(str(folder / "state.pt"), [])
-    assert not recognises(str(tmp_path / "x.npz"), [])
+    assert recognizes(str(folder / "state.pt"), [])
+    assert not recognizes(str(tmp_path / "x.npz"), [])
     with pytest.raises(NotACheckpointError):
         jaxckpt.open(folder / "old.pt")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxckpt import Options
 from jaxckpt._format import chunking
-from jaxckpt._format.chunking import COLUMN_CUTS, GATHERED_BYTES, LEAST_BYTES, RUN_BYTES
+from jaxckpt._format.chunking import COLUMN_CUTS, GATHERED_BYTES, MIN_CHUNK_BYTES, RUN_BYTES
 from jaxckpt._format.grid import Box, Layout, touched, whole
 from jaxckpt._format.stacks import TINY_BYTES, shape_stack
 
@@ -111,7 +111,7 @@ def test_one_layer_and_a_range_of_layers_are_read_without_the_others(made: Any, 
             box = (*whole(cell[:dim]), (first, last), *whole(cell[dim + 1 :]))
             short_runs = math.prod(cell[dim + 1 :]) * itemsize < 8 * chunking.LAYER_RUN_BYTES
             assert (
-                over_read(box, chunk) <= over_read(whole(cell), chunk) or size < 8 * LEAST_BYTES or (dim and short_runs)
+                over_read(box, chunk) <= over_read(whole(cell), chunk) or size < 8 * MIN_CHUNK_BYTES or (dim and short_runs)
             )
 
 
@@ -123,7 +123,7 @@ def test_finer_splits_read_no_more_than_the_bound(made: Any) -> None:
     size = math.prod(chunk) * itemsize
     row = next((dim for dim, side in enumerate(chunk) if side > 1), len(chunk) - 1)
     row_bytes = math.prod(n for n, side in zip(cell[row + 1 :], chunk[row + 1 :], strict=True) if side > 1) * itemsize
-    least = LEAST_BYTES if in_one_run(cell, chunk) else GATHERED_BYTES
+    least = MIN_CHUNK_BYTES if in_one_run(cell, chunk) else GATHERED_BYTES
     padded = over_read(whole(cell), chunk)
     for dim, length in enumerate(cell):
         for finer in (2, 4, 8):

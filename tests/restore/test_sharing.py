@@ -86,12 +86,12 @@ def test_each_chunk_is_read_once_and_all_that_is_wanted_arrives(job: tuple[list[
 
 
 @given(jobs(), st.sampled_from([1, 200, 1 << 20]))
-def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], most_bytes: int) -> None:
+def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_bytes: int) -> None:
     found, sought = job
     _, shared = share(found, wanted_by(0, found, sought), 0)
     for partition, wants in shared.items():
         members = members_of(partition, 0)
-        for portions in plan_rounds(found, wants, members, most_bytes) if wants else []:
+        for portions in plan_rounds(found, wants, members, max_bytes) if wants else []:
             total, largest = sum(one.n_bytes for one in portions), max(one.n_bytes for one in portions)
             read = collections.Counter[int]()
             for one in portions:
@@ -100,13 +100,13 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], most_by
                 read[one.reader] += one.n_bytes
             assert max(read.values()) <= total / len(members) + largest
             passed: Round = []
-            for piece in pieces(portions, members, most_bytes):
+            for piece in pieces(portions, members, max_bytes):
                 passed += piece.portions
                 assert set(piece.spans) == {one.reader for one in piece.portions}
                 for reader, (first, end) in piece.spans.items():
                     inside = [one for one in piece.portions if one.reader == reader]
                     assert (first, end) == (inside[0].start, first + sum(one.n_bytes for one in inside))
-                    assert end - first <= 2 * max(largest, most_bytes // (2 * len(members)))
+                    assert end - first <= 2 * max(largest, max_bytes // (2 * len(members)))
             assert sorted(map(id, passed)) == sorted(map(id, portions))
 
 

@@ -110,8 +110,8 @@ def test_too_few_domains_are_an_error() -> None:
     st.lists(st.integers(0, 10_000), min_size=3, max_size=3),
     st.integers(1, 5000),
 )
-def test_rounds_carry_all_streams(streams: list[int], most_bytes: int) -> None:
-    rounds = plan_rounds([((0, 1), (1, 2), (2, 0))], [[n_bytes] for n_bytes in streams], most_bytes)
+def test_rounds_carry_all_streams(streams: list[int], max_bytes: int) -> None:
+    rounds = plan_rounds([((0, 1), (1, 2), (2, 0))], [[n_bytes] for n_bytes in streams], max_bytes)
     for giver, n_bytes in enumerate(streams):
         room = sum(one.n_bytes for one in rounds if giver in one.givers)
         assert n_bytes <= room

@@ -45,11 +45,11 @@ _LOOKED_AT = 1000
 """The most subfolders that are checked to recognize a folder without a mark."""
 
 
-def recognises(path: str, names: Collection[str]) -> bool:
+def recognizes(path: str, names: Collection[str]) -> bool:
     return _kind(path, names) is not None
 
 
-def owned(path: str, names: Collection[str]) -> set[str]:
+def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format.
 
     There are none in the folder of a CheckpointManager, so that it is not deleted.
