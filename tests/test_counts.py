@@ -33,7 +33,7 @@ from jaxckpt._restore import goals as _goals
 from jaxckpt._restore import target as _target
 from jaxckpt._storage.files import FileReader, FileWriter
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 LARGE = 256 << 20
 """Bytes of a large leaf."""

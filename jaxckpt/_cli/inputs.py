@@ -21,7 +21,7 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage.place import local_path
+from jaxckpt._storage.store_path import local_path
 
 
 def with_progress() -> Options:

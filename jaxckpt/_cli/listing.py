@@ -17,7 +17,7 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
-from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.store_path import local_path, store_at
 from jaxckpt._storage.steps import is_step, pins, step_name, steps_of
 from jaxckpt._storage.store import Store
 

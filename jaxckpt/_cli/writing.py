@@ -23,7 +23,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.fork import fork as fork_run
 from jaxckpt._steps.pins import pin as pin_step
 from jaxckpt._steps.pins import unpin as unpin_step
-from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.store_path import local_path, store_at
 from jaxckpt._storage.steps import steps_of
 
 

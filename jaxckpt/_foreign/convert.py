@@ -35,7 +35,7 @@ from jaxckpt._save.plan import ArrayLeaf
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
 from jaxckpt._storage.errors import storage_errors
-from jaxckpt._storage.place import local_path
+from jaxckpt._storage.store_path import local_path
 
 
 def convert(

@@ -20,7 +20,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._storage.errors import system_errors
 from jaxckpt._storage.folder import sync_path
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.store_path import local_path, store_at
 
 
 def require_replaceable(path: str, source: Location, overwrite: bool) -> None:

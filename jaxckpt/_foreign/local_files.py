@@ -15,7 +15,7 @@ import msgspec
 from jaxckpt._format.manifest import distinct
 from jaxckpt._runtime.errors import DataError, InputError, show
 from jaxckpt._storage.errors import system_errors
-from jaxckpt._storage.place import local_path
+from jaxckpt._storage.store_path import local_path
 
 T = TypeVar("T")
 

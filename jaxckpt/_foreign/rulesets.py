@@ -27,7 +27,7 @@ from jaxckpt._restore.rule_layouts import Layout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import DataError, InputError
-from jaxckpt._storage.place import local_path
+from jaxckpt._storage.store_path import local_path
 
 Config = Mapping[str, Any]
 

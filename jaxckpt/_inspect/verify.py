@@ -34,7 +34,7 @@ from jaxckpt._runtime.errors import (
 from jaxckpt._runtime.options import Options, flag, given
 from jaxckpt._runtime.progress import reporting, show_bytes
 from jaxckpt._storage.objects import Objects
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.steps import steps_of
 from jaxckpt._storage.store import Store
 

@@ -33,7 +33,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader, Pending
-from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.store_path import local_path, store_at
 from jaxckpt._storage.steps import is_step, step_meant
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.workers import All, Aside, submit

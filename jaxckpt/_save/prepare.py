@@ -28,7 +28,7 @@ from jaxckpt._save.describe import Draft, Recent, describe
 from jaxckpt._save.peers import Passing
 from jaxckpt._save.plan import Object, SavePlan, plan_save
 from jaxckpt._save.reuse import Last, Reuse, plan_reuse
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.store import Store
 
 

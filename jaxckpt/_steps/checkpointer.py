@@ -29,10 +29,10 @@ from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import Last
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.due import Due
+from jaxckpt._steps.schedule import Due
 from jaxckpt._steps.initial import target_of
 from jaxckpt._steps.local import Local, LocalBytes
-from jaxckpt._steps.newest import Chosen, Newest
+from jaxckpt._steps.step_finder import Chosen, Newest
 from jaxckpt._steps.preemption import Notice
 from jaxckpt._steps.process_states import Resplit, own_state
 from jaxckpt._steps.retention import BestRule, Predicate, Rules

@@ -22,7 +22,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import Best, Rules, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import run_at
+from jaxckpt._storage.store_path import run_at
 from jaxckpt._storage.steps import BEST, ENDED, RUN, require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 

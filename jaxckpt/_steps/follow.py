@@ -25,7 +25,7 @@ from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageErro
 from jaxckpt._runtime.options import Options, given, seconds, whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import run_at
+from jaxckpt._storage.store_path import run_at
 from jaxckpt._storage.steps import ENDED, RUN, step_folders, step_name
 from jaxckpt._storage.store import Store
 

@@ -14,7 +14,7 @@ from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.steps import require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 

@@ -34,7 +34,7 @@ from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import Spread, plan_spread
 from jaxckpt._steps.flush import Flush
 from jaxckpt._storage.folder import Folder
-from jaxckpt._storage.place import local_path
+from jaxckpt._storage.store_path import local_path
 from jaxckpt._storage.steps import RUN, is_step, step_name
 from jaxckpt._storage.store import Store
 

@@ -9,7 +9,7 @@ from jaxckpt._restore.source import source_at, step_of
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options, given
 from jaxckpt._storage.leases import hold
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, step_name
 
 

@@ -19,7 +19,7 @@ from jaxckpt._save.reuse import Last
 from jaxckpt._save.save import start
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.due import Due
+from jaxckpt._steps.schedule import Due
 from jaxckpt._steps.flush import Flush
 from jaxckpt._steps.last_save import LastSave
 from jaxckpt._steps.local import Local

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from jaxckpt._format.names import MANIFEST, WRITER, may_name
 from jaxckpt._storage.claims import Claims
-from jaxckpt._storage.folders import Folders
+from jaxckpt._storage.child_folders import Folders
 from jaxckpt._storage.objects import Objects
 
 

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 import jaxckpt
 from jaxckpt._cli.main import main
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120

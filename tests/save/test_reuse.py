@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt._storage import links as _links
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 COMPARE = jaxckpt.Options(reuse="content")
 

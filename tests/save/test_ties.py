@@ -17,7 +17,7 @@ import jaxckpt
 from jaxckpt._format import manifest as _manifest
 from jaxckpt._format.checks import MAX_TIED
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 
 def tied_tree() -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jaxckpt
 from jaxckpt._storage import leases
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases, hold
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 FAST = jaxckpt.Options(sync=False)
 

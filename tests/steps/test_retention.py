@@ -30,7 +30,7 @@ from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.retention import Rules, SavedStep
 from jaxckpt._storage import leases
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
 FAST = jaxckpt.Options(sync=False)

@@ -18,7 +18,7 @@ from servers import Bucket, Exchange, flipped, status
 import jaxckpt
 from jaxckpt._format.names import SEAL
 from jaxckpt._storage import bucket as _bucket
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.tensors import ROOT_CONTEXT
 

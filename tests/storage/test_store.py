@@ -18,7 +18,7 @@ import jaxckpt
 from jaxckpt._format.names import WRITER
 from jaxckpt._storage import folder as _folder
 from jaxckpt._storage.folder import Folder
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 
 def make(factor: float = 1.0) -> dict[str, Any]:

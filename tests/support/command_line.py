@@ -22,7 +22,7 @@ from jaxckpt._cli.main import main
 from jaxckpt._format import manifest as manifests
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 SAVED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 

@@ -36,7 +36,7 @@ from jaxckpt._runtime.errors import DataError, NotACheckpointError, counted, lis
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader
-from jaxckpt._storage.place import store_at
+from jaxckpt._storage.store_path import store_at
 
 _STEP_MARKS = {STEP_FILE, V1_MARK}
 _STEP_NAME = re.compile(r"(?:.+_)?(\d{1,18})")

@@ -12,7 +12,7 @@ import pytest
 from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
-from jaxckpt._steps.due import Due
+from jaxckpt._steps.schedule import Due
 
 FAST = jaxckpt.Options(sync=False)
 

@@ -14,7 +14,7 @@ import jaxckpt
 from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt._storage.bucket import Bucket
 from jaxckpt._storage.folder import Folder
-from jaxckpt._storage.place import local_path, store_at
+from jaxckpt._storage.store_path import local_path, store_at
 
 
 def test_paths_are_folders_and_urls_are_buckets(tmp_path: Path) -> None:
