@@ -45,8 +45,8 @@ from jaxckpt._format.values import KINDS, NUMBERS, PYTHON
 from jaxckpt._restore.restore import restore
 from jaxckpt._restore.source import source_at
 from jaxckpt._restore.target import is_array_like
-from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem, counted
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem, show_count
+from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.save import save, save_async
 
@@ -111,7 +111,7 @@ class Handler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self, options: Options | None = None) -> None:
-        self._options = dataclasses.replace(given(options), when_busy="wait")
+        self._options = dataclasses.replace(options_or_default(options), when_busy="wait")
 
     async def async_save(self, directory: Path, args: Any) -> list[Any]:
         """Start to save `args.item`. Returns when the caller may donate, delete or overwrite its arrays."""
@@ -165,7 +165,7 @@ def register_v1(options: Options | None = None) -> None:
     importlib.import_module("orbax.checkpoint.experimental.v1")  # registers Orbax's own handlers first
     from orbax.checkpoint.experimental.v1._src.handlers.registration import global_registry
 
-    chosen = dataclasses.replace(given(options), when_busy="wait")
+    chosen = dataclasses.replace(options_or_default(options), when_busy="wait")
     handler = type("V1Handler", (V1Handler,), {"options": chosen, "__module__": __name__})
     entries: Any = global_registry().get_all_entries()  # Orbax uses the last entry that can handle a pytree
     others = [entry for entry in entries if entry[1] != "state" and not issubclass(entry[0], V1Handler)]
@@ -404,7 +404,7 @@ def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, 
     if lacking or surplus:
         problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
         problems += [Problem(path, f"has RestoreArgs, but is not a leaf{closest(path, wanted)}") for path in surplus]
-        raise InputError.of(f"restore_args= does not fit the item in {counted(len(problems), 'place')}", problems)
+        raise InputError.of(f"restore_args= does not fit the item in {show_count(len(problems), 'place')}", problems)
     return asked
 
 

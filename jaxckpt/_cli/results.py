@@ -17,7 +17,7 @@ from jaxckpt._inspect.diff import diff as diff_checkpoints
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.restore_plan import ProcessPlan, RestorePlan
 from jaxckpt._inspect.verify import verify as verify_checkpoint
-from jaxckpt._runtime.errors import counted
+from jaxckpt._runtime.errors import show_count
 from jaxckpt._runtime.progress import show_bytes
 
 _SHOWN_ROWS = 40
@@ -65,10 +65,10 @@ def _delta_record(delta: Delta) -> dict[str, Any]:
 
 def _print_delta(delta: Delta) -> None:
     if delta.identical:
-        click.echo(f"identical: {counted(len(delta.leaves), 'leaf')}, bit by bit")
+        click.echo(f"identical: {show_count(len(delta.leaves), 'leaf')}, bit by bit")
         return
     structure = "" if delta.same_structure else "; the containers differ too"
-    click.echo(f"{len(delta.differing):,} of {counted(len(delta.leaves), 'leaf')} differ{structure}")
+    click.echo(f"{len(delta.differing):,} of {show_count(len(delta.leaves), 'leaf')} differ{structure}")
     numbers = map(number, ("elements", "max |a−b|", "relative"))
     columns = [Column("leaf", 16, middle=True), Column("a", 10), Column("b", 10), *numbers]
     print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
@@ -135,8 +135,8 @@ def _plan_record(plan: RestorePlan) -> dict[str, Any]:
 def _print_plan(plan: RestorePlan) -> None:
     devices = sum(len(process.device_bytes) for process in plan.processes)
     click.echo(
-        f"{counted(len(plan.leaves), 'array')} onto {counted(devices, 'device')} of"
-        f" {counted(len(plan.processes), 'process')}"
+        f"{show_count(len(plan.leaves), 'array')} onto {show_count(devices, 'device')} of"
+        f" {show_count(len(plan.processes), 'process')}"
     )
     click.echo()
     titles = ["process", "needed", "read", "over-read", "requests", "host memory", "each device"]
@@ -150,7 +150,7 @@ def _print_plan(plan: RestorePlan) -> None:
     click.echo()
     moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in plan.leaves)
     for (before, after), count in moves.most_common():
-        click.echo(printable(f"{before} → {after}: {counted(count, 'array')}"))
+        click.echo(printable(f"{before} → {after}: {show_count(count, 'array')}"))
     groups: dict[Any, list[str]] = {}
     for leaf in plan.leaves:
         before, after = (where.spec or where.on for where in (leaf.saved, leaf.wanted))

@@ -33,7 +33,7 @@ from jaxckpt._format.pieces import Array
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._runtime.errors import InputError, counted
+from jaxckpt._runtime.errors import InputError, show_count
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
@@ -119,7 +119,7 @@ def _print_tree(
 
 def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[str]:
     """Lines about a checkpoint with these selected leaves. The first line identifies it."""
-    count, size = counted(len(checkpoint), "leaf"), show_bytes(checkpoint.nbytes)
+    count, size = show_count(len(checkpoint), "leaf"), show_bytes(checkpoint.nbytes)
     if len(leaves) < len(checkpoint):
         chosen = show_bytes(sum(leaf.nbytes for leaf in leaves.values()))
         count, size = f"{len(leaves):,} of {count}", f"{chosen} of {size}"
@@ -131,7 +131,7 @@ def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator
     if checkpoint.dropped:
         yield f"dropped since: {', '.join(checkpoint.dropped)}"
     for axes in _meshes(leaves):
-        yield f"mesh {show_axes(dict(axes))}, {counted(math.prod(size for _, size in axes), 'device')}"
+        yield f"mesh {show_axes(dict(axes))}, {show_count(math.prod(size for _, size in axes), 'device')}"
     if checkpoint.metadata is not None:
         yield f"metadata {json.dumps(checkpoint.metadata, ensure_ascii=False)}"
 
@@ -161,7 +161,7 @@ def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: 
             below: list[LazyLeaf] = [leaf for name in names for leaf in _below(node[name])]
             count = len(below) // len(names)
             size = show_bytes(sum(leaf.nbytes for leaf in below))
-            yield [f"{label}/", f"{head}{counted(count, 'leaf')}", "", size]
+            yield [f"{label}/", f"{head}{show_count(count, 'leaf')}", "", size]
             if left != 1:
                 rows = _rows(cast("_Node", child), level + 1, left and left - 1, every, one_mesh=one_mesh, one=alone)
                 yield from rows

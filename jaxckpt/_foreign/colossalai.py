@@ -24,7 +24,7 @@ from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.records import Size
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError, show
+from jaxckpt._runtime.errors import DataError, InputError, show_path
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
 _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.index(\.[^.]+)?\.json")
@@ -106,7 +106,7 @@ def _distributed(path: str, metas: Sequence[str]) -> Tree:
         for tensor, shard in read_json(where, _Meta).metadata.items():
             if not len(shard.offsets) == len(shard.lengths) == len(shard.global_shape):
                 raise DataError(
-                    f"{where}: the offsets, lengths and global_shape of {show(tensor)} have different numbers of"
+                    f"{where}: the offsets, lengths and global_shape of {show_path(tensor)} have different numbers of"
                     " dimensions"
                 )
             if shard.file not in files:
@@ -133,10 +133,10 @@ def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[
     for shard in shards:
         array = files[shard.file].get(name)
         if not isinstance(array, ForeignArray):
-            raise DataError(f"{show(name)} is not in {shard.file}, which should hold it")
+            raise DataError(f"{show_path(name)} is not in {shard.file}, which should hold it")
         if shard.global_shape != shape:
             raise DataError(
-                f"{show(name)} has the global_shape {list(shard.global_shape)} in {shard.file}, {list(shape)} in"
+                f"{show_path(name)} has the global_shape {list(shard.global_shape)} in {shard.file}, {list(shape)} in"
                 f" {shards[0].file}"
             )
         # The last shard may be longer, because a vocabulary is padded to a divisible size.
@@ -146,7 +146,7 @@ def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[
         )
         if not fits:
             raise DataError(
-                f"{show(name)} is {list(array.shape)} in {shard.file}, expected {list(shard.lengths)} at"
+                f"{show_path(name)} is {list(array.shape)} in {shard.file}, expected {list(shard.lengths)} at"
                 f" {list(shard.offsets)} of {list(shape)}"
             )
         held.append((shard.file, shard.box, replace(array, shape=shard.lengths)))
@@ -196,11 +196,11 @@ def _states(path: str) -> Mapping[Any, Tree]:
         separator = name[len("state") : len("state") + 1]
         words = name.split(separator) if separator in ("-", ".") else []
         if len(words) != 3 or words[0] != "state":
-            raise DataError(f"{path}: {show(name)} is not the state of a parameter")
+            raise DataError(f"{path}: {show_path(name)} is not the state of a parameter")
         parameter = int(words[1]) if re.fullmatch(r"\d{1,18}", words[1]) else words[1]
         value: Tree = array
         if name in pickled and isinstance(array.data, FileData):
             size = array.data.end - array.data.offset
-            value = as_tree(unpickle(path, array.data.offset, size), f"{show(name)} in {path}")
+            value = as_tree(unpickle(path, array.data.offset, size), f"{show_path(name)} in {path}")
         states.setdefault(parameter, {})[words[2]] = value
     return dict(states)

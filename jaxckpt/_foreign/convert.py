@@ -26,8 +26,8 @@ from jaxckpt._format.specs import Alike, Specs, lay_out, mesh_axes, require_fit,
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.renaming import Renaming, narrowed, renamed_source, split_rename
 from jaxckpt._restore.source import Foreign, Location, Source, source_at
-from jaxckpt._runtime.errors import InputError, show
-from jaxckpt._runtime.options import Options, flag, given
+from jaxckpt._runtime.errors import InputError, show_path
+from jaxckpt._runtime.options import Options, require_bool, options_or_default
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import reporting
 from jaxckpt._save.describe import Draft
@@ -95,8 +95,8 @@ def convert(
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/convert.safetensors")
         {'w': array([0., 1., 2.])}
     """
-    options = given(options)
-    overwrite = flag(overwrite, "overwrite")
+    options = options_or_default(options)
+    overwrite = require_bool(overwrite, "overwrite")
     if chunk_bytes is not None:
         options = replace(options, chunk_bytes=chunk_bytes)
     if specs is not None and mesh_shape is None:
@@ -116,7 +116,7 @@ def convert(
         _check(narrow)
     if name == "jaxckpt":
         draft = _drafted(narrow, mesh_shape, specs, options)
-        with Group.current(options, Call.of("convert", destination)) as group:
+        with Group.for_call(options, Call.of("convert", destination)) as group:
             request = SaveRequest(
                 destination, metadata=manifest.metadata, overwrite=overwrite, draft=draft, step=manifest.step
             )
@@ -147,7 +147,7 @@ def _check(source: Foreign) -> None:
     for leaf in source.manifest.leaves:
         if leaf.stack is not None:
             stack, row = source.manifest.place(leaf)
-            with storage_errors(f"cannot convert leaf {show(leaf.path)}", reading=True):
+            with storage_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
                 source.blocks[stack][row].check()
 
 

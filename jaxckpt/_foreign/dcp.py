@@ -27,7 +27,7 @@ from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.records import Size
 from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, show
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_path
 
 _METADATA = ".metadata"
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
@@ -72,9 +72,9 @@ def _tree_of(path: str) -> dict[str, Tree]:
     stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
     for name, item in items.items():
-        at: tuple[str | int, ...] = converted(f"{where}: the path of {show(name)}", mapping.get(name, (name,)), _Path)
+        at: tuple[str | int, ...] = converted(f"{where}: the path of {show_path(name)}", mapping.get(name, (name,)), _Path)
         if at in leaves:
-            raise DataError(f"{where}: two of its names have the path {show('/'.join(map(str, at)))}")
+            raise DataError(f"{where}: two of its names have the path {show_path('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, stored)
     return _nested(where, leaves)
 
@@ -150,7 +150,7 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
     """A tensor or Python object of the metadata as a leaf. Raises DataError."""
     if isinstance(item, Object) and item.name.rpartition(".")[2] == "BytesStorageMetadata":
         return _python_object(where, name, stored)
-    what = f"{where}: {show(name)}"
+    what = f"{where}: {show_path(name)}"
     tensor = _record(what, item, TensorStorageMetadata)
     dtype = _dtype(required(tensor.properties, "TensorProperties", what))
     chunks = [_record(what, chunk, ChunkStorageMetadata) for chunk in tensor.chunks]
@@ -164,12 +164,12 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
             continue
         info = stored.get((name, chunk.offsets))
         if info is None:
-            raise DataError(f"{where}: the chunk of {show(name)} at {list(chunk.offsets)} is not in any file")
+            raise DataError(f"{where}: the chunk of {show_path(name)} at {list(chunk.offsets)} is not in any file")
         if info.transform_descriptors:
             return _encoded(info)
         if info.length < math.prod(chunk.sizes) * DTYPES[dtype].itemsize:
             raise DataError(
-                f"{where}: a chunk of {show(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
+                f"{where}: a chunk of {show_path(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
             )
         pieces[box_at(chunk.offsets, chunk.sizes)] = SavedTensor(
             info.relative_path, info.offset, info.length, dtype, chunk.sizes
@@ -193,7 +193,7 @@ def _python_object(where: str, name: str, stored: StoredItems) -> Tree:
     """A Python object, which is a file of torch.save by itself; an unreadable leaf if it is damaged."""
     info = stored.get((name, None))
     if info is None:
-        raise DataError(f"{where}: the object {show(name)} is not in any file")
+        raise DataError(f"{where}: the object {show_path(name)} is not in any file")
     if info.transform_descriptors:
         return _encoded(info)
     try:
@@ -217,17 +217,17 @@ def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> dict[st
         if kinds == {int} and path:
             if sorted(node) != list(range(len(node))):
                 raise DataError(
-                    f"{where}: the list {show('/'.join(map(str, path)))} has the indices {sorted(node)[:20]}"
+                    f"{where}: the list {show_path('/'.join(map(str, path)))} has the indices {sorted(node)[:20]}"
                 )
             inner[path[:-1]][path[-1]] = [node[number] for number in range(len(node))]
         elif kinds - {str}:
-            raise DataError(f"{where}: {show('/'.join(map(str, path)))} has both names and numbers as keys")
+            raise DataError(f"{where}: {show_path('/'.join(map(str, path)))} has both names and numbers as keys")
     return root
 
 
 def _set(where: str, node: dict[Any, Any], path: Sequence[str | int], value: Tree) -> None:
     if path[-1] in node:
-        raise DataError(f"{where}: {show('/'.join(map(str, path)))} occurs twice")
+        raise DataError(f"{where}: {show_path('/'.join(map(str, path)))} occurs twice")
     node[path[-1]] = value
 
 
@@ -274,7 +274,7 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
         one, two = cast("list[Tree]", first), cast("list[Tree]", second)
         if len(one) == len(two):
             return [_merged(a, b, where, f"{path}/{n}") for n, (a, b) in enumerate(zip(one, two, strict=True))]
-    raise DataError(f"{where}: {show(path)} is in both the common and the sharded state")
+    raise DataError(f"{where}: {show_path(path)} is in both the common and the sharded state")
 
 
 # Sharded safetensors --------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
         for tensor, array in read_header(where).items():
             offsets = placed[tensor].saved_offsets if tensor in placed else []
             if len(offsets) != len(array.shape):
-                raise DataError(f"{where}: {show(tensor)} of shape {list(array.shape)} is at {offsets}")
+                raise DataError(f"{where}: {show_path(tensor)} of shape {list(array.shape)} is at {offsets}")
             chunks.setdefault(tensor, []).append((box_at(offsets, array.shape), array, where))
     return {tensor: _together(tensor, held) for tensor, held in chunks.items()}
 

@@ -15,7 +15,7 @@ from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.values import decode_value
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import TreeError, listing, show
+from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
@@ -58,11 +58,11 @@ def arrays_of(
         if problem is None:
             arrays[leaf.path] = data
         else:
-            problems.append(f"{show(leaf.path)} {problem}")
+            problems.append(f"{show_path(leaf.path)} {problem}")
     if problems:
         raise TreeError(
             f"the format cannot store {len(problems)} of these leaves; leave them out with"
-            f" select=:\n{listing(problems)}"
+            f" select=:\n{show_lines(problems)}"
         )
     return arrays
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxckpt._format.manifest import distinct
-from jaxckpt._runtime.errors import DataError, InputError, show
+from jaxckpt._runtime.errors import DataError, InputError, show_path
 from jaxckpt._storage.errors import system_errors
 from jaxckpt._storage.store_path import local_path
 
@@ -143,7 +143,7 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
         held = read(path)
         if odd := {*map(str, held)} ^ expected:
             has, lacks = ("index", "file") if min(odd) in expected else ("file", "index")
-            tensor = f"the tensor {show(min(odd))} is in the {has} but not in the {lacks}"
+            tensor = f"the tensor {show_path(min(odd))} is in the {has} but not in the {lacks}"
             raise DataError(f"{path}: {tensor} ({os.path.basename(index)})")
         tensors |= held
     return tensors

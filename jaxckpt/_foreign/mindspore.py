@@ -34,7 +34,7 @@ from jaxckpt._format.grid import Box, Spec, extent, flat_boxes, pieces_along, vo
 from jaxckpt._format.paths import component
 from jaxckpt._format.specs import Specs
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError, show
+from jaxckpt._runtime.errors import DataError, InputError, show_path
 
 MAX_STRATEGY_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
@@ -222,7 +222,7 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
                 of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
             raise DataError(
-                f"{show(name)} is missing from every rank of stage {', '.join(map(str, stages))}, where it is trained"
+                f"{show_path(name)} is missing from every rank of stage {', '.join(map(str, stages))}, where it is trained"
             )
         whole[name] = replicated(name, {f"stage {stage}": array for stage, array in of_stages})
     return whole
@@ -230,7 +230,7 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
 
 def _devices_of_a_stage(strategy: Strategy) -> int:
     counts = {
-        math.prod(layout.dev_matrix): show(name) for layouts in strategy.values() for name, layout in layouts.items()
+        math.prod(layout.dev_matrix): show_path(name) for layouts in strategy.values() for name, layout in layouts.items()
     }
     if len(counts) > 1:
         raise DataError(f"the strategy has different numbers of devices for {', '.join(counts.values())}")
@@ -247,11 +247,11 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
         layout = msgspec.structs.replace(layout, tensor_map=(-1,) * rank)  # the map of a scalar may have one entry
     if len(layout.tensor_map) != rank or max(layout.tensor_map, default=-1) >= len(layout.dev_matrix):
         raise DataError(
-            f"{show(name)} has {rank} dimensions; its strategy has tensor_map {list(layout.tensor_map)} over"
+            f"{show_path(name)} has {rank} dimensions; its strategy has tensor_map {list(layout.tensor_map)} over"
             f" dev_matrix {list(layout.dev_matrix)}"
         )
     if layout.field > 0:
-        raise DataError(f"{show(name)} is split within each of {layout.field} fields, which jaxckpt cannot read")
+        raise DataError(f"{show_path(name)} is split within each of {layout.field} fields, which jaxckpt cannot read")
     sides, tensor_map = _optimizer_shards(name, layout)
     names = [f"d{number}" for number in range(len(sides))]
     spec = tuple(tuple(names[-1 - dim] for dim in dims) for dims in tensor_map)
@@ -263,7 +263,7 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
         array = from_ranks(name, shards, axes, spec)
     if layout.tensor_shape is not None and array.shape != layout.tensor_shape:
         raise DataError(
-            f"{show(name)} has shape {list(array.shape)} by its shards, but its strategy has"
+            f"{show_path(name)} has shape {list(array.shape)} by its shards, but its strategy has"
             f" {list(layout.tensor_shape)}"
         )
     return array
@@ -284,7 +284,7 @@ def _optimizer_shards(name: str, layout: Layout) -> tuple[tuple[int, ...], tuple
     size = count // step if size == -1 and step > 0 else size
     if not split or step != math.prod(split) or size < 1 or count % (step * size):
         raise DataError(
-            f"{show(name)} has opt_weight_shard_step {step} and size {layout.opt_weight_shard_size}, which do not fit"
+            f"{show_path(name)} has opt_weight_shard_step {step} and size {layout.opt_weight_shard_size}, which do not fit"
             f" {count} devices and its split {split}"
         )
     rank = len(split)
@@ -298,7 +298,7 @@ def _by_hand(
     """An array whose rows are split unevenly, its columns evenly."""
     split = pieces_along(axes, spec, len(spec))
     if len(rows) != math.prod(split) or any(side > 1 for side in split[1:]):
-        raise DataError(f"{show(name)} has param_split_shape {list(rows)}, which does not fit its split {split}")
+        raise DataError(f"{show_path(name)} has param_split_shape {list(rows)}, which does not fit its split {split}")
     boxes: dict[int, Box] = {}
     for rank, shard in shards.items():
         place = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
@@ -350,7 +350,7 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
             size -= 17
         for tag, values in itertools.groupby(_values(Message(path, handle, size)), key=lambda value: value.tag):
             if tag in tensors:
-                raise DataError(f"{path} has {show(tag)} twice")
+                raise DataError(f"{path} has {show_path(tag)} twice")
             tensors[tag] = _read_tensor(path, tag, [value.tensor for value in values], handle)
     if not tensors:
         raise DataError(f"{path} is empty")
@@ -363,14 +363,14 @@ def _values(wire: Message) -> Iterator[_Value]:
             raise wire.damaged(field.start, f"field {field.number} is not part of the format")
         value = wire.read(field, "a value", _VALUE, only=True)
         if "map" in value:
-            tag = show(value.get("tag", ""))
+            tag = show_path(value.get("tag", ""))
             raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX does not support")
         yield converted(wire.path, value, _Value)
 
 
 def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> ForeignArray | str:
     """The tensor or text that consists of one or more ranges of elements."""
-    first, where = runs[0], f"{path}: {show(tag)}"
+    first, where = runs[0], f"{path}: {show_path(tag)}"
     if odd := [run for run in runs if (run.dims, run.type) != (first.dims, first.type)]:
         raise DataError(f"{where} is {first.type}{list(first.dims)} and then {odd[0].type}{list(odd[0].dims)}")
     n_bytes = sum(run.n_bytes for run in runs)

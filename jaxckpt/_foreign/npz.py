@@ -26,7 +26,7 @@ from jaxckpt._format.grid import Box, extent, flat_boxes, intersection, volume, 
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.tree import nested
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose
-from jaxckpt._runtime.errors import DataError, show
+from jaxckpt._runtime.errors import DataError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
@@ -136,28 +136,28 @@ def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | 
     try:
         shape, fortran, dtype = _described(file)
     except Exception as error:  # also from NumPy's parser
-        raise DataError(f"{path}: {show(name)} is not a NumPy array: {str(error)[:200]}") from error
+        raise DataError(f"{path}: {show_path(name)} is not a NumPy array: {str(error)[:200]}") from error
     start = file.tell()
     if dtype.hasobject:
         raise DataError(
-            f"{path}: {show(name)} holds pickled Python objects; they could run any code, so they are not read"
+            f"{path}: {show_path(name)} holds pickled Python objects; they could run any code, so they are not read"
         )
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(side or 1 for side in shape) >= 1 << 63:
-        raise DataError(f"{path}: {show(name)} has shape {list(shape)}, which no array has")
+        raise DataError(f"{path}: {show_path(name)} has shape {list(shape)}, which no array has")
     n_bytes = dtype.itemsize * math.prod(shape)
     if n_bytes != member.n_bytes - start:
         raise DataError(
-            f"{path}: {show(name)} has {member.n_bytes - start} bytes, expected {n_bytes} of {dtype}{list(shape)}"
+            f"{path}: {show_path(name)} has {member.n_bytes - start} bytes, expected {n_bytes} of {dtype}{list(shape)}"
         )
     if dtype.kind in "SU" and not shape and n_bytes <= MAX_TEXT_BYTES:
         return _text(path, name, _head(handle, member, member.n_bytes), start, member, dtype)
     if dtype.kind == "V":
         raise DataError(
-            f"{path}: {show(name)} has dtype {dtype}: NumPy's format does not record dtypes of other libraries, such as"
+            f"{path}: {show_path(name)} has dtype {dtype}: NumPy's format does not record dtypes of other libraries, such as"
             " bfloat16. Save a view of it as unsigned integers, or use safetensors"
         )
     if dtype.name not in DTYPES or not dtype.isnative:
-        raise DataError(f"{path}: {show(name)} has dtype {dtype.str}, which JAX does not support")
+        raise DataError(f"{path}: {show_path(name)} has dtype {dtype.str}, which JAX does not support")
     if member.deflated:
         return ForeignArray(dtype.name, shape, Deflated(_Stream(member), start, dtype.name, shape, fortran))
     strides = f_strides(shape) if fortran else None
@@ -179,7 +179,7 @@ def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: n
     try:
         return np.ndarray((), dtype, raw[start:] or b"\0").item()
     except ValueError as error:  # raised for a number that is not a Unicode character
-        raise DataError(f"{path}: {show(name)} is not text: {error}") from error
+        raise DataError(f"{path}: {show_path(name)} is not text: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

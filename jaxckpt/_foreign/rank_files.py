@@ -25,7 +25,7 @@ from jaxckpt._format.paths import closest
 from jaxckpt._format.specs import Specs, mesh_axes, resolve_specs
 from jaxckpt._format.tree import flatten, nested
 from jaxckpt._restore.source import Foreign, ForeignArray, compose
-from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, listing, show
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
 
 Files = Mapping[int, str | os.PathLike[str]]
 """The file of each rank."""
@@ -117,7 +117,7 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
     if problems:
         raise InputError(
             "each rank's folder must hold one .ckpt or .safetensors file; otherwise pass the files as {rank: path}:\n"
-            + listing(problems)
+            + show_lines(problems)
         )
     if not files:
         raise NotACheckpointError(f"{folder} has no folder rank_0, rank_1, …")
@@ -169,11 +169,11 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
                 arrays.setdefault(name, {})[rank] = value
             elif values.setdefault(name, value) != value:
                 raise DataError(
-                    f"{show(name)} differs between ranks: rank {rank} has {value!r:.40},"
+                    f"{show_path(name)} differs between ranks: rank {rank} has {value!r:.40},"
                     " an earlier rank has another value"
                 )
     if mixed := arrays.keys() & values.keys():
-        raise DataError(f"{show(min(mixed))} is an array in some ranks but not in others")
+        raise DataError(f"{show_path(min(mixed))} is an array in some ranks but not in others")
     return arrays, values
 
 
@@ -198,9 +198,9 @@ def _boxes(
     """The box of each array with offsets that each rank holds. Raises InputError."""
     by_rank = {rank: _mapping(starts, f"offsets[{rank!r}]") for rank, starts in offsets.items()}
     named = {name for starts in by_rank.values() for name in starts}
-    problems = [f"{show(name)}{closest(name, arrays)}: no rank has it" for name in sorted(named - arrays.keys())]
-    problems += [f"{show(name)} has offsets and no shape" for name in sorted(named - shapes.keys())]
-    problems += [f"{show(name)} has a shape and no offsets" for name in sorted(shapes.keys() - named)]
+    problems = [f"{show_path(name)}{closest(name, arrays)}: no rank has it" for name in sorted(named - arrays.keys())]
+    problems += [f"{show_path(name)} has offsets and no shape" for name in sorted(named - shapes.keys())]
+    problems += [f"{show_path(name)} has a shape and no offsets" for name in sorted(shapes.keys() - named)]
     boxes: dict[str, dict[int, Box]] = {}
     for name in sorted(named & arrays.keys() & shapes.keys()):
         for rank, shard in arrays[name].items():
@@ -209,9 +209,9 @@ def _boxes(
             if start is None or sizes is None or not len(start) == len(shard.shape) == len(sizes):
                 given = "no offset" if starts is None else f"offset {starts!r}"
                 given += f" in the shape {shapes[name]!r}"
-                problems.append(f"{show(name)} is {list(shard.shape)} in rank {rank}, with {given}")
+                problems.append(f"{show_path(name)} is {list(shard.shape)} in rank {rank}, with {given}")
                 continue
             boxes.setdefault(name, {})[rank] = box_at(start, shard.shape)
     if problems:
-        raise InputError(f"offsets= and shapes= do not fit the files:\n{listing(problems)}")
+        raise InputError(f"offsets= and shapes= do not fit the files:\n{show_lines(problems)}")
     return boxes

@@ -20,7 +20,7 @@ from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.tree import Tree, nested
 from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
-from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, TreeError, show
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, TreeError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
@@ -77,21 +77,21 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _BITS:
-            raise DataError(f"{path}: {show(name)} has dtype {entry.dtype[:40]!r}, which the format does not define")
+            raise DataError(f"{path}: {show_path(name)} has dtype {entry.dtype[:40]!r}, which the format does not define")
         first, last = entry.data_offsets
         if first != end:
             kind = "overlap another tensor" if first < end else "leave a gap before them"
             raise DataError(
-                f"{path}: bytes {first} to {last}, those of {show(name)}, {kind}: expected to start at {end}"
+                f"{path}: bytes {first} to {last}, those of {show_path(name)}, {kind}: expected to start at {end}"
             )
         bits = _BITS[entry.dtype] * math.prod(entry.shape)
         if bits != 8 * (last - first):
             raise DataError(
-                f"{path}: {show(name)} has {last - first} bytes, expected {-(-bits // 8)} of"
+                f"{path}: {show_path(name)} has {last - first} bytes, expected {-(-bits // 8)} of"
                 f" {entry.dtype}{list(entry.shape)}"
             )
         if _BITS[entry.dtype] * math.prod(side or 1 for side in entry.shape) > 8 * MAX_BYTES:
-            raise DataError(f"{path}: {show(name)} has shape {list(entry.shape)}, which is too large to address")
+            raise DataError(f"{path}: {show_path(name)} has shape {list(entry.shape)}, which is too large to address")
         dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
         tensors[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
         end = last

@@ -31,7 +31,7 @@ from jaxckpt._format.grid import (
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._restore.source import ArrayData, ForeignArray
-from jaxckpt._runtime.errors import DataError, SpecError, listing, show
+from jaxckpt._runtime.errors import DataError, SpecError, show_lines, show_path
 from jaxckpt._storage import files
 
 SPAN_BYTES = 4 << 20
@@ -149,7 +149,7 @@ class Replicas(ArrayData):
             copy.read(box, other)
             if as_bits(other).tobytes() != as_bits(target).tobytes():
                 raise DataError(
-                    f"{show(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and {name},"
+                    f"{show_path(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and {name},"
                     " which should hold replicas"
                 )
 
@@ -180,14 +180,14 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
     # Lengths of 0, so that divisibility is not checked: the ranks already hold shards.
     problem = spec_problem(axes, spec, first.shape if len(spec) > len(first.shape) else (0,) * len(first.shape))
     if problem:
-        raise SpecError(f"{show(path)}: {problem}")
+        raise SpecError(f"{show_path(path)}: {problem}")
     counts = pieces_along(axes, spec, len(first.shape))
     shape = tuple(side * count for side, count in zip(first.shape, counts, strict=True))
     require_alike(path, [(f"rank {rank}", shard) for rank, shard in sorted(shards.items())])
     boxes: dict[int, Box] = {}
     for rank in shards:
         if rank >= math.prod(sides):
-            raise DataError(f"{show(path)}: rank {rank} is beyond the mesh {dict(axes)}")
+            raise DataError(f"{show_path(path)}: rank {rank} is beyond the mesh {dict(axes)}")
         boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
     return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.numbered(tuple(axes.items())), spec=spec)
 
@@ -200,7 +200,7 @@ def require_alike(path: str, held: Sequence[tuple[str, ForeignArray]], *, shapes
         fits = array.shape == first.shape if shapes else len(array.shape) == len(first.shape)
         if array.dtype != first.dtype or not fits:
             raise DataError(
-                f"{show(path)} is {array.dtype}{list(array.shape)} in {name}, {first.dtype}{list(first.shape)} in"
+                f"{show_path(path)} is {array.dtype}{list(array.shape)} in {name}, {first.dtype}{list(first.shape)} in"
                 f" {first_name}"
             )
 
@@ -227,7 +227,7 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
     for name, box, array in held:
         if array.shape != extent(box):
             raise DataError(
-                f"{show(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
+                f"{show_path(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
                 f" {show_box(box)}"
             )
         copies.setdefault(box, []).append((name, array.data))
@@ -266,7 +266,7 @@ def require_cover(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
         problems = list(itertools.islice(_cover_problems(shape, boxes), 21))
     if problems:
         raise DataError(
-            f"the shards of {show(path)} do not exactly cover its shape {list(shape)}:\n{listing(problems)}"
+            f"the shards of {show_path(path)} do not exactly cover its shape {list(shape)}:\n{show_lines(problems)}"
         )
 
 

@@ -19,7 +19,7 @@ from jaxckpt._format.paths import heads
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import DataError, StorageError, TreeError, show
+from jaxckpt._runtime.errors import DataError, StorageError, TreeError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.files import FileWriter
@@ -37,7 +37,7 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
     arrays = arrays_of(source, options, report, _problem, keep_values=True)
     groups = {"", *(head for name in arrays for head in heads(name.rpartition("/")[0]))}
     if clashing := groups & arrays.keys():
-        raise TreeError(f"{show(min(clashing))} is both a leaf and a container of others; give rename=")
+        raise TreeError(f"{show_path(min(clashing))} is both a leaf and a container of others; give rename=")
     values = {
         leaf.path: {"kind": leaf.kind, "value": leaf.value} for leaf in source.manifest.leaves if leaf.value is not None
     }

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxckpt._format.dtypes import DTYPES, dtype_name, lossless
 from jaxckpt._format.paths import closest, longest_head
 from jaxckpt._format.tree import flatten
-from jaxckpt._runtime.errors import InputError, Problem, show
+from jaxckpt._runtime.errors import InputError, Problem, show_path
 from jaxckpt._runtime.options import Options
 
 Dtypes = Any
@@ -78,7 +78,7 @@ def _wanted(asked: Dtypes, leaves: Sequence[Castable]) -> list[tuple[Castable, n
     if unused:
         path, dtype = next(iter(unused.items()))
         hint = closest(path, (one.path for one in leaves)) if path else ""
-        raise InputError(f"dtype= gives {dtype} for {show(path)}, but no leaf there has that kind of number{hint}")
+        raise InputError(f"dtype= gives {dtype} for {show_path(path)}, but no leaf there has that kind of number{hint}")
     return found
 
 
@@ -93,7 +93,7 @@ def _dtype(value: Any, path: str) -> np.dtype[Any]:
         dtype = None
     if dtype is None or dtype_name(dtype) not in DTYPES:
         raise InputError(
-            f"dtype= gives {reprlib.repr(value)} for {show(path)}; expected a dtype such as jnp.bfloat16, one of"
+            f"dtype= gives {reprlib.repr(value)} for {show_path(path)}; expected a dtype such as jnp.bfloat16, one of"
             f" {', '.join(DTYPES)}"
         )
     return DTYPES[dtype_name(dtype)]  # in the byte order of this machine

@@ -16,7 +16,7 @@ from jaxckpt._format.grid import spec_problem
 from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
 from jaxckpt._format.tree import paths_of
 from jaxckpt._format.values import KINDS, decode_value, encode_value
-from jaxckpt._runtime.errors import counted, show
+from jaxckpt._runtime.errors import show_count, show_path
 from jaxckpt._runtime.options import COMPRESSIONS
 
 FORMAT = "jaxckpt"
@@ -92,12 +92,12 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
         return
     if numbers != list(range(len(leaves))):
         seen = next((seen for seen, number in enumerate(numbers) if number != seen), len(numbers))
-        named = f"leaf {numbers[seen]} instead of leaf {seen}" if seen < len(numbers) else counted(seen, "leaf")
-        yield f"the tree has {named}; the manifest lists {counted(len(leaves), 'leaf')}"
+        named = f"leaf {numbers[seen]} instead of leaf {seen}" if seen < len(numbers) else show_count(seen, "leaf")
+        yield f"the tree has {named}; the manifest lists {show_count(len(leaves), 'leaf')}"
         return
     if places != paths:
         at, path = next((at, path) for at, path in zip(places, paths, strict=True) if at != path)
-        yield f"leaf {show(path[:200])} is at {show(at[:200])} in the tree"
+        yield f"leaf {show_path(path[:200])} is at {show_path(at[:200])} in the tree"
         return
     if len(manifest.numbers) != len(leaves):
         yield "several leaves share a path"
@@ -142,13 +142,13 @@ def _leaf_problems(manifest: Manifest) -> Iterator[str]:
             if leaf.row is None or leaf.row >= stack.rows:
                 problem = f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
             elif counts[leaf.stack, leaf.row] == MAX_TIED:
-                holder = show(holders[leaf.stack, leaf.row][:200])
+                holder = show_path(holders[leaf.stack, leaf.row][:200])
                 problem = f"shares its row with {holder} and {MAX_TIED - 1} others; the limit is {MAX_TIED} leaves"
             else:
                 counts[leaf.stack, leaf.row] += 1
                 holders[leaf.stack, leaf.row] = leaf.path
         if problem:
-            yield f"leaf {show(leaf.path[:200])} {problem}"
+            yield f"leaf {show_path(leaf.path[:200])} {problem}"
     if len(holders) != sum(stack.rows for stack in manifest.stacks):
         yield f"the leaves fill {len(holders)} of the {sum(stack.rows for stack in manifest.stacks)} rows of all stacks"
 

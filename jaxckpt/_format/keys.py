@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxckpt._format.paths import are_texts
 from jaxckpt._format.values import decode_bytes, decode_float, encode_bytes, encode_float, is_utf8
-from jaxckpt._runtime.errors import TreeError, show
+from jaxckpt._runtime.errors import TreeError, show_path
 
 MAX_KEY_DEPTH = 40
 """The greatest nesting depth of tuples in a key. Inside 200 nested containers, `manifest.MAX_NESTING` leaves room for
@@ -36,7 +36,7 @@ def _checked_key(key: object, path: str, depth: int = 0) -> Key:
             return tuple(_checked_key(inner, path, depth + 1) for inner in cast("tuple[object, ...]", key))
         case tuple():
             raise TreeError(
-                f"the container at {show(path)} has a key of tuples nested deeper than {MAX_KEY_DEPTH}; make it a str"
+                f"the container at {show_path(path)} has a key of tuples nested deeper than {MAX_KEY_DEPTH}; make it a str"
             )
         case bool():
             return key
@@ -51,7 +51,7 @@ def _checked_key(key: object, path: str, depth: int = 0) -> Key:
         case _:
             pass
     raise TreeError(
-        f"the container at {show(path)} has the key {ascii(key)[:80]} of type {type(key).__name__}; keys may be str"
+        f"the container at {show_path(path)} has the key {ascii(key)[:80]} of type {type(key).__name__}; keys may be str"
         " (UTF-8), int (64 bits), float, bool, bytes, or tuples of them"
     )
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxckpt._format.values import PYTHON, is_utf8
-from jaxckpt._runtime.errors import InputError, show
+from jaxckpt._runtime.errors import InputError, show_path
 
 _PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 """Methods that return and set an object's state. The first pair that a class has is used."""
@@ -152,5 +152,5 @@ def called(function: Callable[..., Any], doing: str, path: str, *arguments: Any)
     try:
         return function(*arguments)
     except Exception as error:
-        error.add_note(f"jaxckpt: raised while {doing} {show(path)}")
+        error.add_note(f"jaxckpt: raised while {doing} {show_path(path)}")
         raise

@@ -20,7 +20,7 @@ from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._format.select import selector
 from jaxckpt._format.tree import prune
 from jaxckpt._format.values import decode_bytes, encode_bytes, is_utf8
-from jaxckpt._runtime.errors import InputError, ManifestError, listing
+from jaxckpt._runtime.errors import InputError, ManifestError, show_lines
 
 LARGEST_BYTES = 64 << 20
 """The largest manifest, in bytes. 16,000 leaves in 500,000 objects (32 TB at 64 MiB each) take 16 MB. Decoding takes up
@@ -87,7 +87,7 @@ def decode(content: bytes, where: str) -> Manifest:
         raise _refusal(content, where, f"is malformed: {str(error)[:SHOWN]}") from error
     wrong = problems(manifest)
     if wrong:
-        raise _refusal(content, where, f"is inconsistent:\n{listing(wrong)}")
+        raise _refusal(content, where, f"is inconsistent:\n{show_lines(wrong)}")
     return manifest
 
 

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from jaxckpt._format.paths import below, closest, heads, joined
-from jaxckpt._runtime.errors import InputError, TreeError, counted, listing, show
+from jaxckpt._runtime.errors import InputError, TreeError, show_count, show_lines, show_path
 
 Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
 
@@ -80,7 +80,7 @@ def _asked(select: Callable[[str], bool], path: str) -> bool:
     """The result of a `select` function for a path. Raises InputError unless it is a bool."""
     answer = select(path)
     if not isinstance(answer, (bool, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"select returned {reprlib.repr(answer)} for leaf {show(path)}; expected True or False")
+        raise InputError(f"select returned {reprlib.repr(answer)} for leaf {show_path(path)}; expected True or False")
     return bool(answer)
 
 
@@ -142,7 +142,7 @@ def renamed(rename: Rename | None, paths: Collection[str]) -> list[str]:
         olds: dict[str, str] = {}
         for old, path in zip(paths, new, strict=True):
             if path in olds:
-                raise TreeError(f"rename= gives {show(olds[path])} and {show(old)} the same path {path!r}")
+                raise TreeError(f"rename= gives {show_path(olds[path])} and {show_path(old)} the same path {path!r}")
             olds[path] = old
     return new
 
@@ -162,7 +162,7 @@ def _new_path(rename: Callable[[str], str], path: str) -> str:
     """The result of a `rename` function for a path. Raises InputError, TreeError unless it is a valid path."""
     new = rename(path)
     if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show(path)}; expected a path, a str")
+        raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show_path(path)}; expected a path, a str")
     _require_components(path, new)
     return str.__str__(new)
 
@@ -171,7 +171,7 @@ def _require_components(old: str, new: str) -> None:
     """Raise TreeError if a new path has an empty component, which no key can produce."""
     if new and "" in new.split("/"):
         raise TreeError(
-            f"rename gives {show(old)} the path {new!r}, which has an empty component; the empty key is written '~2'"
+            f"rename gives {show_path(old)} the path {new!r}, which has an empty component; the empty key is written '~2'"
         )
 
 
@@ -204,7 +204,7 @@ def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where:
     # Each hint needs a scan of all paths.
     hints = [closest(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
     lines = [
-        f"{text} matches none of the {counted(len(paths), 'leaf')} of {where}{hint}"
+        f"{text} matches none of the {show_count(len(paths), 'leaf')} of {where}{hint}"
         for text, hint in zip(texts, hints, strict=True)
     ]
-    return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what} has entries that match nothing:\n{listing(lines)}"
+    return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what} has entries that match nothing:\n{show_lines(lines)}"

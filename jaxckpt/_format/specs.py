@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxckpt._format.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
 from jaxckpt._format.paths import closest, longest_head
 from jaxckpt._format.tree import flatten
-from jaxckpt._runtime.errors import InputError, Problem, SpecError, counted, show
+from jaxckpt._runtime.errors import InputError, Problem, SpecError, show_count, show_path
 from jaxckpt._runtime.options import Options
 
 Specs = Any
@@ -84,7 +84,7 @@ def _require_common_axis(axes: Mapping[str, int], groups: Iterable[Alike]) -> No
 def require_fit(problems: Sequence[Problem]) -> None:
     """Raise SpecError if there are leaves that their specs do not fit."""
     if problems:
-        raise SpecError.of(f"the specs do not fit {counted(len(problems), 'leaf')}", problems)
+        raise SpecError.of(f"the specs do not fit {show_count(len(problems), 'leaf')}", problems)
 
 
 def by_axis_name(spec: Spec, axes: Mapping[str, int]) -> Spec:
@@ -114,7 +114,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
         hint = closest(unused[0], (path for path, _ in leaves))
-        raise SpecError(f"specs has {show(unused[0])}, but no array leaf is at or below that path{hint}")
+        raise SpecError(f"specs has {show_path(unused[0])}, but no array leaf is at or below that path{hint}")
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 
@@ -126,12 +126,12 @@ def _is_leaf(value: object) -> bool:
 def _checked(spec: Any, path: str) -> Spec:
     if not isinstance(spec, PartitionSpec):
         raise SpecError(
-            f"specs gives {reprlib.repr(spec)} for leaf {show(path)}; expected a jax.sharding.PartitionSpec"
+            f"specs gives {reprlib.repr(spec)} for leaf {show_path(path)}; expected a jax.sharding.PartitionSpec"
         )
     try:
         return spec_of(spec)
     except SpecError as error:
-        raise SpecError(f"leaf {show(path)}: {error}") from None
+        raise SpecError(f"leaf {show_path(path)}: {error}") from None
 
 
 def require_mesh(mesh: object) -> None:

@@ -22,7 +22,7 @@ from jaxckpt._format.keys import Key, ambiguity, decode_keys, encode_keys, plain
 from jaxckpt._format.leaf_types import called, full_name, is_plain, is_registered, leaf_type
 from jaxckpt._format.paths import are_texts, component, components, joined, key_of
 from jaxckpt._format.values import is_utf8
-from jaxckpt._runtime.errors import TreeError, listing, show
+from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 
 MAX_DEPTH = 200
 """The greatest nesting depth of containers. Deeper trees are refused on save and on read."""
@@ -97,7 +97,7 @@ def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]
     if len({leaf.path for leaf in leaves}) != len(leaves):
         paths = collections.Counter(leaf.path for leaf in leaves)
         twice = [path for path, count in paths.items() if count > 1]
-        raise TreeError(f"several leaves share a path; rename a key:\n{listing(map(show, twice))}")
+        raise TreeError(f"several leaves share a path; rename a key:\n{show_lines(map(show_path, twice))}")
     return leaves, structure
 
 
@@ -112,7 +112,7 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
         flat.leaves.append(Leaf(path, node))
         return len(flat.leaves) - 1
     if depth >= MAX_DEPTH:
-        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show(path[:200])}")
+        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show_path(path[:200])}")
     if handled is not None:
         first = len(flat.leaves)
         state = called(handled.to_state, f"the state of the {handled.name} was taken at", path, node)
@@ -124,7 +124,7 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
         first = flat.variables.setdefault(id(node), path)
         if first != path:
             raise TreeError(
-                f"{show(first)} and {show(path)} are the same Variable of Flax NNX, and would be restored as two:"
+                f"{show_path(first)} and {show_path(path)} are the same Variable of Flax NNX, and would be restored as two:"
                 " pass nnx.state(module), which contains it once"
             )
         structure = _flatten(below[0], path, root, depth, flat)
@@ -185,13 +185,13 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     except (TypeError, ValueError, OverflowError) as error:
         reason = str(error).rstrip(".")
         raise TreeError(
-            f"JAX cannot flatten {show(path)} ({type(node).__name__}): {reason}. Check that all keys are of one type"
+            f"JAX cannot flatten {show_path(path)} ({type(node).__name__}): {reason}. Check that all keys are of one type"
         ) from error
     if len(level) == 1 and not level[0][0]:  # the only entry has an empty key path: it is the node itself, a leaf
         return None
     if is_registered(kind):
         raise TreeError(
-            f"{show(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX treats it as a container:"
+            f"{show_path(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX treats it as a container:"
             " remove the call of register_leaf"
         )
     return [plain_key(entry[0], path) for entry, _ in level], [child for _, child in level]
@@ -206,7 +206,7 @@ def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Struc
         return Container(type="tuple", children=children)
     problem = ambiguity(keys)
     if problem:
-        raise TreeError(f"the container at {show(path)} ({kind.__name__}) has {problem}; rename a key")
+        raise TreeError(f"the container at {show_path(path)} ({kind.__name__}) has {problem}; rename a key")
     encoded = encode_keys(keys)
     if kind is dict:
         return Container(type="dict", keys=encoded, children=children)
@@ -463,8 +463,8 @@ def nested(values: Mapping[str, Any]) -> Tree:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise TreeError(f"after rename, the leaf {show(path)} is below another leaf")
+                raise TreeError(f"after rename, the leaf {show_path(path)} is below another leaf")
         if last in node:
-            raise TreeError(f"after rename, the leaf {show(path)} is also a container of others")
+            raise TreeError(f"after rename, the leaf {show_path(path)} is also a container of others")
         node[last] = value
     return tree

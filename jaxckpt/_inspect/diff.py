@@ -20,8 +20,8 @@ from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.renaming import Renaming, renamed_source
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._runtime.errors import counted, listing, show
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.errors import show_count, show_lines, show_path
+from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.progress import reporting
 
 _TOGETHER = 1 << 18
@@ -63,14 +63,14 @@ class LeafDelta:
 
     def __str__(self) -> str:
         if not self.a or not self.b:
-            return f"{show(self.path)}: only in {'a' if self.a else 'b'} ({self.a or self.b})"
+            return f"{show_path(self.path)}: only in {'a' if self.a else 'b'} ({self.a or self.b})"
         what = self.a if self.a == self.b else f"{self.a} → {self.b}"
         if not self.differing:
-            return f"{show(self.path)}: {what}" + (", equal values" if self.size else "")
+            return f"{show_path(self.path)}: {what}" + (", equal values" if self.size else "")
         share = f"{self.differing:,} of {self.size:,} elements differ"
         if not self.max_abs:  # texts, or different bits of equal numbers, such as 0.0 and -0.0
-            return f"{show(self.path)}: {what}, {share}"
-        return f"{show(self.path)}: {what}, {share}, by {self.max_abs:.6g} at most, relatively {self.max_rel:.3g}"
+            return f"{show_path(self.path)}: {what}, {share}"
+        return f"{show_path(self.path)}: {what}, {share}, by {self.max_abs:.6g} at most, relatively {self.max_rel:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +103,17 @@ class Delta:
         raise TypeError("the truth value of a Delta is ambiguous: use .identical or .differing")
 
     def __repr__(self) -> str:
-        differ = f"{len(self.differing)} of {counted(len(self.leaves), 'leaf')} differ"
+        differ = f"{len(self.differing)} of {show_count(len(self.leaves), 'leaf')} differ"
         return f"<Delta of {self.path_a!r} and {self.path_b!r}: {'identical' if self.identical else differ}>"
 
     def __str__(self) -> str:
         head = f"a = {self.path_a}\nb = {self.path_b}\n"
         if self.identical:
-            return f"{head}identical: {counted(len(self.leaves), 'leaf')}, bit by bit"
+            return f"{head}identical: {show_count(len(self.leaves), 'leaf')}, bit by bit"
         structure = "" if self.same_structure else "\n  the containers differ"
         differing = self.differing
-        summary = f"{head}{len(differing)} of {counted(len(self.leaves), 'leaf')} differ{structure}"
-        return f"{summary}\n{listing(map(str, differing))}".rstrip()
+        summary = f"{head}{len(differing)} of {show_count(len(self.leaves), 'leaf')} differ{structure}"
+        return f"{summary}\n{show_lines(map(str, differing))}".rstrip()
 
 
 def diff(
@@ -156,7 +156,7 @@ def diff(
         >>> delta.identical, delta.differing[0].differing, delta.differing[0].max_abs
         (False, 1, 0.5)
     """
-    options = given(options)
+    options = options_or_default(options)
     # Each box needs a buffer on both sides. The other half of the memory is for reading.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)

@@ -16,7 +16,7 @@ from jaxckpt._inspect.drawing import clipped, definitions, layout_drawing, noteb
 from jaxckpt._restore.placing import on_host
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import show
+from jaxckpt._runtime.errors import show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
@@ -118,7 +118,7 @@ class LazyLeaf:
     def _number_of(self, wanted: str) -> Any:
         """The value of a leaf that is one number. Raises TypeError for any other."""
         if self.shape or self.kind in ("str", "bytes"):
-            raise TypeError(f"{wanted}() needs a leaf that is one number, but {show(self.path)} is {self._contents}")
+            raise TypeError(f"{wanted}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}")
         return self.value
 
     @property

@@ -23,8 +23,8 @@ from jaxckpt._restore.goals import resolve
 from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
 from jaxckpt._restore.source import Location, Native, Source, source_at, step_of
 from jaxckpt._restore.target import Request, require_request
-from jaxckpt._runtime.errors import NotACheckpointError, counted, show
-from jaxckpt._runtime.options import Options, given, whole_number
+from jaxckpt._runtime.errors import NotACheckpointError, show_count, show_path
+from jaxckpt._runtime.options import Options, options_or_default, require_whole_number
 from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_states
@@ -57,7 +57,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
         >>> jaxckpt.open("/tmp/jaxckpt-doc/open")["w"][8:12]
         array([ 8,  9, 10, 11])
     """
-    options = given(options)
+    options = options_or_default(options)
     source = renamed_source(source_at(path, options)[0], rename)
     return Checkpoint(source, options)
 
@@ -180,7 +180,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         if path not in self._numbers:
             below = [leaf for leaf in self._numbers if leaf.startswith(f"{path}/")]
             hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(str(path), self._numbers)
-            raise KeyError(f"no leaf {show(path)} in {self.path}{hint}")
+            raise KeyError(f"no leaf {show_path(path)} in {self.path}{hint}")
         return self._leaf(self._numbers[path])
 
     def __contains__(self, path: object) -> bool:
@@ -209,7 +209,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     def __repr__(self) -> str:
         made = f"saved {self.created}" if self.created else self.format
-        return f"<Checkpoint {self.path!r}: {counted(len(self), 'leaf')}, {show_bytes(self.nbytes)}, {made}>"
+        return f"<Checkpoint {self.path!r}: {show_count(len(self), 'leaf')}, {show_bytes(self.nbytes)}, {made}>"
 
     def _repr_html_(self) -> str:
         """For notebooks: a description, and the bytes of each subtree."""
@@ -255,8 +255,8 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         Raises:
             MismatchError, TreeError, SpecError, LayoutError: As `restore` would.
         """
-        devices_per_process = whole_number(devices_per_process, "devices_per_process", least=1, most=1 << 31)
-        options = self._options if options is None else given(options)
+        devices_per_process = require_whole_number(devices_per_process, "devices_per_process", least=1, most=1 << 31)
+        options = self._options if options is None else options_or_default(options)
         planned = None if isinstance(mesh, Mesh) else devices_per_process
         request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype)
         require_request(request)

@@ -50,8 +50,8 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.restore_plan import RestorePlan, Where, draw_plan, saved_where
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Location, Source, source_at
-from jaxckpt._runtime.errors import counted
-from jaxckpt._runtime.options import Options, flag, given
+from jaxckpt._runtime.errors import show_count
+from jaxckpt._runtime.options import Options, require_bool, options_or_default
 from jaxckpt._runtime.progress import reporting, show_bytes
 
 MAX_DRAWINGS = 400
@@ -105,14 +105,14 @@ def report(
         >>> page.startswith("<!doctype html>")
         True
     """
-    options = given(options)
+    options = options_or_default(options)
     source, _ = source_at(path, options)
     checkpoint = Checkpoint(source, options)
     plan = None if mesh is None and specs is None else checkpoint.plan(mesh=mesh, specs=specs)
     drawings = _Drawings(LAYOUT_WIDTH if plan is None else LAYOUT_WIDTH // 2 - 6)  # two are side by side
     data = _data(source.manifest, plan, drawings)
 
-    data["histograms"] = _histograms(source, options) if flag(histograms, "histograms") else {}
+    data["histograms"] = _histograms(source, options) if require_bool(histograms, "histograms") else {}
     data["meanings"] = MEANINGS
     restore = Markup() if plan is None else _section("Restore plan", draw_plan(plan, MAX_BARS))
     sections = [_save_section(source.manifest), restore, _about_section(source.manifest)]
@@ -202,7 +202,7 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
         return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
     stack = manifest.stacks[leaf.stack]
     chunk, sides = ("×".join(map(str, lengths)) for lengths in (stack.chunk, stack.object))
-    stored = f"{stack.name} ({counted(stack.rows, 'leaf')}); objects of {sides}, chunks of {chunk}"
+    stored = f"{stack.name} ({show_count(stack.rows, 'leaf')}); objects of {sides}, chunks of {chunk}"
     return {
         "kind": leaf.kind if leaf.impl is None else f"{leaf.kind} ({leaf.impl})",
         "dtype": stack.dtype,

@@ -21,7 +21,7 @@ from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.placing import kept, process_cells, rounds
 from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
 from jaxckpt._restore.sharing import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
-from jaxckpt._runtime.errors import counted
+from jaxckpt._runtime.errors import show_count
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
@@ -125,7 +125,7 @@ class RestorePlan:
 
     def __repr__(self) -> str:
         count = sum(len(process.device_bytes) for process in self.processes)
-        onto = f"{counted(len(self.leaves), 'leaf')} onto {counted(count, 'device')}"
+        onto = f"{show_count(len(self.leaves), 'leaf')} onto {show_count(count, 'device')}"
         return f"<RestorePlan: {onto}, {show_bytes(self.read_bytes)} read ({self.over_read:.3f} × needed)>"
 
     def _repr_html_(self) -> str:
@@ -136,14 +136,14 @@ class RestorePlan:
         busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
         devices = [size for part in self.processes for size in part.device_bytes.values()]
         lines = [
-            f"{counted(len(self.leaves), 'leaf')} onto {counted(len(devices), 'device')} of"
-            f" {counted(len(self.processes), 'process')}",
+            f"{show_count(len(self.leaves), 'leaf')} onto {show_count(len(devices), 'device')} of"
+            f" {show_count(len(self.processes), 'process')}",
             f"  needed     {show_bytes(self.needed_bytes)}",
             f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed),"
-            f" {counted(self.requests, 'request')}",
+            f" {show_count(self.requests, 'request')}",
             *([f"  received   {show_bytes(self.received_bytes)} from other processes"] if self.received_bytes else []),
             f"  busiest    process {busiest.process}: {show_bytes(busiest.cost.read_bytes)},"
-            f" {counted(busiest.cost.requests, 'request')}",
+            f" {show_count(busiest.cost.requests, 'request')}",
             f"  per device {_range(devices)}",
             f"  host       {show_bytes(self.peak_host_bytes)} in addition to the arrays",
         ]
@@ -205,7 +205,7 @@ def _bar(plan: ProcessPlan, widest: int) -> Bar:
         (0, min(needed, read) / widest, f"needed: {show_bytes(needed)}"),
         (1, over_read / widest, f"over-read: {show_bytes(over_read)}"),
     )
-    return Bar(f"process {plan.process}", f"{show_bytes(read)}, {counted(plan.cost.requests, 'request')}", sections)
+    return Bar(f"process {plan.process}", f"{show_bytes(read)}, {show_count(plan.cost.requests, 'request')}", sections)
 
 
 def _in_words(where: Where) -> str:

@@ -27,11 +27,11 @@ from jaxckpt._runtime.errors import (
     NotACheckpointError,
     Problem,
     StorageError,
-    counted,
-    listing,
-    show,
+    show_count,
+    show_lines,
+    show_path,
 )
-from jaxckpt._runtime.options import Options, flag, given
+from jaxckpt._runtime.options import Options, require_bool, options_or_default
 from jaxckpt._runtime.progress import reporting, show_bytes
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.store_path import store_at
@@ -73,12 +73,12 @@ class VerifyReport:
         return self.ok
 
     def __repr__(self) -> str:
-        state = "ok" if self.ok else counted(len(self.problems), "problem")
-        return f"<VerifyReport of {self.path!r}: {counted(self.leaves, 'leaf')}, {state}>"
+        state = "ok" if self.ok else show_count(len(self.problems), "problem")
+        return f"<VerifyReport of {self.path!r}: {show_count(self.leaves, 'leaf')}, {state}>"
 
     def __str__(self) -> str:
         extent = "existence and lengths only" if self.quick else f"{show_bytes(self.checked_bytes)} read"
-        head = f"{self.path}: {counted(self.leaves, 'leaf')} in {counted(self.objects, 'object')}, {extent}"
+        head = f"{self.path}: {show_count(self.leaves, 'leaf')} in {show_count(self.objects, 'object')}, {extent}"
         if self.ok:
             return f"{head}: ok"
         # One line per file and reason, because a damaged object may hold thousands of leaves.
@@ -86,12 +86,12 @@ class VerifyReport:
         for problem in self.problems:
             files.setdefault((problem.object, problem.reason), []).append(problem)
         lines = [f"{file} {reason}{_hit(hits)}" for (file, reason), hits in files.items()]
-        return f"{head}; {counted(len(self.problems), 'problem')}\n{listing(lines)}"
+        return f"{head}; {show_count(len(self.problems), 'problem')}\n{show_lines(lines)}"
 
 
 def _hit(problems: list[Problem]) -> str:
     """The leaves that are affected by the problems of one file, as text for its line."""
-    hit = [f"{show(problem.leaf)}{problem.sides}" for problem in problems if problem.leaf is not None]
+    hit = [f"{show_path(problem.leaf)}{problem.sides}" for problem in problems if problem.leaf is not None]
     if not hit:
         return ""
     return f": {', '.join(hit[:3])}" + (f" and {len(hit) - 3} more" if len(hit) > 3 else "")
@@ -126,7 +126,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         >>> jaxckpt.verify("/tmp/jaxckpt-doc/verify").ok
         True
     """
-    options, quick = given(options), flag(quick, "quick")
+    options, quick = options_or_default(options), require_bool(quick, "quick")
     if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # otherwise one manifest is expected
         steps = steps_of(store_at(path, options))
         if steps is not None:

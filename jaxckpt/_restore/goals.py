@@ -40,7 +40,7 @@ from jaxckpt._restore.target import (
     not_a_leaf,
     selected,
 )
-from jaxckpt._runtime.errors import LayoutError, MismatchError, Problem, SpecError, counted
+from jaxckpt._runtime.errors import LayoutError, MismatchError, Problem, SpecError, show_count
 from jaxckpt._runtime.options import Options
 
 _Dtype = np.dtype[Any]
@@ -125,7 +125,7 @@ def _raise_problems(
     """Raise one error if there are problems. Mismatches come before layout problems."""
     if unavailable:
         raise LayoutError.of(
-            f"cannot restore {counted(len(unavailable), 'leaf')} in the saved layout",
+            f"cannot restore {show_count(len(unavailable), 'leaf')} in the saved layout",
             unavailable,
             "Pass mesh= to carry their specs over to another mesh by axis name, or target= with the shardings wanted,"
             " or use jaxckpt.load_numpy for host arrays",
@@ -133,7 +133,7 @@ def _raise_problems(
     require_fit(misfits)
     if not mismatches:
         return
-    n_leaves, n_saved = counted(len(mismatches), "leaf"), len(manifest.leaves)
+    n_leaves, n_saved = show_count(len(mismatches), "leaf"), len(manifest.leaves)
     if not match.is_met:
         head = f"none of the target's {n_leaves} would come from the checkpoint, which has {n_saved}"
     elif request.target is None:

@@ -31,7 +31,7 @@ from jaxckpt._restore.pooled import Pooled
 from jaxckpt._restore.reading import Buffers, read, require_metadata, undisturbed
 from jaxckpt._restore.sharing import Partition, Round, digest, members_of, plan_rounds, share
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show
+from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import reporting
@@ -410,7 +410,7 @@ class _Leaves:
                 array = jax.random.wrap_key_data(array, impl=record.impl)
             except (TypeError, ValueError) as error:
                 raise ManifestError(
-                    f"leaf {show(record.path)} cannot be PRNG keys of implementation {record.impl!r}: {error}"
+                    f"leaf {show_path(record.path)} cannot be PRNG keys of implementation {record.impl!r}: {error}"
                 ) from error
         self._values[leaf] = array
 

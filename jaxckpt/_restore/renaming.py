@@ -16,7 +16,7 @@ from jaxckpt._restore.objects import with_objects
 from jaxckpt._restore.pooled import Pooled
 from jaxckpt._restore.rules import Rules
 from jaxckpt._restore.source import Foreign, Native
-from jaxckpt._runtime.errors import TreeError, show
+from jaxckpt._runtime.errors import TreeError, show_path
 
 Renaming = Rename | Rules
 """The argument rename=: new names, or rules."""
@@ -79,6 +79,6 @@ def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: 
     root = numbers.get("")
     if root is not None and root in chosen and len(chosen) > 1:
         raise TreeError(
-            f"rename= makes leaf {show(manifest.leaves[root].path)} the whole tree, but {len(chosen)} leaves are"
+            f"rename= makes leaf {show_path(manifest.leaves[root].path)} the whole tree, but {len(chosen)} leaves are"
             " selected: give it a name, or select only this leaf"
         )

@@ -24,8 +24,8 @@ from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
 from jaxckpt._restore.source import Location, source_at
 from jaxckpt._restore.target import Request, require_request
 from jaxckpt._runtime.errors import InputError, PeersDisagreeError
-from jaxckpt._runtime.events import finished
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.events import record_event
+from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.processes import Call, Group
 
 
@@ -115,8 +115,8 @@ def restore(
 def carry_out(path: Location | Pooled, request: Request, options: Options | None) -> Tree:
     """Restore what is requested. Every process."""
     begun = time.perf_counter()
-    with Group.current(options, Call.of("restore", path)) as group:
-        options = given(options)
+    with Group.for_call(options, Call.of("restore", path)) as group:
+        options = options_or_default(options)
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(request.mesh)
             require_request(request)
@@ -148,7 +148,7 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
                 for one, state in states:
                     one.set(state)
                 meeting.barrier()
-    finished(
+    record_event(
         "restore",
         time.perf_counter() - begun,
         lambda: (
@@ -223,7 +223,7 @@ def load_numpy(
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/numpy")
         {'w': array([0, 1, 2])}
     """
-    options = given(options)
+    options = options_or_default(options)
     source = renamed_source(source_at(path, options)[0], rename)
     resolved = host_goals(source.manifest, select)
     return resolved.build(fetch(source, resolved.goals, options), [])

@@ -16,7 +16,7 @@ from jaxckpt._format.paths import closest
 from jaxckpt._format.pieces import Array
 from jaxckpt._restore.rule_layouts import Layout, axes_of
 from jaxckpt._runtime.errors import InputError
-from jaxckpt._runtime.options import whole_number
+from jaxckpt._runtime.options import require_whole_number
 
 Names = str | tuple[str, ...]
 
@@ -146,8 +146,8 @@ class Rule:
             ("resized", self.resized.values()),
         ):
             for number in counts:
-                whole_number(number, f"{self}: a number in {what}=", least=1)
-        whole_number(self.axis, f"{self}: axis=", least=0)
+                require_whole_number(number, f"{self}: a number in {what}=", least=1)
+        require_whole_number(self.axis, f"{self}: axis=", least=0)
         _require_dtype(self.dtype, "Rule.dtype")
         if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
             raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")

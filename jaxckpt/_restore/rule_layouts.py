@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxckpt._format.grid import Box, flat_boxes, volume
-from jaxckpt._runtime.errors import InputError, counted
+from jaxckpt._runtime.errors import InputError, show_count
 
 Dims = tuple[tuple[str, ...], ...]
 """The axes of each dimension, the outermost first."""
@@ -76,7 +76,7 @@ def _text(dims: Dims) -> str:
 def solve(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int] | str:
     """The size of every axis of an array of this shape, given some of them; or the reason why it does not fit."""
     if len(dims) != len(shape):
-        return f"has {counted(len(shape), 'dimension')}, but {_text(dims)!r} has {len(dims)}"
+        return f"has {show_count(len(shape), 'dimension')}, but {_text(dims)!r} has {len(dims)}"
     found = dict(sizes)
     for dim, side in zip(dims, shape, strict=True):
         unknown = [axis for axis in dim if axis not in found]

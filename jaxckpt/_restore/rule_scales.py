@@ -11,7 +11,7 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, whole
 from jaxckpt._format.pieces import Array
 from jaxckpt._restore.source import ArrayData, ForeignArray
-from jaxckpt._runtime.errors import show
+from jaxckpt._runtime.errors import show_path
 
 
 def dequantised(
@@ -28,11 +28,11 @@ def dequantised(
     """
     odd = [one.dtype for one in (array, scales) if one is not None and one.dtype.startswith(("bool", "complex"))]
     if odd:
-        return f"{show(path)} and its scales must be real numbers, found {odd[0]}"
+        return f"{show_path(path)} and its scales must be real numbers, found {odd[0]}"
     is_float = array.dtype in ("bfloat16", "float16", "float32", "float64")
     if scales is None:
         if not is_float:
-            return f"{show(path)} is {array.dtype}, and has no scales"
+            return f"{show_path(path)} is {array.dtype}, and has no scales"
         return replace(array, dtype="float32", data=_Dequantised(array, None, ()))
     sides = scales.shape + (1,) * (len(array.shape) - len(scales.shape))
     if block is None and math.prod(sides) == 1:
@@ -42,7 +42,7 @@ def dequantised(
     wanted = tuple(-(-n // step) for n, step in zip(array.shape, block, strict=False))
     if len(block) != len(array.shape) or sides != wanted:
         blocks = f"blocks of {list(block)}" if len(block) == len(array.shape) else f"block={list(block)}"
-        return f"{show(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
+        return f"{show_path(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
     return replace(array, dtype="float32", data=_Dequantised(array, scales, block))
 
 

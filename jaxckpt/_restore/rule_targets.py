@@ -17,7 +17,7 @@ from jaxckpt._restore.rule_layouts import Interval, Layout, solve
 from jaxckpt._restore.rule_reading import Mapped, Piece
 from jaxckpt._restore.rule_scales import dequantised
 from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, StackRow, as_foreign
-from jaxckpt._runtime.errors import show
+from jaxckpt._runtime.errors import show_path
 
 # Leaves of the source -------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ class Leaves:
         manifest = self._source.manifest
         record = manifest.leaves[self._numbers[path]]
         if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
-            return f"{show(path)} is a {record.kind}, not a numeric array"
+            return f"{show_path(path)} is a {record.kind}, not a numeric array"
         if isinstance(self._source, Foreign):
             block = self._source.blocks[record.stack][record.row]
         else:
@@ -135,10 +135,10 @@ def _stack(
             first = replace(first, mesh=None, spec=())
         if (array.shape, array.dtype) != (first.shape, first.dtype):
             wanted = f"{first.dtype}{list(first.shape)}"
-            return f"{show(path)} is {array.dtype}{list(array.shape)}, and others are {wanted}"
+            return f"{show_path(path)} is {array.dtype}{list(array.shape)}, and others are {wanted}"
         blocks[index] = array.data
     assert first is not None
-    return _Stack(counts, blocks, first, show(next(iter(paths.values()))))
+    return _Stack(counts, blocks, first, show_path(next(iter(paths.values()))))
 
 
 def _of_group(

@@ -17,7 +17,7 @@ from jaxckpt._format.tree import nested
 from jaxckpt._restore.rule import Rule, fitting, names_in
 from jaxckpt._restore.rule_targets import Leaves, made_by
 from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
-from jaxckpt._runtime.errors import InputError, MismatchError, Problem, counted
+from jaxckpt._runtime.errors import InputError, MismatchError, Problem, show_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Rules:
             raise InputError(f"Rules.drop must be a list of paths, found {reprlib.repr(drop)}")
 
     def __repr__(self) -> str:
-        return f"<Rules: {counted(len(self.rules), 'rule')}, {counted(len(self.drop), 'dropped path')}>"
+        return f"<Rules: {show_count(len(self.rules), 'rule')}, {show_count(len(self.drop), 'dropped path')}>"
 
     def inverse(self, dtype: str | None = None) -> Rules:
         """The rules from target to source, without the dropped leaves.
@@ -103,7 +103,7 @@ class Rules:
         problems += [Problem(path, "matches no rule") for path in leaves.paths if path not in named]
         if problems:
             raise MismatchError.of(
-                f"the rules do not fit {source.url} in {counted(len(problems), 'place')}",
+                f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}",
                 problems,
                 "list unwanted leaves in Rules.drop",
             )

@@ -28,7 +28,7 @@ from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
 from jaxckpt._format.values import PYTHON, encode_value
-from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, Problem, TreeError, counted, show
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, Problem, TreeError, show_count, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
@@ -87,7 +87,7 @@ class Native:
                     reason += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
                 problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
-            raise DataError.of(f"{counted(len(problems), 'metadata file')} changed after the save", problems)
+            raise DataError.of(f"{show_count(len(problems), 'metadata file')} changed after the save", problems)
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         manifest = self.manifest
@@ -108,7 +108,7 @@ class Native:
 def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
     """The leaves in a range of rows of a stack, for an error message."""
     paths = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
-    named = ", ".join(map(show, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    named = ", ".join(map(show_path, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     return f"{'leaf' if len(paths) == 1 else 'leaves'} {named}"
 
 
@@ -287,7 +287,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         )
         rows.append(array.data)
     if problems:
-        raise TreeError.of(f"{len(problems)} of the {counted(len(leaves), 'leaf')} of {url} cannot be read", problems)
+        raise TreeError.of(f"{len(problems)} of the {show_count(len(leaves), 'leaf')} of {url} cannot be read", problems)
     manifest = Manifest(
         format=format,
         version=0,

@@ -38,8 +38,8 @@ from jaxckpt._format.tree import (
 from jaxckpt._restore.objects import TargetObject, asked_below, revived
 from jaxckpt._restore.renaming import renamed_tree, require_single_root, selected
 from jaxckpt._restore.rules import Rules
-from jaxckpt._runtime.errors import InputError, Problem, show
-from jaxckpt._runtime.options import Options, flag
+from jaxckpt._runtime.errors import InputError, Problem, show_path
+from jaxckpt._runtime.options import Options, require_bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Uncommitted(jax.ShapeDtypeStruct):
 
 def require_request(request: Request) -> None:
     """Raise InputError for arguments that are invalid for every checkpoint."""
-    flag(request.strict, "strict")
-    flag(request.tied, "tied")
+    require_bool(request.strict, "strict")
+    require_bool(request.tied, "tied")
     if isinstance(request.target, (Mesh, AbstractMesh)):
         raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
     if isinstance(request.target, Options):
@@ -340,7 +340,7 @@ class _Matching:
         empty = dict(_empty_places(shape, "")) if paths else {}
         for path in paths:
             at = longest_head(path, empty)
-            hint = "" if at is None else f", which has {empty[at]} at {show(at)}"
+            hint = "" if at is None else f", which has {empty[at]} at {show_path(at)}"
             yield Problem(path, f"is in the checkpoint but not in the target{hint}", self._loosen)
 
     def _remedies(self, missing: Sequence[Leaf], extra: Sequence[str]) -> Iterator[str]:
@@ -368,7 +368,7 @@ def _as_sharding(leaf: Leaf, mesh: Any) -> Any:
     mesh = mesh_in_context() if mesh is None else mesh
     if mesh is None:
         raise InputError(
-            f"target has the {value} at {show(leaf.path)}, and there is no mesh: pass mesh=, or set one with"
+            f"target has the {value} at {show_path(leaf.path)}, and there is no mesh: pass mesh=, or set one with"
             " jax.set_mesh"
         )
     if not isinstance(mesh, (Mesh, AbstractMesh)):  # a plan for axis sizes
@@ -377,7 +377,7 @@ def _as_sharding(leaf: Leaf, mesh: Any) -> Any:
     try:
         return NamedSharding(mesh, value)
     except ValueError as error:
-        raise InputError(f"target has the {value} at {show(leaf.path)}: {error}") from error
+        raise InputError(f"target has the {value} at {show_path(leaf.path)}: {error}") from error
 
 
 def mesh_in_context() -> Mesh | None:

@@ -14,16 +14,16 @@ class Clock:
     """Seconds of each phase. Time in a nested phase counts only for the nested phase."""
 
     def __init__(self) -> None:
-        self.laps = dict.fromkeys(PHASES, 0.0)
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._within = threading.local()
 
     def add(self, phase: str, seconds: float) -> None:
         """Add seconds that were spent in a phase."""
-        self.laps[phase] += seconds
+        self.phase_seconds[phase] += seconds
 
-    def reported(self) -> dict[str, float]:
+    def manifest_seconds(self) -> dict[str, float]:
         """Seconds of each phase until now, for the manifest. It lacks "publish", which comes after the manifest."""
-        return {phase: round(seconds, 6) for phase, seconds in self.laps.items() if phase != "publish"}
+        return {phase: round(seconds, 6) for phase, seconds in self.phase_seconds.items() if phase != "publish"}
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Generator[None]:
@@ -34,5 +34,5 @@ class Clock:
             yield
         finally:
             seconds = time.perf_counter() - begun
-            self.laps[phase] += seconds - self._within.seconds
+            self.phase_seconds[phase] += seconds - self._within.seconds
             self._within.seconds = outer + seconds

@@ -55,7 +55,7 @@ class Problem:
         return "" if not self.box else "[" + ", ".join(f"{start}:{stop}" for start, stop in self.box) + "]"
 
     def __str__(self) -> str:
-        leaf = "" if self.leaf is None else f"{show(self.leaf)}{self.sides}"
+        leaf = "" if self.leaf is None else f"{show_path(self.leaf)}{self.sides}"
         file = f"{': ' if leaf else ''}{self.object}" if self.object else ""
         return f"{leaf}{file} {self.reason}".lstrip()
 
@@ -79,7 +79,7 @@ class JaxckptError(Exception):
     def of(cls, head: str, problems: Sequence[Problem], *remedies: str) -> Self:
         """An error that lists the problems and their remedies."""
         known = dict.fromkeys([*remedies, *(problem.remedy for problem in problems)])
-        lines = [f"{head}:", listing(map(str, problems)), "; ".join(filter(None, known))]
+        lines = [f"{head}:", show_lines(map(str, problems)), "; ".join(filter(None, known))]
         return cls("\n".join(filter(None, lines)), problems=problems)
 
 
@@ -163,19 +163,19 @@ class Preempted(SystemExit):
 _LISTED = 20
 
 
-def show(path: str) -> str:
+def show_path(path: str) -> str:
     """The path of a leaf or container as error messages write it."""
     return repr(path) if path else "'' (the tree itself)"
 
 
-def counted(count: int, noun: str) -> str:
+def show_count(count: int, noun: str) -> str:
     """A count with its noun: "1 leaf", "2,000 leaves"."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} " + ("leaves" if noun == "leaf" else f"{noun}es" if noun.endswith("s") else f"{noun}s")
 
 
-def listing(problems: Iterable[str]) -> str:
+def show_lines(problems: Iterable[str]) -> str:
     """The first 20 problems as indented lines, and the number of the others."""
     lines = list(problems)
     shown = [f"  {line}" for line in lines[:_LISTED]]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 _log = logging.getLogger("jaxckpt")
 
 
-def finished(event: str, seconds: float, line: Callable[[], str], *, log: bool, **counts: int) -> None:
+def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bool, **counts: int) -> None:
     """Record that something is done: the duration event "/jaxckpt/<event>" with its counts, and a log line (INFO).
 
     Every process records its own events. `log` is set only in the process that logs for all.
@@ -23,6 +23,6 @@ def finished(event: str, seconds: float, line: Callable[[], str], *, log: bool, 
         _log.info("%s", line())
 
 
-def swept(url: str, name: str) -> None:
+def log_swept(url: str, name: str) -> None:
     """Log that the remains of a save were deleted."""
     _log.info("deleted %s/%s, left by a save that failed or was replaced", url, name)

@@ -110,10 +110,10 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
             if name != "staging_bytes" or self.staging_bytes is not None:
-                object.__setattr__(self, name, whole_number(getattr(self, name), f"Options.{name}", least=1))
-        rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
+                object.__setattr__(self, name, require_whole_number(getattr(self, name), f"Options.{name}", least=1))
+        require_rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
         for name in ("timeout_seconds", "retry_seconds"):
-            object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
+            object.__setattr__(self, name, require_seconds(getattr(self, name), f"Options.{name}"))
         for name, allowed in (
             ("when_busy", ("wait", "skip")),
             ("compression", COMPRESSIONS),
@@ -145,7 +145,7 @@ class Options:
             )
 
 
-def given(options: Options | None) -> Options:
+def options_or_default(options: Options | None) -> Options:
     """The options of a call: the caller's, or the defaults for None. Raises InputError for anything else."""
     if options is None:
         return Options()
@@ -154,7 +154,7 @@ def given(options: Options | None) -> Options:
     return options
 
 
-def whole_number(value: object, what: str, *, least: int, most: int | None = None) -> int:
+def require_whole_number(value: object, what: str, *, least: int, most: int | None = None) -> int:
     """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
@@ -167,21 +167,21 @@ def whole_number(value: object, what: str, *, least: int, most: int | None = Non
     return number
 
 
-def flag(value: object, what: str) -> bool:
+def require_bool(value: object, what: str) -> bool:
     """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}")
     return bool(value)
 
 
-def rate(value: float | None, what: str) -> float | None:
+def require_rate(value: float | None, what: str) -> float | None:
     """Return a valid number of bytes per second, or None for no limit. Raises InputError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"{what} must be above zero or None, found {reprlib.repr(value)}")
     return value
 
 
-def seconds(value: object, what: str) -> float:
+def require_seconds(value: object, what: str) -> float:
     """A positive number of seconds as a float, at most the longest time that a thread can wait. Raises InputError."""
     number = min(cast("float", value), threading.TIMEOUT_MAX) if isinstance(value, numbers.Real) else 0.0
     if isinstance(value, bool) or not number > 0:

@@ -39,7 +39,7 @@ from jaxckpt._runtime.errors import (
     PeerFailedError,
     PeersDisagreeError,
     PeerTimeoutError,
-    listing,
+    show_lines,
 )
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.stalls import Watch
@@ -78,7 +78,7 @@ class Call:
         return cls(verb, str(text).rstrip("/"))
 
 
-class _Count:
+class _CallCounter:
     """The calls that this process has made since JAX connected it to the job."""
 
     def __init__(self, client: Any) -> None:
@@ -86,14 +86,14 @@ class _Count:
         self.calls = itertools.count()
         self.like = dict[Call, int]()
 
-    def counted(self, call: Call) -> tuple[int, Call]:
+    def count_call(self, call: Call) -> tuple[int, Call]:
         number = self.like.get(call, 0)
         self.like[call] = number + 1
         return next(self.calls), replace(call, number=number)
 
 
-_count = _Count(None)
-_running: list[tuple[Caller, Group]] = []
+_call_counter = _CallCounter(None)
+_running_calls: list[tuple[Caller, Group]] = []
 """The calls that are running, in any thread."""
 
 
@@ -118,23 +118,23 @@ class Group:
     """The storage operation of this process. If it stalls, the other processes are notified."""
 
     meetings: int = 0
-    notified: BaseException | None = None
+    notified_error: BaseException | None = None
     """The error that the other processes were notified of, if any."""
 
-    check: Callable[[], None] = lambda: None
+    require_not_cancelled: Callable[[], None] = lambda: None
     """Raises the reason if the call was cancelled. Called repeatedly while this process waits for others."""
 
-    passed_on: bool = False
+    is_handed_over: bool = False
     """Whether another thread continues the call after the block, and notifies the others."""
 
     @classmethod
-    def current(cls, options: object, call: Call) -> Group:
+    def for_call(cls, options: object, call: Call) -> Group:
         """Count the call, even if its arguments are invalid. `options` are the user's, not validated yet.
 
         Raises InputError if it is made from within another call.
         """
-        global _count
-        within = next((other for caller, other in _running.copy() if caller.is_here()), None)
+        global _call_counter
+        within = next((other for caller, other in _running_calls.copy() if caller.is_here()), None)
         if within is not None:
             raise InputError(
                 f"{call.verb} of {call.where!r} was called from inside {within.call.verb} of {within.call.where!r}, by"
@@ -145,25 +145,25 @@ class Group:
         state: Any = distributed.global_state
         if state.client is None:
             return cls(0, 1, timeout_seconds, None, "", call, watch)
-        if _count.client is not state.client:
+        if _call_counter.client is not state.client:
             # Calls before jax.distributed.initialize, or in an earlier job of this process, do not count in this job.
-            _count = _Count(state.client)
-        number, call = _count.counted(call)
+            _call_counter = _CallCounter(state.client)
+        number, call = _call_counter.count_call(call)
         return cls(
             state.process_id, state.num_processes, timeout_seconds, state.client, f"jaxckpt/{number}", call, watch
         )
 
     def __enter__(self) -> Self:
-        _running.append((Caller(depth=1), self))
+        _running_calls.append((Caller(depth=1), self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # Also removes calls that could not leave because of an interrupt.
-        for entry in _running.copy():
+        for entry in _running_calls.copy():
             if entry[0].is_here() or not entry[0].present():
                 with contextlib.suppress(ValueError):  # another thread has
-                    _running.remove(entry)
-        if error is not None and error is not self.notified and not self.passed_on and self.count > 1:
+                    _running_calls.remove(entry)
+        if error is not None and error is not self.notified_error and not self.is_handed_over and self.count > 1:
             with contextlib.suppress(type(error)), self.meeting(f"calling {self.call.verb}"):
                 raise error
 
@@ -184,16 +184,16 @@ class Meeting:
     first: bool = False
     """Whether this is the first meeting of its call, in which the processes also compare their calls."""
 
-    _gave: bool = False
-    _closed: bool = False
-    _words: int = 0
+    _has_sent: bool = False
+    _has_broadcast: bool = False
+    _n_posted: int = 0
     """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
 
-    _lost: bool = False
+    _is_service_lost: bool = False
     """Whether process 0, which runs the service, has stopped responding. Nothing can then be posted."""
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
-    _voice: Task[None] | None = None
+    _poster: Task[None] | None = None
     _attendee: Caller | None = None
     """The call of the function that takes part in the meeting."""
 
@@ -203,46 +203,46 @@ class Meeting:
     def __enter__(self) -> Self:
         if self.group.count > 1:
             self._attendee = Caller(depth=1)
-            self._voice = Task(self._speak)
-            start_thread(self._voice.run, "jaxckpt-voice")
+            self._poster = Task(self._speak)
+            start_thread(self._poster.run, "jaxckpt-voice")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._voice is None or self._attendee is None:
+        if self._poster is None or self._attendee is None:
             return
         if error is not None:
-            self.group.notified = error
+            self.group.notified_error = error
             self._fail(error)
         self._attendee.leave()
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         self._posts.put(None)
-        if self._voice is not None and not self._lost:
-            self._voice.wait(self.group.timeout_seconds)
+        if self._poster is not None and not self._is_service_lost:
+            self._poster.wait(self.group.timeout_seconds)
         if error is None and self._mute is not None and self.group.index == 0:
             raise self._service_failed(self._mute) from self._mute  # the others never received the shared text
 
     def renew(self) -> None:
         """Become the next meeting, after all have gathered and shared, without a gap in the heartbeats."""
-        if self._voice is None:
+        if self._poster is None:
             return
         self._end(None)
-        if not self._voice.done():
+        if not self._poster.done():
             raise self._service_failed(TimeoutError(f"no answer for {self.group.timeout_seconds:g} s"))
         following = self.group.meeting(self.what)
         self.key, self.first, self._posts = following.key, False, following._posts
-        self._gave = self._closed = self._lost = False
-        self._words = 0
-        self._voice = Task(self._speak)
-        start_thread(self._voice.run, "jaxckpt-voice")
+        self._has_sent = self._has_broadcast = self._is_service_lost = False
+        self._n_posted = 0
+        self._poster = Task(self._speak)
+        start_thread(self._poster.run, "jaxckpt-voice")
 
     def _fail(self, error: BaseException) -> None:
         """Notify the processes that still wait for this one."""
         failure = _failure(self.group.index, error)
-        if not self._gave:
+        if not self._has_sent:
             self._post("in", failure)
-        if self.group.index == 0 and not self._closed:
+        if self.group.index == 0 and not self._has_broadcast:
             self._post("out", failure)
 
     def gather(self, text: str) -> list[str]:
@@ -254,7 +254,7 @@ class Meeting:
         if group.count == 1:
             return [text]
         self._post("in", {"ok": text})
-        self._gave = True
+        self._has_sent = True
         if group.index != 0:
             return []
         texts = self._hear_all()
@@ -269,7 +269,7 @@ class Meeting:
             return text
         if self.group.index == 0:
             self._post("out", {"ok": text})
-            self._closed = True
+            self._has_broadcast = True
             return text
         return self._hear_first()
 
@@ -311,8 +311,8 @@ class Meeting:
 
     def _set(self, folder: str, text: str) -> None:
         if self.group.index == 0 and folder != "in":
-            self._words += 1
-            key = f"{self.key}/out/{self._words}"
+            self._n_posted += 1
+            key = f"{self.key}/out/{self._n_posted}"
         else:
             key = self._name(folder, self.group.index)
         self.group.client.key_value_set(key, text, allow_overwrite=True)
@@ -325,14 +325,14 @@ class Meeting:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
         number, since, came = 1, time.monotonic(), self.group.meetings > 1
         while True:
-            self.group.check()
+            self.group.require_not_cancelled()
             waited, patience = time.monotonic() - since, self._patience(came)
             # The more processes wait, the less often each asks. All receive a posted text immediately.
             most = min(self.group.count / 16, _LONGEST_POLL_SECONDS, waited, patience - waited)
             text = self._get(f"{self.key}/out/{number}", max(most, self.group.count / _REQUESTS_PER_SECOND))
             if text is None:
                 if time.monotonic() - since > patience:
-                    self._lost = True
+                    self._is_service_lost = True
                     raise _raised(self._silences({0: patience}), self.what)
                 continue
             message = json.loads(text)
@@ -353,7 +353,7 @@ class Meeting:
         watched = dict.fromkeys(everyone, _Watched(None, time.monotonic()))
         silences: dict[int, float] = {}
         while blocks:
-            self.group.check()
+            self.group.require_not_cancelled()
             block = blocks[0]
             answers |= self._so_far(f"in/{min(block) // _BLOCK}")
             block.difference_update(answers)
@@ -375,7 +375,7 @@ class Meeting:
                     answers |= self._so_far(f"in/{min(block) // _BLOCK}")
                 silences = {process: patience[process] for process in sorted(awaited) if process not in answers}
                 break
-        self._lost = 0 in silences
+        self._is_service_lost = 0 in silences
         messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
         failures = self._silences(silences) + self._different_calls(sorted(answers), messages)
         failures += [message for message in messages if "error" in message]
@@ -452,7 +452,7 @@ class Meeting:
         return {int(key.rpartition("/")[2]): text for key, text in found}
 
     def _service_failed(self, error: Exception) -> PeerFailedError:
-        self._lost = True
+        self._is_service_lost = True
         return PeerFailedError(
             f"JAX's coordination service failed while {self.what}; process 0, which runs it, may have died: {error}"
         )
@@ -479,7 +479,7 @@ def _failure(process: int, error: BaseException) -> dict[str, Any]:
 def _raised(failures: list[dict[str, Any]], what: str) -> Exception:
     """One error for all failures, of the type of the first."""
     errors = list(dict.fromkeys(failure["error"] for failure in failures))
-    several = f"{len(errors)} failures while {what}:\n{listing(errors)}"
+    several = f"{len(errors)} failures while {what}:\n{show_lines(errors)}"
     return _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)
 
 

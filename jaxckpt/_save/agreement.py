@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxckpt._runtime.errors import PeersDisagreeError, listing, show
+from jaxckpt._runtime.errors import PeersDisagreeError, show_lines, show_path
 from jaxckpt._runtime.processes import process_names
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
@@ -118,7 +118,7 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
         others = [process for process, found in sums.items() if found != sums[first]]
         if others:
             leaves = [
-                show(path) + (f" ({value[:40]} in process 0)" if not first else "") for path, value in bucket.values
+                show_path(path) + (f" ({value[:40]} in process 0)" if not first else "") for path, value in bucket.values
             ]
             shown = ", ".join(leaves[:3]) + (f", or one of {len(leaves) - 3} others" if len(leaves) > 3 else "")
             problems.append(f"{shown}: {process_names(others)} and process {first} differ")
@@ -126,7 +126,7 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
         raise PeersDisagreeError(
             "the processes hold different values for leaves that must be equal in all of them. One process may have"
             " skipped a call and be at a different training step. Pass state that differs by process as"
-            " process_state=. Leaves:\n" + listing(problems)
+            " process_state=. Leaves:\n" + show_lines(problems)
         )
 
 

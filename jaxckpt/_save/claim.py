@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxckpt._format.names import MANIFEST, WRITER, data_of, is_data
 from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, counted
+from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, show_count
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import is_step, step_meant
 from jaxckpt._storage.store import Store, Writer
@@ -99,7 +99,7 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
     steps = [name for name in names if is_step(name)]
     if steps:
         raise CheckpointExistsError(
-            f"{store.url} is the directory of a run, with {counted(len(steps), 'step')}, and is not overwritten: save a"
+            f"{store.url} is the directory of a run, with {show_count(len(steps), 'step')}, and is not overwritten: save a"
             f" step with Checkpointer.save, replace one with save({store.url + '/' + steps[-1]!r}, …, overwrite=True),"
             " or give another folder"
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jaxckpt._format.grid import cell_shape
-from jaxckpt._runtime.errors import InputError, counted
+from jaxckpt._runtime.errors import InputError, show_count
 from jaxckpt._save.plan import Object, SavePlan
 
 Channel = tuple[tuple[int, int], ...]
@@ -33,7 +33,7 @@ class Domains:
         found = len(set(self.of))
         if found <= self.copies:
             raise InputError(
-                f"copies={self.copies} puts each object into {counted(self.copies + 1, 'failure domain')}, but the"
+                f"copies={self.copies} puts each object into {show_count(self.copies + 1, 'failure domain')}, but the"
                 f" processes of this job are in only {found}: pass copies={found - 1}, or other local_domains="
             )
 

@@ -34,7 +34,7 @@ from jaxckpt._format.specs import (
 )
 from jaxckpt._format.tree import Container, Leaf, Structure, Tree, flatten, places
 from jaxckpt._format.values import KINDS, PYTHON, encode_value
-from jaxckpt._runtime.errors import InputError, LayoutError, Problem, SpecError, TreeError, counted, show
+from jaxckpt._runtime.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._save.copies import Copies
 from jaxckpt._save.plan import ArrayLeaf, SavePlan
@@ -174,7 +174,7 @@ def _describe(
         if value is not None:
             draft.values[len(draft.records) - 1] = value
     if problems:
-        raise TreeError.of(f"{len(problems)} of {counted(len(leaves), 'leaf')} cannot be stored", problems)
+        raise TreeError.of(f"{len(problems)} of {show_count(len(leaves), 'leaf')} cannot be stored", problems)
     if dtype is not None:
         _choose_casts(leaves, draft, dtype, options)
     _lay_out(leaves, draft, mesh, specs, options)
@@ -201,7 +201,7 @@ def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: 
     ]
     casts, problems = resolve_casts(dtype, castable, options)
     if problems:
-        raise TreeError.of(f"dtype= cannot be met for {counted(len(problems), 'leaf')}", problems)
+        raise TreeError.of(f"dtype= cannot be met for {show_count(len(problems), 'leaf')}", problems)
     for number, record in enumerate(draft.records):
         if record.path in casts:
             draft.casts[number] = casts[record.path]
@@ -423,7 +423,7 @@ def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ..
         return able, False
     if not isinstance(own, NamedSharding) or held.processes != frozenset(range(jax.process_count())):
         raise LayoutError(
-            f"leaf {show(path)} is only on devices of processes {sorted(held.processes)}, but specs= would have"
+            f"leaf {show_path(path)} is only on devices of processes {sorted(held.processes)}, but specs= would have"
             f" processes {sorted(layout.processes)} write it; give it no spec, or replicate it over all"
             " processes first"
         )

@@ -17,7 +17,7 @@ from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.errors import InputError
-from jaxckpt._runtime.options import Options, flag
+from jaxckpt._runtime.options import Options, require_bool
 from jaxckpt._runtime.processes import Group
 from jaxckpt._runtime.threads import Latch
 from jaxckpt._save import background as background_saves
@@ -168,7 +168,7 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
             names = None if request.process_state is None else list(request.process_state)
             given, values = agreement(draft, plan, request.metadata, names, group.index)
     # Keeps no reference to anything that the caller may change or expects to free.
-    overwrite = flag(request.overwrite, "overwrite")
+    overwrite = require_bool(request.overwrite, "overwrite")
     request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
     save = Prepared(
         request, group, store, draft, plan, reuse, given, values, state, options, clock, Latch(), threaded, copies

@@ -15,7 +15,7 @@ import msgspec
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.checks import FORMAT, VERSION
 from jaxckpt._format.records import Manifest, StackRecord
-from jaxckpt._runtime.errors import PeersDisagreeError, show
+from jaxckpt._runtime.errors import PeersDisagreeError, show_path
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
@@ -65,7 +65,7 @@ def publish(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) -> P
                 save.store.sync_data(claimed.data, manifest.arrays)
         with clock.timed("publish"):
             content = manifests.encode(manifest)
-            meeting.group.check()  # last chance to cancel
+            meeting.group.require_not_cancelled()  # last chance to cancel
             with watch.doing(f"publishing {meeting.group.call.where}"):
                 save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
             reused_bytes = sum(share.linked_bytes for share in shares)
@@ -82,7 +82,7 @@ def publish_own(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) 
         texts = meeting.gather(msgspec.json.encode(share).decode())
     content = ""
     if texts:
-        meeting.group.check()  # last chance to cancel
+        meeting.group.require_not_cancelled()  # last chance to cancel
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = compose(claimed.save_id, save.plan, save.draft, save.request, shares)
         content = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()
@@ -113,7 +113,7 @@ def compose(save_id: str, plan: SavePlan, draft: Draft, request: SaveRequest, sh
                 leaves = [draft.records[leaf].path for leaf in plan.members[stack]]
                 raise PeersDisagreeError(
                     f"process {process} and another one hold different bytes of a replicated array, which is"
-                    f" {show(leaves[0])}{f' or one of {len(leaves) - 1} others like it' if len(leaves) > 1 else ''}:"
+                    f" {show_path(leaves[0])}{f' or one of {len(leaves) - 1} others like it' if len(leaves) > 1 else ''}:"
                     " the replicas have diverged, so the training has gone wrong, or a device is faulty"
                 )
             if content:

@@ -24,9 +24,9 @@ from jaxckpt._format import manifest as manifests
 from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
-from jaxckpt._runtime.errors import PeerError, counted
-from jaxckpt._runtime.events import finished
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.errors import PeerError, show_count
+from jaxckpt._runtime.events import record_event
+from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, reporting, show_bytes
 from jaxckpt._runtime.threads import POLL_SECONDS, ending
@@ -102,9 +102,9 @@ def save(
         >>> info.total_bytes
         128
     """
-    with Group.current(options, Call.of("save", path)) as group:
+    with Group.for_call(options, Call.of("save", path)) as group:
         request = SaveRequest(path, tree, mesh, specs, dtype, metadata, overwrite, process_state)
-        return start(request, given(options), group, background=False).wait()
+        return start(request, options_or_default(options), group, background=False).wait()
 
 
 def save_async(
@@ -146,9 +146,9 @@ def save_async(
         >>> pending.wait().total_bytes
         128
     """
-    with Group.current(options, Call.of("save_async", path)) as group:
+    with Group.for_call(options, Call.of("save_async", path)) as group:
         request = SaveRequest(path, tree, mesh, specs, dtype, metadata, overwrite, process_state, on_done=on_done)
-        return start(request, given(options), group, background=True)
+        return start(request, options_or_default(options), group, background=True)
 
 
 def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
@@ -173,10 +173,10 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     feeding = time.perf_counter()
 
     def begin() -> None:
-        if not group.passed_on:
+        if not group.is_handed_over:
             save.clock.add("device_to_host", time.perf_counter() - feeding)
             background_saves.hand_over(pending, work, awaited=not background)
-            group.passed_on = True
+            group.is_handed_over = True
 
     try:
         if group.count > 1:
@@ -202,7 +202,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             pending.wait()
     except BaseException as error:
         handover.cancel(error)
-        group.passed_on = background_saves.give_up(pending)
+        group.is_handed_over = background_saves.give_up(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
             error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")
@@ -239,7 +239,7 @@ def then_call(
 def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: PendingSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     group, clock = save.group, save.clock
-    group.check = handover.check
+    group.require_not_cancelled = handover.check
     with (
         group,
         contextlib.closing(handover),
@@ -278,11 +278,11 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
                 save.request.then()
         info = _info(save, claimed, published)
     seconds = pending.timed(info).seconds
-    finished(
+    record_event(
         "save",
         seconds,
         lambda: (
-            f"saved {info.path}: {counted(info.leaves, 'leaf')}, {show_bytes(info.total_bytes)}, in {seconds:.2f} s"
+            f"saved {info.path}: {show_count(info.leaves, 'leaf')}, {show_bytes(info.total_bytes)}, in {seconds:.2f} s"
             + (f"; {show_bytes(info.reused_bytes)} linked" if info.reused_bytes else "")
         ),
         log=group.index == 0,

@@ -34,7 +34,7 @@ def write(save: Prepared, data: str, handover: Handover, rate: float | None, rep
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
     objects = [(obj.stack, obj.place, one.length, one.digest, one.content) for obj, one in written]
     linked_bytes = sum(one.length for _, one in written if one.linked)
-    return Share(objects, linked_bytes, state, save.clock.reported())
+    return Share(objects, linked_bytes, state, save.clock.manifest_seconds())
 
 
 def _write_objects(

@@ -20,7 +20,7 @@ from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Request
 from jaxckpt._runtime.errors import InputError, JaxckptError
-from jaxckpt._runtime.options import Options, flag, given, seconds
+from jaxckpt._runtime.options import Options, require_bool, options_or_default, require_seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._save.background import PendingSave, SaveInfo
@@ -136,15 +136,15 @@ class Checkpointer:
         local_bytes_per_second: float | None = None,
         options: Options | None = None,
     ) -> None:
-        with Group.current(options, Call.of("Checkpointer", directory)) as group:
+        with Group.for_call(options, Call.of("Checkpointer", directory)) as group:
             if on_preemption not in ("exit", "continue", "ignore"):
                 raise InputError(f'on_preemption must be "exit", "continue" or "ignore", found {on_preemption!r}')
-            self._options = given(options)
+            self._options = options_or_default(options)
             rules = Rules.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
             self._due = Due(every, every_minutes, save_if, group.count)
             self._directory = Directory(directory, rules, self._options)
-            self._deletion = Deletion(self._directory, self._options, trash=flag(trash, "trash"))
-            self._notice = Notice(group.count, seconds(preemption_seconds, "preemption_seconds"))
+            self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
+            self._notice = Notice(group.count, require_seconds(preemption_seconds, "preemption_seconds"))
             self._local = Local.of(
                 local,
                 local_every=local_every,
@@ -160,8 +160,8 @@ class Checkpointer:
                 self._notice,
                 self._local,
                 self._options,
-                flag(background, "background"),
-                flag(fail_fast, "fail_fast"),
+                require_bool(background, "background"),
+                require_bool(fail_fast, "fail_fast"),
                 on_preemption,
                 Last(self._directory.newest),
             )
@@ -196,7 +196,7 @@ class Checkpointer:
     def _calling(self, verb: str, step: int | None = None) -> Group:
         """Begin a call that every process makes."""
         path = self._directory.url if step is None else self.path(step)
-        return Group.current(self._options, Call.of(verb, path))
+        return Group.for_call(self._options, Call.of(verb, path))
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +255,7 @@ class Checkpointer:
         self._trains = True
         step = self._numbered(step, "Checkpointer.save")
         try:
-            force, overwrite = flag(force, "force"), flag(overwrite, "overwrite")
+            force, overwrite = require_bool(force, "force"), require_bool(overwrite, "overwrite")
         except InputError:
             with self._calling("Checkpointer.save"):
                 raise

@@ -84,7 +84,7 @@ class Flush:
     def _run(self, local: PendingSave, pending: PendingSave) -> SaveInfo:
         """Wait for the local save, and copy it."""
         group, claimed = self.group, Claim()
-        group.check = self.check
+        group.require_not_cancelled = self.check
         with group:
             try:
                 with group.meeting("preparing to flush a local step") as meeting:

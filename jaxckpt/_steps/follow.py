@@ -22,7 +22,7 @@ from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import carry_out
 from jaxckpt._restore.target import Request
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
-from jaxckpt._runtime.options import Options, given, seconds, whole_number
+from jaxckpt._runtime.options import Options, options_or_default, require_seconds, require_whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store_path import run_at
@@ -94,7 +94,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
         >>> jaxckpt.steps("/tmp/jaxckpt-doc/run")
         [10, 20]
     """
-    found, _ = step_folders(run := run_at(directory, given(options)))
+    found, _ = step_folders(run := run_at(directory, options_or_default(options)))
     if not found and run.read(MANIFEST) is not None:
         raise InputError(f"{run.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
     return found
@@ -148,11 +148,11 @@ def follow(
         >>> [(step.number, step.restore()["w"]) for step in jaxckpt.follow("/tmp/jaxckpt-doc/followed")]
         [(10, 10), (20, 20)]
     """
-    options = given(options)
+    options = options_or_default(options)
     run = run_at(directory, options)
-    last = -1 if after is None else whole_number(after, "after", least=0, most=LARGEST)
-    limit = None if timeout is None else seconds(timeout, "timeout")
-    poll_seconds, term_seconds = seconds(poll_seconds, "poll_seconds"), seconds(term_seconds, "term_seconds")
+    last = -1 if after is None else require_whole_number(after, "after", least=0, most=LARGEST)
+    limit = None if timeout is None else require_seconds(timeout, "timeout")
+    poll_seconds, term_seconds = require_seconds(poll_seconds, "poll_seconds"), require_seconds(term_seconds, "term_seconds")
     return _follow(run, last, limit, poll_seconds, term_seconds, options)
 
 

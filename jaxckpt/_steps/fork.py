@@ -10,8 +10,8 @@ from jaxckpt._format import zarr
 from jaxckpt._format.manifest import state_name
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._restore.source import Native, source_at, step_of
-from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, counted
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, show_count
+from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.threads import uninterrupted
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store_path import store_at
@@ -58,14 +58,14 @@ def fork(
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/fork")["w"].shape
         (4,)
     """
-    options = given(options)
+    options = options_or_default(options)
     path = store_at(run, options).url
     path = path if step is None else f"{path}@{require_step(step)}"
     source, _, number = step_of(source_at(path, options)[0], "give a run, or one of its steps")
     new = store_at(new_run, options).anchored()
     steps = [] if new.is_file() else step_folders(new)[0]
     if steps or new.is_file() or MANIFEST in new.names():
-        what = f"has {counted(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
+        what = f"has {show_count(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
         raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
     uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
     return number

@@ -26,7 +26,7 @@ import msgspec
 
 from jaxckpt._format.names import MANIFEST, is_data, names_data
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
-from jaxckpt._runtime.options import Options, rate, whole_number
+from jaxckpt._runtime.options import Options, require_rate, require_whole_number
 from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._save.copies import Domains
 from jaxckpt._save.describe import Draft
@@ -119,11 +119,11 @@ class Local:
         if path is None:
             raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
         self.folder = Folder(path, path)
-        self.every = whole_number(10 if every is None else every, "local_every", least=1)
-        self.rate = rate(bytes_per_second, "local_bytes_per_second")
+        self.every = require_whole_number(10 if every is None else every, "local_every", least=1)
+        self.rate = require_rate(bytes_per_second, "local_bytes_per_second")
         """Largest rate of flushing in this process, in bytes per second."""
 
-        self._copies = whole_number(1 if copies is None else copies, "copies", least=0)
+        self._copies = require_whole_number(1 if copies is None else copies, "copies", least=0)
         if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"local_domains must be a sequence of labels, one per process, found {labels!r}")
         self._labels = None if labels is None else [str(label) for label in labels]

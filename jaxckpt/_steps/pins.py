@@ -7,7 +7,7 @@ import re
 
 from jaxckpt._restore.source import source_at, step_of
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
-from jaxckpt._runtime.options import Options, given
+from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._storage.leases import hold
 from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, step_name
@@ -47,7 +47,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
             f"name must consist of letters, digits, '_', '-' and '.', start with a letter, and not be 'latest' or"
             f" 'best'; found {name!r}"
         )
-    _, run, step = step_of(source_at(path, given(options))[0], "a Checkpointer deletes only those")
+    _, run, step = step_of(source_at(path, options_or_default(options))[0], "a Checkpointer deletes only those")
     if (other := pins(run).get(name, step)) != step:
         raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
     with hold(run, step):
@@ -67,7 +67,7 @@ def unpin(path: str | os.PathLike[str], *, options: Options | None = None) -> No
         NotACheckpointError: No step has that name.
         StorageError: The run's directory cannot be written to.
     """
-    store = store_at(path, given(options))
+    store = store_at(path, options_or_default(options))
     run, name = run_and_name(store) or (store, "")
     if name not in (known := pins(run)):
         raise NotACheckpointError(f"no step is pinned as {store.url}; pinned names: {', '.join(known) or 'none'}")

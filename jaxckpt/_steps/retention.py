@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._runtime.errors import InputError
-from jaxckpt._runtime.options import flag, whole_number
+from jaxckpt._runtime.options import require_bool, require_whole_number
 from jaxckpt._storage.steps import Mode, best_of
 
 Predicate = Callable[[int, Mapping[str, float | None]], bool]
@@ -70,7 +70,7 @@ class Best:
         """A rule from the caller's argument. Raises InputError."""
         match rule:
             case (str(metric), ("min" | "max") as mode, *rest) if len(rest) < 2:
-                return cls(metric, mode, whole_number(rest[0], "the count in keep_best", least=1) if rest else 1)
+                return cls(metric, mode, require_whole_number(rest[0], "the count in keep_best", least=1) if rest else 1)
             case _:
                 raise InputError(
                     'keep_best must be (metric, "min"), (metric, "max", count), or a list of such tuples,'
@@ -104,9 +104,9 @@ class Rules:
     def of(cls, last: object, every: object, best: object, younger: object, wanted: object, components: object) -> Self:
         """The policy from the caller's arguments. Raises InputError."""
         if last is not None:
-            last = whole_number(last, "keep_last", least=1)
+            last = require_whole_number(last, "keep_last", least=1)
         if every is not None:
-            every = whole_number(every, "keep_every", least=1)
+            every = require_whole_number(every, "keep_every", least=1)
         # A list of rules, or one rule, which begins with a name.
         several = isinstance(best, list | tuple) and not any(isinstance(part, str) for part in cast("list[Any]", best))
         bests = tuple(map(Best.of, cast("list[Any]", best) if several else () if best is None else [best]))
@@ -118,7 +118,7 @@ class Rules:
         for path, count in cast("Mapping[object, object]", components or {}).items():
             if not isinstance(path, str):
                 raise InputError(f"components must have paths of subtrees for keys, found {path!r}")
-            counts[path] = whole_number(count, f"components[{path!r}]", least=1)
+            counts[path] = require_whole_number(count, f"components[{path!r}]", least=1)
         return cls(last, every, bests, younger, predicate(wanted, "keep_if"), counts)
 
     def judge(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Verdict]:
@@ -172,4 +172,4 @@ def predicate(given: object, name: str) -> Predicate | None:
 
 def holds(predicate: Predicate, name: str, record: StepRecord) -> bool:
     """The result of a predicate for a step. Raises InputError unless it is True or False."""
-    return flag(predicate(record.number, dict(record.metrics)), f"what {name} returns for step {record.number}")
+    return require_bool(predicate(record.number, dict(record.metrics)), f"what {name} returns for step {record.number}")

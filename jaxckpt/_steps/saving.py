@@ -112,7 +112,7 @@ class Saver:
             # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
             # stored, so that processes that disagree on the step still make the same number of calls.
             store = self.directory.child(step)
-            group = Group.current(self.options, Call.of("flush", store.url))
+            group = Group.for_call(self.options, Call.of("flush", store.url))
             if stored:
                 rate = None if last_one else self.local.rate or self.options.max_bytes_per_second
                 flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxckpt._format.records import StepRecord
-from jaxckpt._runtime.options import seconds, whole_number
+from jaxckpt._runtime.options import require_seconds, require_whole_number
 from jaxckpt._runtime.processes import Group
 from jaxckpt._steps.metrics import recorded
 from jaxckpt._steps.retention import holds, predicate
@@ -29,8 +29,8 @@ class Due:
         """Takes the arguments of a Checkpointer, and the number of processes. Raises InputError."""
         if every is None and every_minutes is None and save_if is None:
             every = 1
-        self._every = None if every is None else whole_number(every, "every", least=1)
-        self._seconds = None if every_minutes is None else 60 * seconds(every_minutes, "every_minutes")
+        self._every = None if every is None else require_whole_number(every, "every", least=1)
+        self._seconds = None if every_minutes is None else 60 * require_seconds(every_minutes, "every_minutes")
         self._save_if = predicate(save_if, "save_if")
         self.settings = {"every": self._every, "every_minutes": every_minutes, "save_if": save_if and "a function"}
         self._alone = processes == 1

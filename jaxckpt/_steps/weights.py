@@ -22,7 +22,7 @@ from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree, flatten
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import DataError, InputError
-from jaxckpt._runtime.options import Options, given, whole_number
+from jaxckpt._runtime.options import Options, options_or_default, require_whole_number
 from jaxckpt._steps.checkpointer import Checkpointer
 from jaxckpt._steps.follow import follow, latest_step
 from jaxckpt._storage.steps import step_name
@@ -63,11 +63,11 @@ class Publisher:
     def __init__(
         self, directory: str | os.PathLike[str], *, anchor_every: int = 100, options: Options | None = None
     ) -> None:
-        self._anchor_every = whole_number(anchor_every, "anchor_every", least=1)
+        self._anchor_every = require_whole_number(anchor_every, "anchor_every", least=1)
         self._oldest = -1.0
         """The number of the oldest anchor that is kept."""
 
-        packed = replace(given(options), compression="zstd")
+        packed = replace(options_or_default(options), compression="zstd")
         self._steps = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
         newest = self._steps.latest_step()
         self._next = 0 if newest is None else newest + 1
@@ -103,7 +103,7 @@ class Publisher:
             InputError: A leaf is not a floating-point array.
             Exception: As `Checkpointer.save`. The next publication is then an anchor.
         """
-        step = whole_number(step, "step", least=0)
+        step = require_whole_number(step, "step", least=0)
         before, self._before = self._before, None
         _require_floats(weights)
         now = _by_place(_as_bfloat16, weights)

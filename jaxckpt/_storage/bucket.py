@@ -31,7 +31,7 @@ from jaxckpt._format.grid import Box
 from jaxckpt._format.names import MANIFEST, WRITER, is_data, may_name, names_data
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
-from jaxckpt._runtime.events import swept
+from jaxckpt._runtime.events import log_swept
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import readable, storage_errors
@@ -317,7 +317,7 @@ class Bucket:
             if no_writer or (outdated and self._turn(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
                 if not all_writers:
-                    swept(self.url, name)
+                    log_swept(self.url, name)
             else:
                 left = True
         return left

@@ -30,7 +30,7 @@ from jaxckpt._format.names import MANIFEST, WRITER, is_data, may_name, names_dat
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._runtime.errors import DataError, StorageError
-from jaxckpt._runtime.events import swept
+from jaxckpt._runtime.events import log_swept
 from jaxckpt._storage.claims import overtaken
 from jaxckpt._storage.errors import storage_errors, system_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
@@ -296,7 +296,7 @@ class Folder:
     def sweep(self, current: str | None) -> bool:
         """Keeps folders whose writer may be alive: its lock is held, or it runs on another host, whose locks may not be
         visible here."""
-        return self._sweep(current, swept)
+        return self._sweep(current, log_swept)
 
     def _sweep(self, current: str | None, log: Callable[[str, str], object]) -> bool:
         """Delete data folders other than `current` whose writer is dead. Returns whether any is left."""

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Collection, Generator
 
 from jaxckpt._runtime.errors import NotACheckpointError, StorageError
-from jaxckpt._runtime.options import seconds
+from jaxckpt._runtime.options import require_seconds
 from jaxckpt._runtime.threads import Latch, start_thread, uninterrupted
 from jaxckpt._storage.steps import RUN, is_step, step_folders, step_name
 from jaxckpt._storage.store import Store
@@ -48,7 +48,7 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
 
     Raises NotACheckpointError if the step is deleted or being deleted, StorageError if no lease can be written.
     """
-    term_seconds, holding = seconds(term_seconds, "term_seconds"), os.getpid()
+    term_seconds, holding = require_seconds(term_seconds, "term_seconds"), os.getpid()
     name, folder = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}", run.child(RUN)
     stop, writing, holder = Latch(), threading.Lock(), Latch()
     try:
@@ -104,7 +104,7 @@ def _note(term_seconds: float, beats: int) -> bytes:
 def _term(note: bytes) -> float:
     """The term in a lease; the default if a lease is read while it is being written."""
     try:
-        return seconds(json.loads(note)["term_seconds"], "term_seconds")
+        return require_seconds(json.loads(note)["term_seconds"], "term_seconds")
     except (ValueError, KeyError, TypeError):
         return TERM_SECONDS
 

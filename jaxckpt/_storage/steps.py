@@ -13,7 +13,7 @@ from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.paths import closest
 from jaxckpt._format.records import LARGEST
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError
-from jaxckpt._runtime.options import whole_number
+from jaxckpt._runtime.options import require_whole_number
 from jaxckpt._storage.store import Store
 
 RUN = "_run"
@@ -32,7 +32,7 @@ Mode = Literal["min", "max"]
 
 def require_step(step: object) -> int:
     """The number of a step as a plain int. Raises InputError for anything else."""
-    return whole_number(step, "step", least=0, most=LARGEST)
+    return require_whole_number(step, "step", least=0, most=LARGEST)
 
 
 def step_name(step: int) -> str:

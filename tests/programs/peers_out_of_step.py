@@ -22,7 +22,7 @@ for number, (what, victim) in enumerate(args["rounds"], 1):
             back = at("fetching" if kind == "restore" else "writing", lambda: time.sleep(3 * args["timeout"]))
         elif what == "makes no call":
             await_notes(f"told{number}", set(range(count)) - {victim})
-            processes.Group.current(None, processes.Call.of("save", path))  # like a call that raised
+            processes.Group.for_call(None, processes.Call.of("save", path))  # like a call that raised
             said = "none"
         else:
             broken = make(number)

@@ -31,7 +31,7 @@ from jaxckpt._format.grid import Box, Spec, spec_problem
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._restore.source import ForeignArray, StartedData
-from jaxckpt._runtime.errors import DataError, listing, show
+from jaxckpt._runtime.errors import DataError, show_lines, show_path
 from jaxckpt._storage.errors import storage_errors
 from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.tensors import ArrayFolder
@@ -51,12 +51,12 @@ _ARRAYS = {"jax.Array", "np.ndarray", "scalar"}
 def values_of(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
     """Each leaf as a value, or as an array that is read later."""
     without_data = [
-        f"{show(path_of(keys))} ({leaf.value_type[:80]!r})"
+        f"{show_path(path_of(keys))} ({leaf.value_type[:80]!r})"
         for keys, leaf in leaves.items()
         if leaf.skip_deserialize and leaf.value_type not in _EMPTY
     ]
     if without_data:
-        raise DataError(f"{path} has no data for {len(without_data)} of its leaves:\n{listing(without_data)}")
+        raise DataError(f"{path} has no data for {len(without_data)} of its leaves:\n{show_lines(without_data)}")
     if unknown := {leaf.value_type for leaf in leaves.values()} - _EMPTY.keys() - _ARRAYS - {"string"}:
         raise DataError(f"{path}/{TREE_FILE} has the value_type {min(unknown)[:80]!r}, which Orbax does not define")
     strings = read_optional(f"{path}/{STRINGS_FILE}", cast("type[Any]", Any))
@@ -73,7 +73,7 @@ def _string(path: str, strings: Any, keys: Keys) -> str:
         inner = cast("dict[str, Any]", node) if isinstance(node, dict) else {}
         node = inner.get(key.replace("~1", "/").replace("~0", "~"))
     if not isinstance(node, str):
-        raise DataError(f"{path}/{STRINGS_FILE} lacks the leaf {show(path_of(keys))}")
+        raise DataError(f"{path}/{STRINGS_FILE} lacks the leaf {show_path(path_of(keys))}")
     return node
 
 
@@ -106,7 +106,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
     names = {keys: ".".join(keys) for keys in leaves}
     outside = [name for name in names.values() if name and not {"", ".", ".."}.isdisjoint(name.split("/"))]
     if outside and not ocdbt:
-        raise DataError(f"{path} has arrays whose names are not folders below it:\n{listing(map(repr, outside))}")
+        raise DataError(f"{path} has arrays whose names are not folders below it:\n{show_lines(map(repr, outside))}")
     driver, file, described = ("zarr3", "zarr.json", _of_zarr3) if record.use_zarr3 else ("zarr", ".zarray", _of_zarr2)
     texts = folder.read_all([f"{name}/{file}" if name else file for name in names.values()])
     of_jax = any(leaf.value_type == "jax.Array" for leaf in leaves.values())
@@ -116,7 +116,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
     layouts: dict[str | None, tuple[MeshRecord | None, Spec]] = {None: (None, ())}  # few differ from each other
     arrays: dict[Keys, ForeignArray] = {}
     for (keys, name), text in zip(names.items(), texts, strict=True):
-        leaf = show(path_of(keys))
+        leaf = show_path(path_of(keys))
         if text is None:
             raise DataError(f"{path} lacks the array {name!r} of the leaf {leaf}")
         what = f"{path}: the Zarr metadata of {leaf}"
@@ -153,7 +153,7 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
     }
     pending = {keys: cast("_ZarrArray", arrays[keys].data).start((), target) for keys, target in targets.items()}
     for keys, started in pending.items():
-        with storage_errors(f"cannot read the leaf {show(path_of(keys))}", reading=True):
+        with storage_errors(f"cannot read the leaf {show_path(path_of(keys))}", reading=True):
             started.result()
     return {keys: target.item() for keys, target in targets.items()}
 

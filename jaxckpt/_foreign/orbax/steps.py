@@ -32,7 +32,7 @@ from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import decode_value
 from jaxckpt._restore.source import Foreign, ForeignArray, Native, StackRow, as_foreign, compose
-from jaxckpt._runtime.errors import DataError, NotACheckpointError, counted, listing
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_count, show_lines
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader
@@ -137,7 +137,7 @@ def _newest_step(path: str) -> tuple[str, int]:
     for number, name in sorted(steps, reverse=True):
         if _is_step(f"{path}/{name}") and not _unfinished(f"{path}/{name}"):
             return f"{path}/{name}", number
-    raise NotACheckpointError(f"{path} has no complete step, only {counted(len(steps), 'folder')} named like one")
+    raise NotACheckpointError(f"{path} has no complete step, only {show_count(len(steps), 'folder')} named like one")
 
 
 def _unfinished(path: str) -> str | None:
@@ -188,7 +188,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     if record.custom_metadata:
         metadata["custom_metadata"] = record.custom_metadata
     if not items:
-        raise DataError(f"{path} has no item that can be read\n{listing(left_out)}".rstrip())
+        raise DataError(f"{path} has no item that can be read\n{show_lines(left_out)}".rstrip())
     for message in left_out:
         warnings.warn(message, stacklevel=2)
     whole = {"state"} if record.handler("state") in ("PyTreeHandler", "V1Handler") else {"default"}

@@ -12,7 +12,7 @@ from jaxckpt._foreign.local_files import read_json
 from jaxckpt._foreign.orbax.leaves import values_of
 from jaxckpt._foreign.orbax.records import MAX_INDEX_BYTES, TREE_FILE, Keys, TreeRecord, path_of
 from jaxckpt._format.tree import MAX_DEPTH, Container, Tree, keys_of, unflatten
-from jaxckpt._runtime.errors import DataError, show
+from jaxckpt._runtime.errors import DataError, show_path
 
 
 def read_tree(path: str) -> tuple[Tree, dict[str, Any]]:
@@ -40,7 +40,7 @@ def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth
     for entry in entries:
         if len(entry[0]) > depth:  # otherwise an entry for an empty position that other entries fill
             below.setdefault(entry[0][depth], []).append(entry)
-    where = f"{path}: the container at {show(path_of(entries[0][0][:depth]) if entries else '')}"
+    where = f"{path}: the container at {show_path(path_of(entries[0][0][:depth]) if entries else '')}"
     if {kinds[depth] for inside in below.values() for _, kinds, _ in inside} not in ({1}, {2}):
         raise DataError(f"{where} mixes keys and indices")
     if entries and next(iter(below.values()))[0][1][depth] == 2:

@@ -36,7 +36,7 @@ from jaxckpt._format.tree import Container, Structure, bare, keys_of
 from jaxckpt._format.values import decode_int, decode_value
 from jaxckpt._restore.reading import Stored
 from jaxckpt._restore.source import Source
-from jaxckpt._runtime.errors import TreeError, listing, show
+from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
@@ -135,13 +135,13 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
     problems: list[str] = []
     paths: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
-        paths[entry.name].append(show(path_of(entry.keys)))
+        paths[entry.name].append(show_path(path_of(entry.keys)))
     for name, sharing in paths.items():
         if len(sharing) > 1:
             problems.append(f"{', '.join(sharing)} would all be named {name!r}: Orbax joins keys with '.'")
     arrays = {entry.name for entry, leaf in leaves.items() if leaf.kind != "str"}
     for entry, leaf in leaves.items():
-        shown, name = show(leaf.path), entry.name
+        shown, name = show_path(leaf.path), entry.name
         folders = name.split("/")
         above = next((head for head in ("/".join(folders[:n]) for n in range(1, len(folders))) if head in arrays), None)
         if above is not None:
@@ -162,7 +162,7 @@ def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, 
         raise TreeError(
             f"Orbax cannot store {len(problems)} of these leaves; leave them out with select=, or rename them with"
             " rename=:\n"
-            f"{listing(problems)}"
+            f"{show_lines(problems)}"
         )
 
 
